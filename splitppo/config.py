@@ -1,0 +1,253 @@
+"""The configuration: frozen dataclasses, a docstring per field, and TOML presets that are saved flags.
+
+A preset is nothing but flags written down: `[ppo] lam = 0.95` is `--ppo.lam 0.95`. It is put in front of the
+command line, so a flag given by hand wins, and every value is checked by the same parser.
+"""
+
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tyro
+
+from splitppo.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which ranks play which role."""
+
+    mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
+    """`per_node` cuts every node alike; `by_node` gives whole nodes to a role; `colocated` lets every rank play
+    both. `auto`: colocated for one rank, else per_node."""
+    actor: int | None = None
+    """Ranks of the actor group, over all nodes. Unset: what the critic leaves, or half, rounded up."""
+    critic: int | None = None
+    """Ranks of the critic group, over all nodes. Unset: what the actor leaves, or half, rounded down."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on from its peak to `min_lr_ratio` of it at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; step s of w has s/w of the peak."""
+    min_lr_ratio: float = 0.0
+    """Where a linear or cosine schedule ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; not applied to biases and norms (tensors with fewer than two axes)."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this L2 norm over the whole model; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The policy: any Hugging Face causal language model."""
+
+    path: str = "tiny"
+    """Folder with config, tokenizer and safetensors, or `tiny`: the embedded model, built and tokenised here."""
+    random_init: bool = False
+    """Draw the weights at random from the seed in place of reading them: for benchmarks on a real shape."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen reference of the KL penalty. Loaded only if `ppo.kl_coef` or `ppo.kl_loss_coef` is above 0."""
+
+    path: str | None = None
+    """Folder of the reference model. Unset: the policy as it was before training."""
+    offload: bool = False
+    """Keep its shards on the CPU between its uses."""
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """The value model: a causal language model's body with a scalar head."""
+
+    path: str | None = None
+    """Folder of the body. Unset: the policy's. It must read the policy's token ids."""
+    random_init: bool = False
+    """Draw the body at random from the seed in place of reading it."""
+    head: Literal["zero", "normal"] = "zero"
+    """How a fresh scalar head starts: all zero (the first values are 0) or N(0, 1/hidden size)."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The prompts."""
+
+    task: str = "echo"
+    """The generated task to train on when no `files` are given: `echo` or `addition`."""
+    digits: int = 1
+    """Digits of the operands of the generated task `addition`."""
+    files: tuple[str, ...] = ()
+    """Training files: .parquet, .json or .jsonl; read in order as one data set. Empty: the generated task."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of {role, content} messages."""
+    answer_key: str = "reward_model.ground_truth"
+    """Column of the ground truth; a dot goes into a nested column."""
+    chat: bool = True
+    """Put string prompts through the tokenizer's chat template (as one user message) if it has one."""
+    validation_files: tuple[str, ...] = ()
+    """Held-out files. Empty: the generated task's held-out part, or none."""
+    validation_rows: int = 256
+    """Held-out prompts to use at most, the first of them."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """One rollout: the rows of a step."""
+
+    batch_size: int = 64
+    """B: rows (prompt + response) a step, over all actor ranks."""
+    samples: int = 1
+    """Responses sampled for each prompt; `batch_size / samples` prompts a step."""
+    max_prompt_tokens: int = 512
+    """A longer prompt is refused when the data is read."""
+    max_new_tokens: int = 16
+    """A response is cut here if it has not ended."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are taken at it everywhere."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response (they stay part of it), beside the end-of-sequence token."""
+    chunks: int = 4
+    """K: finished rows leave for the critic in at most this many messages for each pair of ranks."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What generates."""
+
+    kind: Literal["auto", "hf", "vllm"] = "auto"
+    """`hf`: the library's generate(). `vllm` is not in this version and refused. `auto`: hf."""
+    max_rows: int = 512
+    """Rows that one actor rank generates at once; more are done one batch after the other."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The score of a row."""
+
+    function: str = "auto"
+    """`exact_match`, `last_number`, `gsm8k`, or `path/to/file.py:name` of a function
+    (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`.
+    `auto`: the generated task's own, or by the rows' data_source."""
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Proximal policy optimisation (Schulman et al. 2017), as practised on language models."""
+
+    gamma: float = 1.0
+    """Discount."""
+    lam: float = 0.95
+    """GAE's lambda."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference, subtracted from the reward at each token."""
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the reference in the policy's loss."""
+    kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of the KL in the loss."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages (Ye et al. 2020), above 1. Unset: off."""
+    value_clip: float | None = 0.2
+    """Values are clipped to within this of the old ones in the loss. None: off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    whiten: bool = True
+    """Whiten the advantages over the whole batch."""
+    epochs: int = 1
+    """Passes over the rollout."""
+    mini_batches: int = 1
+    """Optimizer steps a pass; must divide `rollout.batch_size`."""
+    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    """How token losses become one number, over the whole mini-batch."""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Devices, precision and memory."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda if there is a GPU for each local rank."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of forward and backward; weights and reductions stay float32. `auto`: bfloat16 on GPUs."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens of one forward-backward at most; a longer row goes alone."""
+    activation_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints under RUN/checkpoints."""
+
+    every: int = 0
+    """Write one every n steps and after the last; 0: never."""
+    keep: int = 2
+    """Complete checkpoints to keep, the newest; 0: all."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What the run folder holds."""
+
+    samples: int = 4
+    """Generations of each step written to RUN/samples."""
+    validate_every: int = 0
+    """Greedy score on held-out prompts before the first, every n-th and after the last step; 0: never."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """PPO for language models on one torchrun, split by rank into an actor and a critic group."""
+
+    config: str | None = None
+    """TOML preset; flags given beside it win."""
+    steps: int = 60
+    """Training steps: rollouts."""
+    seed: int = 0
+    """Everything random follows from it."""
+    run_dir: str | None = None
+    """The run's folder. Unset: runs/DATE-TIME."""
+    resume: str = "auto"
+    """`auto`: go on from the newest complete checkpoint in run_dir, if any; `never`; or a checkpoint's folder."""
+    dry_run: bool = False
+    """Print the resolved config, placement, messages and memory, and stop; needs no torchrun."""
+    world_size: int | None = None
+    """Ranks to plan for in a dry run. Unset: torchrun's, or 1."""
+    nodes: int = 1
+    """Nodes to plan for in a dry run."""
+    timeout: float = 1800.0
+    """Seconds that a wait for another rank may take before the run ends with an error that names it."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
