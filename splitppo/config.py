@@ -4,12 +4,12 @@ A preset is nothing but flags written down: `[ppo] lam = 0.95` is `--ppo.lam 0.9
 command line, so a flag given by hand wins, and every value is checked by the same parser.
 """
 
-import sys
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tyro
 
@@ -251,3 +251,137 @@ class Config:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
+    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps a refusal off the screen."""
+    return tyro.cli(Config, args=[*preset_flags(argv), *argv], console_outputs=not quiet, prog="splitppo.train")
+
+
+def preset_flags(argv: Sequence[str]) -> list[str]:
+    """The flags that the preset named in `argv` stands for; [] without one."""
+    path = None
+    for flag, value in zip(argv, [*argv[1:], None], strict=True):
+        if flag == "--config":
+            path = value
+        elif flag.startswith("--config="):
+            path = flag.removeprefix("--config=")
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: no such file; presets are TOML files, see configs/")
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--config {path}: not TOML: {error}; write it as [section] and key = value") from error
+    known = {name for name, _ in _leaves(asdict(Config()))}
+    flags = []
+    for name, value in _leaves(table):
+        if name not in known or name == "config":
+            raise UserError(f"--config {path}: unknown key {name!r}; keys are the flags of --help without the dashes")
+        flags += _as_flag(name, value)
+    return flags
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as a preset that gives it again; what is unset is left out."""
+    lines, section = [], None
+    for name, value in sorted(_leaves(asdict(config)), key=lambda leaf: leaf[0].split(".")[:-1]):
+        *path, key = name.split(".")
+        if name == "config" or value is None:
+            continue
+        if path != section:
+            section = path
+            lines += ["", f"[{'.'.join(path)}]"] if path else []
+        lines.append(f"{key} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def check(config: Config) -> None:
+    """Everything about the flags that can be told before any file, model, GPU or process group is touched.
+
+    Raises:
+        UserError: one line with the value, the rule and the remedy.
+    """
+    rollout, ppo = config.rollout, config.ppo
+    _at_least(1, {"steps": config.steps, "nodes": config.nodes, "rollout.samples": rollout.samples})
+    _at_least(1, {"rollout.batch_size": rollout.batch_size, "rollout.max_new_tokens": rollout.max_new_tokens})
+    _at_least(1, {"rollout.max_prompt_tokens": rollout.max_prompt_tokens, "rollout.chunks": rollout.chunks})
+    _at_least(1, {"ppo.epochs": ppo.epochs, "ppo.mini_batches": ppo.mini_batches, "data.digits": config.data.digits})
+    _at_least(1, {"engine.max_rows": config.engine.max_rows, "data.validation_rows": config.data.validation_rows})
+    _at_least(1, {"compute.micro_batch_tokens": config.compute.micro_batch_tokens})
+    _at_least(0, {"ppo.kl_coef": ppo.kl_coef, "ppo.kl_loss_coef": ppo.kl_loss_coef, "log.samples": config.log.samples})
+    _at_least(0, {"checkpoint.every": config.checkpoint.every, "checkpoint.keep": config.checkpoint.keep})
+    _at_least(0, {"log.validate_every": config.log.validate_every, "ppo.entropy_coef": ppo.entropy_coef})
+    _within(0, 1, {"ppo.gamma": ppo.gamma, "ppo.lam": ppo.lam})
+    _above(0, {"rollout.temperature": rollout.temperature, "timeout": config.timeout, "ppo.clip_high": ppo.clip_high})
+    if not 0 < ppo.clip_low < 1:
+        raise UserError(f"ppo.clip_low={ppo.clip_low} must lie between 0 and 1 (the ratio's lower bound is 1 - it)")
+    if ppo.dual_clip is not None and ppo.dual_clip <= 1:
+        raise UserError(f"ppo.dual_clip={ppo.dual_clip} must be above 1; use 3.0, or None to turn it off")
+    if ppo.value_clip is not None:
+        _above(0, {"ppo.value_clip": ppo.value_clip})
+    _divides(rollout.batch_size, rollout.samples, "is not a multiple of rollout.samples={n}")
+    _divides(rollout.batch_size, ppo.mini_batches, "does not cut into {n} mini-batches")
+    for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
+        _at_least(0, {f"{name}.optim.lr": optim.lr, f"{name}.optim.max_grad_norm": optim.max_grad_norm})
+        _at_least(0, {f"{name}.optim.warmup_steps": optim.warmup_steps})
+        _at_least(0, {f"{name}.optim.weight_decay": optim.weight_decay})
+        _above(0, {f"{name}.optim.eps": optim.eps})
+        _within(0, 1, {f"{name}.optim.min_lr_ratio": optim.min_lr_ratio})
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            raise UserError(f"{name}.optim.betas={optim.betas} must lie in [0, 1); use 0.9 0.999")
+    if config.engine.kind == "vllm":
+        raise UserError("engine.kind=vllm is not in this version; use hf")
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _as_flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        head, _, tail = flag[2:].rpartition(".")
+        return [flag if value else f"--{head}.no-{tail}" if head else f"--no-{tail}"]
+    return [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    if isinstance(value, str):
+        # json's escapes are TOML's for basic strings
+        return json.dumps(value)
+    return repr(value)
+
+
+def _at_least(bound: float, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        if not value >= bound:
+            raise UserError(f"{name}={value} must be at least {bound}")
+
+
+def _above(bound: float, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        if not value > bound:
+            raise UserError(f"{name}={value} must be above {bound}")
+
+
+def _within(low: float, high: float, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        if not low <= value <= high:
+            raise UserError(f"{name}={value} must lie between {low} and {high}")
+
+
+def _divides(batch_size: int, n: int, rule: str) -> None:
+    if batch_size % n:
+        below, above = batch_size // n * n, (batch_size // n + 1) * n
+        use = f"use {below} or {above}" if below else f"use {above}"
+        raise UserError(f"rollout.batch_size={batch_size} {rule.format(n=n)}; {use}")

@@ -49,3 +49,118 @@ class Sample:
     response: list[int]
     logprobs: list[float]
     finished: bool
+
+
+class Rollout:
+    """The rows that one rank holds in a step, with their response tokens packed in ascending order of rows.
+
+    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors `[N]` on the CPU,
+    N = the sum of the response lengths.
+
+    Args:
+        samples: the rows, in any order.
+    """
+
+    def __init__(self, samples: Sequence[Sample]):
+        self.samples = sorted(samples, key=lambda sample: sample.row)
+        self.rows = [sample.row for sample in self.samples]
+        self.lengths = [len(sample.response) for sample in self.samples]
+        self.index = {row: i for i, row in enumerate(self.rows)}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def tokens(self) -> int:
+        """N, the response tokens."""
+        return sum(self.lengths)
+
+    def split(self, packed: Tensor) -> list[Tensor]:
+        """`[N]` -> a tensor a row."""
+        return list(packed.split(self.lengths))
+
+    def select(self, packed: Tensor, rows: Sequence[int]) -> Tensor:
+        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to `rows`, in their order."""
+        pieces = packed.split(self.lengths, dim=-1)
+        picked = [pieces[self.index[row]] for row in rows]
+        return torch.cat(picked, dim=-1) if picked else packed[..., :0]
+
+    def pack(self, by_row: dict[int, Tensor]) -> Tensor:
+        """row -> `[T_i]`, for each row held here, to the packed `[N]`."""
+        return torch.cat([by_row[row] for row in self.rows]) if self.rows else torch.zeros(0)
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[N]` -> `[B, T]`, right-padded with 0."""
+        return pad_rows(self.split(packed)) if self.rows else packed.new_zeros(0, 0)
+
+    def mask(self) -> Tensor:
+        """`[B, T]` bool: True at response tokens."""
+        return self.pad(torch.ones(self.tokens)).bool()
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """`[B, T]` -> `[N]`."""
+        return padded[self.mask()]
+
+
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Tensors `[T_i]` to one `[B, T]`, right-padded with 0."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Padded rows of one forward pass: prompts padded on the left, responses on the right.
+
+    So the responses of all rows stand in the same columns, the last T of them, and logits of the prompts need not
+    be computed.
+
+    Attributes:
+        input_ids, attention_mask, position_ids: `[B, P + T]` int64.
+        responses: `[B, T]` int64, the response tokens; 0 where padded.
+        mask: `[B, T]` bool, True at response tokens.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    responses: Tensor
+    mask: Tensor
+
+
+def micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
+    """Pads rows for one forward pass. No rows: one row of two tokens under an empty mask, for a rank that must
+    take part in a forward of its group without having rows."""
+    empty = Sample(row=-1, prompt=[0], response=[0], logprobs=[], finished=True)
+    rows = list(samples) or [empty]
+    longest = max(len(row.prompt) for row in rows)
+    responses = pad_rows([torch.tensor(row.response) for row in rows])
+    prompts = pad_rows([torch.tensor(row.prompt[::-1]) for row in rows]).flip(1)
+    prompt_mask = torch.arange(longest) >= longest - torch.tensor([len(row.prompt) for row in rows])[:, None]
+    lengths = torch.tensor([len(row.response) for row in rows])
+    mask = torch.arange(responses.shape[1]) < lengths[:, None]
+    attention = torch.cat([prompt_mask, mask], dim=1).long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    ids = torch.cat([prompts, responses], dim=1)
+    mask = mask if samples else torch.zeros_like(mask)
+    return MicroBatch(
+        *(tensor.to(device, non_blocking=True) for tensor in (ids, attention, positions, responses, mask))
+    )
+
+
+def cut_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[int]]:
+    """Cuts rows into micro-batches of at most `budget` padded tokens: indices into `samples`.
+
+    Rows of like length go together (longest first, so that memory peaks at once); a row over the budget goes alone.
+    """
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].prompt) - len(samples[i].response), i))
+    cut: list[list[int]] = []
+    prompt = response = 0
+    for i in order:
+        prompt_i, response_i = max(prompt, len(samples[i].prompt)), max(response, len(samples[i].response))
+        if cut and (len(cut[-1]) + 1) * (prompt_i + response_i) <= budget:
+            cut[-1].append(i)
+            prompt, response = prompt_i, response_i
+        else:
+            cut.append([i])
+            prompt, response = len(samples[i].prompt), len(samples[i].response)
+    return cut

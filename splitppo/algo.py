@@ -1,0 +1,340 @@
+"""The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another rank.
+
+Shapes: `B` rows, `T` padded length, `V` vocabulary; a mask is bool or 0/1 and is 1 where the policy sampled a token.
+What lies outside the mask is never read: not-a-number there changes no result. Log-probs, KL and entropy are in nats.
+Where a statistic or a mean may be over more rows than one call sees, the part that adds up is exported beside it
+(`moments` / `merge_moments`, `aggregate_weight`), so that the caller can cut the batch as it likes.
+
+Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438). Dual clip: Ye
+et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
+KLKind = Literal["k1", "k2", "k3", "abs"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+_WHITEN_EPS = 1e-8
+
+
+def _check_shapes(axes: int, **tensors: Tensor) -> None:
+    """Refuse tensors that are not of one shape: broadcasting `[B]` against `[B, T]` would be silent and wrong."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != axes for shape in shapes.values()):
+        raise ValueError(f"want tensors of one shape with {axes} axes, got {shapes}")
+
+
+def _keep(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` inside the mask, 0 outside. Selects rather than multiplies, for 0 * nan is nan."""
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+# Statistics over the mask
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors, ready to be stacked and gathered.
+
+    Without tokens the mean is 0; with fewer than two the variance is 0.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` `[B, T]` over the mask `[B, T]`: a 0-d tensor, 0 (still on the graph) when the mask is empty."""
+    _check_shapes(2, x=x, mask=mask)
+    return _keep(x, mask).sum() / mask.bool().sum().clamp(min=1)
+
+
+@torch.no_grad()
+def moments(x: Tensor, mask: Tensor) -> Moments:
+    """Moments of `x` `[B, T]` over the mask `[B, T]`, by two passes in float64."""
+    _check_shapes(2, x=x, mask=mask)
+    kept = _keep(x.double(), mask)
+    count = mask.bool().sum().double()
+    mean = kept.sum() / count.clamp(min=1)
+    squares = _keep((kept - mean).square(), mask).sum()
+    return Moments(count, mean, squares / (count - 1).clamp(min=1))
+
+
+@torch.no_grad()
+def merge_moments(parts: Sequence[Moments]) -> Moments:
+    """Moments of all the tokens that the parts were taken over.
+
+    Chan, Golub & LeVeque 1979, "Updating formulae", for any number of parts at once: the squares inside the parts
+    plus the squares between them. Raises ValueError when there is no part.
+    """
+    if not parts:
+        raise ValueError("merge_moments needs at least one part")
+    counts = torch.stack([part.count for part in parts])
+    means = torch.stack([part.mean for part in parts])
+    variances = torch.stack([part.variance for part in parts])
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp(min=1)
+    within = ((counts - 1).clamp(min=0) * variances).sum()
+    between = (counts * (means - mean).square()).sum()
+    return Moments(count, mean, (within + between) / (count - 1).clamp(min=1))
+
+
+@torch.no_grad()
+def masked_whiten(x: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
+    """`(x - mean) * rsqrt(variance + 1e-8)` over the mask; 0 outside it, and 0 for a token that is alone.
+
+    `x`, `mask`: `[B, T]`. `moments` are given when the statistics are over more rows than these, as with a batch
+    spread over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
+    """
+    _check_shapes(2, x=x, mask=mask)
+    stats = _moments(x, mask) if moments is None else moments
+    white = (x.double() - stats.mean) * torch.rsqrt(stats.variance + _WHITEN_EPS)
+    return _keep(white.to(x.dtype), mask)
+
+
+_moments = moments  # masked_whiten's argument has the function's name
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """`1 - Var(returns - values) / Var(returns)` over the mask, all `[B, T]`: a 0-d float64 tensor.
+
+    1 is a perfect value model, 0 one no better than a constant. 0 where the returns do not vary (or are fewer than
+    two): the share explained is undefined then, and a nan would spoil every later mean.
+    """
+    _check_shapes(2, values=values, returns=returns, mask=mask)
+    total = moments(returns, mask).variance
+    unexplained = moments(returns.double() - values.double(), mask).variance
+    return torch.where(total > 0, 1 - unexplained / torch.where(total > 0, total, 1.0), 0.0)
+
+
+# From scores to advantages
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, commonly `[B, T]`.
+
+    With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r, unbiased, may be negative;
+    `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r, unbiased and never negative; `abs` = |log r|.
+    Gradient flows into `logprobs` only. Both must be finite everywhere, padding included, if a gradient is taken.
+    Raises ValueError for another kind.
+    """
+    _check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_r = ref_logprobs.detach() - logprobs
+    match kind:
+        case "k1":
+            return -log_r
+        case "k2":
+            return 0.5 * log_r.square()
+        case "k3":
+            # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
+            return torch.expm1(log_r) - log_r
+        case "abs":
+            return log_r.abs()
+    raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
+
+
+@torch.no_grad()
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Reward of each token `[B, T]`: `-kl_coef * kl`, plus the row's score at its last masked token.
+
+    `scores`: `[B]`, in the reward's unit. `kl`, `mask`: `[B, T]`. A row with an empty mask has no token that could
+    have earned its score, and gets nothing. Returns `scores`' and `kl`'s common dtype, 0 outside the mask.
+    """
+    _check_shapes(2, kl=kl, mask=mask)
+    if scores.shape != kl.shape[:1]:
+        raise ValueError(f"want one score a row, {tuple(kl.shape[:1])}, got {tuple(scores.shape)}")
+    tokens_left = mask.bool().flip(1).cumsum(dim=1).flip(1)  # this one included
+    is_last = mask.bool() & (tokens_left == 1)
+    penalty = _keep(kl, mask) * -kl_coef
+    return penalty + _keep(scores[:, None].expand_as(kl), is_last)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
+
+    `rewards`, `values`, `mask`: `[B, T]`; `values[:, t]` is of the state before token t. `gamma` and `lam` lie in
+    [0, 1]. A position outside the mask is no time step: the successor of a token is the next masked one. After a
+    row's last token the value is 0: every row ends there, and there is no bootstrap. Returns are advantages + values,
+    the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient. Raises ValueError for
+    tensors of different shapes.
+    """
+    _check_shapes(2, rewards=rewards, values=values, mask=mask)
+    inside = mask.bool()
+    next_value = next_advantage = values.new_zeros(len(values))
+    columns: list[Tensor] = []
+    for t in reversed(range(values.shape[1])):
+        residual = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = residual + gamma * lam * next_advantage
+        columns.append(advantage)
+        # A hole hands its successor's numbers on.
+        next_value = torch.where(inside[:, t], values[:, t], next_value)
+        next_advantage = torch.where(inside[:, t], advantage, next_advantage)
+    advantages = _keep(torch.stack(columns[::-1], dim=1), inside) if columns else torch.zeros_like(values)
+    return advantages, advantages + _keep(values, inside)
+
+
+# Losses
+
+
+def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+    """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when it is empty.
+
+    `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or the mean over
+    each row's tokens, then the mean over the rows with a non-empty mask. Raises ValueError for another name.
+    """
+    _check_shapes(2, x=x, mask=mask)
+    if aggregate == "token_mean":
+        return masked_mean(x, mask)
+    weight = aggregate_weight(mask, aggregate).clamp(min=1)  # refuses an unknown name
+    row_sums = _keep(x, mask).sum(dim=1)
+    if aggregate == "seq_mean_token_mean":
+        row_sums = row_sums / mask.bool().sum(dim=1).clamp(min=1)
+    return row_sums.sum() / weight.to(x.dtype)
+
+
+def aggregate_weight(mask: Tensor, aggregate: Aggregate) -> Tensor:
+    """`aggregate_loss`'s denominator: tokens of the mask `[B, T]`, or rows with a non-empty one.
+
+    A 0-d float64 tensor, exact for any count. Over any cut of the rows into parts,
+    `sum(aggregate_loss(part) * aggregate_weight(part)) / sum(aggregate_weight(part)) == aggregate_loss(whole)`: so a
+    mini-batch gives the same loss and gradient however it is cut. Raises ValueError for another name.
+    """
+    if mask.dim() != 2:
+        raise ValueError(f"want a mask [B, T], got {tuple(mask.shape)}")
+    match aggregate:
+        case "token_mean":
+            return mask.bool().sum().double()
+        case "seq_mean_token_sum" | "seq_mean_token_mean":
+            return mask.bool().any(dim=1).sum().double()
+    raise ValueError(f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean")
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    aggregate: Aggregate,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
+
+    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs) and advantage A, a token loses
+    `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
+    `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
+    Gradient flows into `logprobs` only. Raises ValueError for shapes, clips or an aggregate that make no sense.
+
+    Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
+    clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`.
+    """
+    _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"clip_low and clip_high must be at least 0, got {clip_low} and {clip_high}")
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    advantages = advantages.detach()
+    # Masked here, not only in the mean: what overflows in the padding would give its log-probs a gradient of nan.
+    log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(plain, clipped)
+    bounded = torch.zeros_like(losses, dtype=torch.bool)
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (losses > bound)
+        losses = torch.where(bounded, bound, losses)
+    with torch.no_grad():
+        metrics = {
+            "ppo_kl": masked_mean(-log_ratio, mask),
+            "pg_clipfrac": masked_mean((clipped > plain).to(ratio.dtype), mask),
+            "pg_clipfrac_lower": masked_mean(bounded.to(ratio.dtype), mask),
+            "ratio_mean": masked_mean(ratio, mask),
+        }
+    return aggregate_loss(losses, mask, aggregate), metrics
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None,
+    aggregate: Aggregate,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d tensors.
+
+    All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2)`; `clip=None`
+    leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9; the clip is not in the paper but in its
+    code (openai/baselines, ppo2), and half of the square is that code's too. Gradient flows into `values` only.
+    Raises ValueError for shapes, a negative clip or an unknown aggregate.
+
+    Metrics, detached means over the mask: `vf_clipfrac` share of tokens whose clipped term is the larger loss;
+    `vpred_mean` mean value.
+    """
+    _check_shapes(2, values=values, old_values=old_values, returns=returns, mask=mask)
+    if clip is not None and clip < 0:
+        raise ValueError(f"clip must be at least 0 or None, got {clip}")
+    old_values, returns = old_values.detach(), returns.detach()
+    kept = _keep(values, mask)
+    plain = clipped = (kept - returns).square()
+    if clip is not None:
+        clipped = (torch.clamp(kept, old_values - clip, old_values + clip) - returns).square()
+    with torch.no_grad():
+        metrics = {
+            "vf_clipfrac": masked_mean((clipped > plain).to(kept.dtype), mask),
+            "vpred_mean": masked_mean(kept, mask),
+        }
+    return aggregate_loss(0.5 * torch.maximum(plain, clipped), mask, aggregate), metrics
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32 (float64 stays).
+
+    A logit of -inf is a token that can't be sampled: it adds 0, to the gradient as well. Logits that are all -inf
+    are no distribution and give nan.
+    """
+    logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    # p log p goes to 0 with p, but 0 * -inf is nan.
+    return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)
+
+
+# Schedule
+
+
+def learning_rate(
+    step: int, *, steps: int, peak: float, schedule: Schedule, warmup_steps: int, min_lr_ratio: float
+) -> float:
+    """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
+
+    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a warm-up) `linear` and
+    `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`, and stay there. When the peak's step is
+    the last one, that step keeps the peak: a run of one step is to learn something. Raises ValueError for a step
+    below 1, a negative warm-up or an unknown schedule.
+    """
+    if step < 1 or warmup_steps < 0:
+        raise ValueError(f"want step >= 1 and warmup_steps >= 0, got {step} and {warmup_steps}")
+    if schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"unknown schedule {schedule!r}: want constant, linear or cosine")
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    top = max(warmup_steps, 1)
+    if schedule == "constant" or step == top:
+        return peak
+    progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
+    share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)

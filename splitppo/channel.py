@@ -1,0 +1,287 @@
+"""The wire: three channels between the two groups, and the handshake that keeps NCCL from ever waiting.
+
+A posted NCCL send or recv spins on the GPU until its peer posts too: it would slow what runs there, and could
+dead-lock against the collectives of FSDP. So both sides agree first, in host memory, over the store:
+
+    receiver                          sender
+    clear to send  ------------->     (asks for it between two decode steps, or waits for it)
+                   <-------------     go, with the header: how much is coming
+    posts its recv                    posts its send
+
+The copy then takes microseconds. Batches travel over a communicator of their own: NCCL on GPUs, Gloo on CPU.
+"""
+
+import os
+import sys
+import time
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from splitppo.placement import Ownership, Placement, Role
+from splitppo.rollout import Rollout, Sample
+
+
+class WireError(RuntimeError):
+    """A wait for another rank ran out of time, or what came is not what was due."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One message: from one global rank to another, in a step; `chunk` counts a pair's messages on the channel."""
+
+    channel: str
+    step: int
+    chunk: int
+    sender: int
+    receiver: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.channel}/{self.step}/{self.chunk}/{self.sender}/{self.receiver}"
+
+    def __str__(self) -> str:
+        return f"step {self.step} {self.channel} chunk {self.chunk} rank {self.sender} -> rank {self.receiver}"
+
+
+class Wire:
+    """Moves one tensor a hop; what the channels share.
+
+    Args:
+        rank: this process's global rank.
+        group: process group of all ranks, used for nothing else.
+        store: for the handshake.
+        device: where payloads cross; the tensors given and returned are on the CPU.
+        timeout: seconds that a wait may take.
+        describe: global rank -> what to call it in an error, with its host and what it was last doing.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        store: dist.Store,
+        device: torch.device,
+        timeout: float,
+        describe: Callable[[int], str],
+    ):
+        self.rank, self.group, self.store, self.device = rank, group, store, device
+        self.timeout, self.describe = timeout, describe
+        # a stream of its own: a batch must not queue behind the decode steps or updates already launched
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
+        self.bytes = 0
+
+    def clear(self, hop: Hop) -> None:
+        """Receiver: says that it is ready for the hop."""
+        self._trace("clear to send", hop)
+        self.store.set(f"{hop.key}/clear", b"1")
+
+    def is_clear(self, hop: Hop) -> bool:
+        """Sender: whether the receiver has said so. Doesn't wait."""
+        return self.store.check([f"{hop.key}/clear"])
+
+    def send(self, hop: Hop, payload: Tensor, header: Sequence[int] = ()) -> None:
+        """Sender: waits until the receiver is ready, then sends a 1-D CPU tensor with a header of integers."""
+        self._wait(hop, "clear", hop.receiver)
+        self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
+        self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
+        with self._on_stream():
+            self.transfer_out(payload, hop.receiver)
+        self.bytes += payload.nbytes
+
+    def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
+        """Receiver: waits for the sender's go, then receives; `clear` must have been said.
+
+        Args:
+            check: header -> number of elements that it stands for; held against the number announced.
+
+        Returns:
+            The header and a 1-D CPU tensor.
+        """
+        self._wait(hop, "go", hop.sender)
+        numel, *header = array("q", self.store.get(f"{hop.key}/go"))
+        for name in ("clear", "go"):
+            self.store.delete_key(f"{hop.key}/{name}")
+        if numel != (due := check(header)):
+            raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
+        with self._on_stream():
+            payload = self.transfer_in(numel, dtype, hop.sender)
+        self._trace(f"has received {numel} x {dtype}", hop)
+        self.bytes += payload.nbytes
+        return header, payload
+
+    def transfer_out(self, payload: Tensor, receiver: int) -> None:
+        """Posts the send; both sides are here at once."""
+        if payload.numel():
+            dist.send(payload.to(self.device), receiver, group=self.group)
+
+    def transfer_in(self, numel: int, dtype: torch.dtype, sender: int) -> Tensor:
+        """Posts the recv and returns what came, on the CPU."""
+        buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        if numel:
+            dist.recv(buffer, sender, group=self.group)
+        return buffer.cpu()
+
+    def _on_stream(self) -> AbstractContextManager:
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def _wait(self, hop: Hop, word: str, peer: int) -> None:
+        try:
+            self.store.wait([f"{hop.key}/{word}"], timedelta(seconds=self.timeout))
+        except dist.DistStoreError as error:
+            what = "a clear-to-send" if word == "clear" else "a message"
+            raise WireError(
+                f"{hop}: {self.describe(self.rank)} waited {self.timeout:g} s for {what} "
+                f"from {self.describe(peer)}; raise --timeout if that is only slow"
+            ) from error
+
+    def _trace(self, what: str, hop: Hop) -> None:
+        if self.trace:
+            print(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}", file=sys.stderr, flush=True)
+
+
+class _Link:
+    """One channel as one rank sees it: who its peers are and which rows it shares with them in a step."""
+
+    def __init__(
+        self, name: str, sender: Role, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership]
+    ):
+        self.name, self.sender, self.wire, self.placement, self.ownership = name, sender, wire, placement, ownership
+        self.rank = wire.rank
+
+    def _peers(self, step: int) -> list[tuple[int, list[int]]]:
+        """(global rank of the peer, rows shared with it) for each peer with rows, in the order of their ranks."""
+        own, actor, critic = self.ownership(step), self.placement.actor, self.placement.critic
+        if self.rank in actor:
+            me = actor.index(self.rank)
+            peers = [(rank, own.shared(me, i)) for i, rank in enumerate(critic)]
+        else:
+            me = critic.index(self.rank)
+            peers = [(rank, own.shared(i, me)) for i, rank in enumerate(actor)]
+        return [(rank, rows) for rank, rows in peers if rows]
+
+    def _hop(self, step: int, peer: int, *, chunk: int = 0) -> Hop:
+        sends = self.rank in (self.placement.actor if self.sender == "actor" else self.placement.critic)
+        return Hop(self.name, step, chunk, *((self.rank, peer) if sends else (peer, self.rank)))
+
+
+class RolloutLink(_Link):
+    """`rollouts`, actor -> critic: finished rows, streamed in at most `chunks` messages a pair of ranks."""
+
+    def __init__(self, *args, chunks: int):
+        super().__init__(*args)
+        self.chunks = chunks
+        self._step = 0
+        self._filling: dict[int, list[Sample]] = {}
+        self._due: dict[int, deque[tuple[int, int]]] = {}
+        self._ready: deque[tuple[Hop, list[Sample]]] = deque()
+
+    def offer(self, step: int, finished: Iterable[Sample]) -> None:
+        """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive; never waits."""
+        if step != self._step:
+            self._begin(step)
+        own = self.ownership(step)
+        for sample in finished:
+            peer = self.placement.critic[own.critic_of[sample.row]]
+            self._filling[peer].append(sample)
+            self._fill(peer)
+        for _ in range(len(self._ready)):
+            hop, samples = self._ready.popleft()
+            if self.wire.is_clear(hop):
+                self._post(hop, samples)
+            else:
+                self._ready.append((hop, samples))
+
+    def flush(self, step: int) -> None:
+        """Actor: posts what is left, waiting for each critic rank in turn. Every row must have been offered."""
+        if step != self._step:
+            self._begin(step)
+        # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
+        for hop, samples in sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver)):
+            self._post(hop, samples)
+        self._ready.clear()
+        missing = sum(count for due in self._due.values() for _, count in due)
+        if missing:
+            raise WireError(f"step {step} {self.name}: rank {self.rank} was not offered {missing} of its rows")
+
+    def recv(self, step: int, chunk: int) -> list[Sample]:
+        """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
+        own, me = self.ownership(step), self.placement.critic.index(self.rank)
+        hops = []
+        for i, rank in enumerate(self.placement.actor):
+            if own.message_rows(i, me, self.chunks)[chunk]:
+                hops.append(self._hop(step, rank, chunk=chunk))
+                self.wire.clear(hops[-1])
+        return [sample for hop in hops for sample in self._receive(hop)]
+
+    def _begin(self, step: int) -> None:
+        own, me = self.ownership(step), self.placement.actor.index(self.rank)
+        self._step, self._filling, self._due = step, defaultdict(list), {}
+        for i, rank in enumerate(self.placement.critic):
+            counts = own.message_rows(me, i, self.chunks)
+            self._due[rank] = deque((chunk, count) for chunk, count in enumerate(counts) if count)
+
+    def _fill(self, peer: int) -> None:
+        due, rows = self._due[peer], self._filling[peer]
+        if due and len(rows) == due[0][1]:
+            chunk, _ = due.popleft()
+            self._ready.append((self._hop(self._step, peer, chunk=chunk), rows.copy()))
+            rows.clear()
+
+    def _post(self, hop: Hop, samples: list[Sample]) -> None:
+        header = [len(samples)]
+        for sample in samples:
+            header += [sample.row, len(sample.prompt), len(sample.response), int(sample.finished)]
+        tokens = [token for sample in samples for token in (*sample.prompt, *sample.response)]
+        self.wire.send(hop, torch.tensor(tokens, dtype=torch.int32), header)
+
+    def _receive(self, hop: Hop) -> list[Sample]:
+        header, payload = self.wire.recv(hop, torch.int32, lambda head: sum(head[2::4]) + sum(head[3::4]))
+        samples, tokens, at = [], payload.tolist(), 0
+        for row, prompt, response, finished in zip(*(header[1 + i :: 4] for i in range(4)), strict=True):
+            middle, end = at + prompt, at + prompt + response
+            samples.append(Sample(row, tokens[at:middle], tokens[middle:end], [], bool(finished)))
+            at = end
+        return samples
+
+
+class TensorLink(_Link):
+    """`logprobs` (actor -> critic) or `advantages` (critic -> actor): packed per-token tensors, one message a pair."""
+
+    def send(self, step: int, rollout: Rollout, *packed: Tensor) -> None:
+        """Sends the shared rows of float32 tensors `[N]`."""
+        stacked = torch.stack(packed)
+        for peer, rows in self._peers(step):
+            self.wire.send(self._hop(step, peer), rollout.select(stacked, rows).float().flatten())
+
+    def recv(self, step: int, rollout: Rollout, *, fields: int) -> list[Tensor]:
+        """`fields` packed tensors `[N]` for all rows of `rollout`."""
+        peers = self._peers(step)
+        for peer, _ in peers:
+            self.wire.clear(self._hop(step, peer))
+        by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
+        for peer, rows in peers:
+            lengths = [rollout.lengths[rollout.index[row]] for row in rows]
+            _, payload = self.wire.recv(self._hop(step, peer), torch.float32, lambda _, n=lengths: fields * sum(n))
+            for field, values in zip(by_row, payload.view(fields, -1), strict=True):
+                field.update(zip(rows, values.split(lengths), strict=True))
+        return [rollout.pack(field) for field in by_row]
+
+
+class Links:
+    """The three channels, in the order in which a step uses them."""
+
+    def __init__(self, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership], *, chunks: int):
+        self.wire, self.chunks = wire, chunks
+        self.rollouts = RolloutLink("rollouts", "actor", wire, placement, ownership, chunks=chunks)
+        self.logprobs = TensorLink("logprobs", "actor", wire, placement, ownership)
+        self.advantages = TensorLink("advantages", "critic", wire, placement, ownership)

@@ -1,0 +1,84 @@
+"""Checkpoints: each group writes its own with torch's distributed checkpoint; a step counts when both have.
+
+    RUN/checkpoints/step_000010/{actor,critic}/    sharded weights and optimizer state, and COMPLETE once all is there
+
+They reshard on loading, so a run may go on under another placement. Everything else that a run needs to go on
+(order of the data, noise, learning rate) is a function of the seed and the step.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from splitppo.errors import UserError
+from splitppo.learner import Learner
+
+ROLES = ("actor", "critic")
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def save(learner: Learner, mesh: DeviceMesh, folder: Path, role: str, *, step: int) -> None:
+    """Writes a group's weights and optimizer state; all its ranks must call it."""
+    target = folder / role
+    weights, optimizer = get_state_dict(learner.model, learner.optimizer)
+    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=target, process_group=mesh.get_group())
+    if mesh.get_local_rank() == 0:
+        (target / "COMPLETE").write_text(json.dumps({"step": step}))
+
+
+def load(learner: Learner, mesh: DeviceMesh, folder: Path, role: str) -> None:
+    """Reads what `save` wrote, for any number of ranks."""
+    weights, optimizer = get_state_dict(learner.model, learner.optimizer)
+    state = {"model": weights, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=folder / role, process_group=mesh.get_group())
+    set_state_dict(
+        learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """The checkpoints that both groups have written, oldest first."""
+    folders = sorted((run_dir / "checkpoints").glob("step_*"))
+    return [folder for folder in folders if all((folder / role / "COMPLETE").is_file() for role in ROLES)]
+
+
+def find(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to go on from.
+
+    Raises:
+        UserError: `resume` names a folder that is no complete checkpoint, or `never` would overwrite a run.
+    """
+    found = complete(run_dir)
+    if resume == "auto":
+        return found[-1] if found else None
+    if resume == "never":
+        if found:
+            raise UserError(
+                f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir or --resume auto"
+            )
+        return None
+    folder = Path(resume)
+    missing = [role for role in ROLES if not (folder / role / "COMPLETE").is_file()]
+    if missing:
+        raise UserError(
+            f"--resume {resume}: no complete checkpoint there ({missing[0]}/COMPLETE is missing); name a step_* folder"
+        )
+    return folder
+
+
+def read_step(folder: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(json.loads((folder / "actor" / "COMPLETE").read_text())["step"])
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` complete checkpoints; 0 keeps all."""
+    for folder in complete(run_dir)[:-keep] if keep else []:
+        shutil.rmtree(folder)

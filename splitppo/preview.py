@@ -1,0 +1,83 @@
+"""The dry run: what a configuration would do, told without a process group."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from splitppo import models
+from splitppo.config import Config, to_toml
+from splitppo.errors import UserError
+from splitppo.placement import Placement, own, place
+from splitppo.runtime import Launch, format_map
+from splitppo.setup import model_folders, preflight
+from splitppo.tiny import build_tiny
+
+# float32 master weight, gradient and AdamW's two moments
+LEARNER_BYTES = 16
+
+
+def preview(config: Config, launch: Launch) -> str:
+    """Resolved config, placement, rows and bytes per message, parameters and estimated memory a rank."""
+    world = config.world_size or launch.world
+    if world < 1 or world % config.nodes:
+        raise UserError(
+            f"world_size={world} ranks are not {config.nodes} equal nodes; use a multiple of {config.nodes}"
+        )
+    placement = place(config.placement, world=world, local_world=world // config.nodes)
+    preflight(config)
+    hosts = [f"node {rank // (world // config.nodes)}" for rank in range(world)]
+    device = (
+        config.compute.device if config.compute.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parts = [to_toml(config), format_map(placement, hosts, [device] * world)]
+    parts += ["" if placement.colocated else _messages(config, placement), _memory(config, placement, device)]
+    return "\n".join(parts)
+
+
+def _messages(config: Config, placement: Placement) -> str:
+    """The messages of step 1, at the longest rows that there can be."""
+    rollout = config.rollout
+    ownership = own(
+        seed=config.seed,
+        step=1,
+        batch_size=rollout.batch_size,
+        samples=rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        actor_size=len(placement.actor),
+        critic_size=len(placement.critic),
+    )
+    lines = ["messages of a step (bytes at most):"]
+    row, response = rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.max_new_tokens
+    for i, actor in enumerate(placement.actor):
+        for j, critic in enumerate(placement.critic):
+            chunks = [rows for rows in ownership.message_rows(i, j, rollout.chunks) if rows]
+            if chunks:
+                n = sum(chunks)
+                lines.append(
+                    f"  rank {actor} -> {critic}: rollouts {len(chunks)} messages of {min(chunks)}-{max(chunks)} rows, "
+                    f"{n * row * 4:,} B;  logprobs {n} rows, {n * response * 8:,} B;  "
+                    f"back: advantages {n} rows, {n * response * 4:,} B"
+                )
+    return "\n".join(lines)
+
+
+def _memory(config: Config, placement: Placement, device: str) -> str:
+    with tempfile.TemporaryDirectory() as tiny:
+        folders = model_folders(config)
+        if "tiny" in folders.values():
+            build_tiny(Path(tiny), seed=config.seed)
+        counts = {
+            name: models.count_parameters(models.read_config(tiny if path == "tiny" else path), kind)
+            for name, path in folders.items()
+            for kind in (("value",) if name == "value" else ("policy",))
+        }
+    width = 2 if config.compute.dtype == "bfloat16" or (config.compute.dtype == "auto" and device == "cuda") else 4
+    actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
+    actor += counts.get("reference", 0) * width / len(placement.actor)
+    critic = counts["value"] * LEARNER_BYTES / len(placement.critic)
+    lines = [f"parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"]
+    lines.append("memory a rank, without activations and KV cache (weights, gradients, optimizer, engine's copy):")
+    if placement.colocated:
+        return "\n".join([*lines, f"  actor + critic {(actor + critic) / 2**30:.2f} GiB"])
+    return "\n".join([*lines, f"  actor {actor / 2**30:.2f} GiB", f"  critic {critic / 2**30:.2f} GiB"])

@@ -1,0 +1,207 @@
+"""Rewards: one number a row, from a function of verl's signature.
+
+A function is named in `reward.function`: a rule of `splitppo.rewards.rules`, `path/to/file.py:name`, or `auto`.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Set
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from splitppo.errors import UserError
+from splitppo.rewards import rules
+from splitppo.rollout import Prompt
+
+
+class RewardFunction(Protocol):
+    """What scores a row; called with keyword arguments. Returns a number, or a dict with `score` and more numbers."""
+
+    def __call__(
+        self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> Any: ...
+
+
+BY_NAME: dict[str, RewardFunction] = {
+    "exact_match": rules.exact_match,
+    "last_number": rules.last_number,
+    "gsm8k": rules.gsm8k,
+    "echo": rules.echo,
+    "addition": rules.addition,
+}
+"""The rules that `reward.function` may name."""
+
+BY_DATA_SOURCE: dict[str, RewardFunction] = {
+    "echo": rules.echo,
+    "addition": rules.addition,
+    "gsm8k": rules.gsm8k,
+    "openai/gsm8k": rules.gsm8k,
+}
+"""What `auto` takes for the rows of a data source."""
+
+
+def check_reward(function: str) -> None:
+    """Check `reward.function` before any model is loaded: a file is imported, its function looked up.
+
+    Raises:
+        UserError: no such rule, file or function, or it cannot be called as rewards are; if importing the file
+            fails, the cause is chained.
+    """
+    if function != "auto":
+        _find_function(function)
+
+
+def load_reward(function: str, data_sources: Set[str]) -> RewardFunction:
+    """The function that `reward.function` names; `auto` chooses a rule for each row by its data_source.
+
+    Args:
+        function: as in the configuration.
+        data_sources: those of all rows that will be scored, so that a row without a rule is found before training.
+
+    Raises:
+        UserError: as check_reward; or `auto` and a data source without a rule.
+    """
+    if function != "auto":
+        return _find_function(function)
+    unknown = sorted(data_sources - BY_DATA_SOURCE.keys())
+    if unknown:
+        raise UserError(
+            f"reward.function=auto: no rule for data_source {', '.join(map(repr, unknown))} "
+            f"(known: {', '.join(BY_DATA_SOURCE)}); set --reward.function to {', '.join(BY_NAME)} "
+            "or path/to/file.py:name"
+        )
+    return _score_by_data_source
+
+
+def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple[float, dict[str, float]]:
+    """Score one row.
+
+    Args:
+        function: called with data_source, solution_str, ground_truth, extra_info by keyword.
+        prompt: the row's prompt.
+        response_text: the decoded response without special tokens.
+
+    Returns:
+        The score, and the further numbers if the function gave a dict: both finite.
+
+    Raises:
+        UserError: it returned something else, or NaN or infinity. What the function itself raises comes through
+            as it is, with a note that names the function and the data source.
+    """
+    try:
+        result = function(
+            data_source=prompt.data_source,
+            solution_str=response_text,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+        )
+    except Exception as error:
+        error.add_note(f"raised in the reward {_describe(function)} for a row of data_source {prompt.data_source!r}")
+        raise
+    parts = result if isinstance(result, dict) else {"score": result}
+    numbers = {str(key): _finite_number(value) for key, value in parts.items()}
+    bad = [key for key, value in numbers.items() if value is None]
+    if bad or "score" not in numbers:
+        raise UserError(
+            f"reward {_describe(function)} returned {_shorten(result)} for a row of data_source "
+            f"{prompt.data_source!r}: {f'{bad[0]!r} is not a finite number' if bad else 'it has no score'}; "
+            "return a number, or a dict of numbers with the key 'score'"
+        )
+    finite = {key: value for key, value in numbers.items() if value is not None}
+    return finite.pop("score"), finite
+
+
+def _score_by_data_source(*, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    return BY_DATA_SOURCE[data_source](
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+    )
+
+
+def _find_function(function: str) -> RewardFunction:
+    if function in BY_NAME:
+        return BY_NAME[function]
+    path, colon, name = function.rpartition(":")
+    if not colon or not path.endswith(".py") or not name:
+        raise UserError(
+            f"reward.function={function}: no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"reward.function={function}: no such file {file}; give a path that every rank can read")
+    module = _import_file(file)
+    if not hasattr(module, name):
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(
+            f"reward.function={function}: {path} has no {name}; functions there: {', '.join(defined) or 'none'}"
+        )
+    found = getattr(module, name)
+    _check_signature(function, found)
+    return found
+
+
+def _check_signature(function: str, found: Any) -> None:
+    if not callable(found):
+        raise UserError(f"reward.function={function}: it is a {type(found).__name__}; name a function")
+    try:
+        inspect.signature(found).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except ValueError:
+        return  # some callables written in C have no signature to look at
+    except TypeError as error:
+        raise UserError(
+            f"reward.function={function}: it does not take what rewards are called with ({error}); "
+            "define it with (data_source, solution_str, ground_truth, extra_info)"
+        ) from error
+
+
+@functools.cache  # one import, however often a run asks: a file's top level may load a model
+def _import_file(file: Path) -> ModuleType:
+    # The name is the file's own, so that two rewards called reward.py do not meet in sys.modules.
+    name = f"splitppo_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"reward.function: {file} cannot be imported as Python; give a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"reward.function: importing {file} failed: {message}{where}; mend the file") from error
+    return module
+
+
+def _finite_number(value: Any) -> float | None:
+    """`value` as a float if it is one finite number: of Python, numpy, or torch without axes; else None."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _describe(function: Any) -> str:
+    """Name of a function and the file it is in."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{name}" if code else name
+
+
+def _shorten(result: Any) -> str:
+    text = " ".join(repr(result).split())
+    return text if len(text) <= 120 else text[:117] + "..."

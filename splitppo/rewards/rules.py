@@ -1,0 +1,79 @@
+"""Rule rewards: pure functions of the response's text, with verl's signature.
+
+Each takes (data_source, solution_str, ground_truth, extra_info), where `solution_str` is the decoded response without
+special tokens, and returns a score.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from splitppo.errors import UserError
+
+# A number as people write it: 7, -7, 1,234.50, .5, $12, -$12, $-12. A minus right after a letter, a digit or a
+# closing bracket subtracts and is no sign: the last number of "7-3" is 3.
+_NUMBER = (
+    r"(?P<sign>(?<![\w.)\]])[-+−])?\$?(?P<inner_sign>(?<=\$)[-+−])?"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+)
+_ANY_NUMBER = re.compile(_NUMBER)
+_MARKED_NUMBER = re.compile(rf"#### +{_NUMBER}")
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the response is the truth's text, white space at both ends aside; else 0."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the last number on the response's first non-empty line equals the truth as a number (7 = 7.0); else 0.
+
+    Raises:
+        UserError: the truth is no number.
+    """
+    first_line = next((line for line in solution_str.splitlines() if line.strip()), "")
+    found = list(_ANY_NUMBER.finditer(first_line))
+    truth = _truth_number("last_number", data_source, ground_truth)
+    return float(bool(found) and _value(found[-1]) == truth)
+
+
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also without a marker.
+
+    Raises:
+        UserError: the truth is no number.
+    """
+    found = list(_MARKED_NUMBER.finditer(solution_str))
+    truth = _truth_number("gsm8k", data_source, ground_truth)
+    return float(bool(found) and _value(found[-1]) == truth)
+
+
+def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Share of the characters that stand right, in [0, 1]; 1 only if the response is the truth.
+
+    The share is of the longer of the two, so that what is too much or missing counts as wrong. White space is not stripped: the task is to say this and end.
+    """
+    truth = str(ground_truth)
+    right = sum(said == asked for said, asked in zip(solution_str, truth, strict=False))
+    return right / max(len(solution_str), len(truth), 1)
+
+
+def addition(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """The generated task `addition`: last_number."""
+    return last_number(data_source, solution_str, ground_truth, extra_info)
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    """The number that _NUMBER matched, exactly."""
+    value = Decimal(match["digits"].replace(",", ""))
+    return -value if (match["sign"] or match["inner_sign"] or "+") != "+" else value
+
+
+def _truth_number(rule: str, data_source: str, ground_truth: Any) -> Decimal:
+    match = _ANY_NUMBER.fullmatch(str(ground_truth).strip())
+    if match is None:
+        raise UserError(
+            f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule} needs a "
+            "number; set --reward.function or --data.answer_key"
+        )
+    return _value(match)

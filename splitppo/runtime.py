@@ -1,0 +1,174 @@
+"""One rank's place in the job: launch variables, device, process groups, and how a failure is told."""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
+
+from splitppo.config import Config
+from splitppo.errors import UserError
+from splitppo.placement import Placement, Role
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a process; a process that it didn't start is a world of one."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @classmethod
+    def from_env(cls) -> "Launch":
+        if "RANK" not in os.environ:
+            return cls()
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
+def pick_device(wanted: str, launch: Launch) -> torch.device:
+    """The rank's device: one GPU each, or the CPU.
+
+    Raises:
+        UserError: a GPU is asked for and not there, or there are fewer GPUs than local ranks.
+    """
+    gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return torch.device("cpu")
+    if gpus < launch.local_world:
+        raise UserError(
+            f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs: each rank needs its "
+            f"own; start {gpus or 'them on a GPU machine'} ranks or set --compute.device cpu"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+class Runtime:
+    """The process group and what is cut out of it.
+
+    Attributes:
+        launch, placement, device: as given.
+        mesh: role -> the group's DeviceMesh, for the roles that this rank plays.
+        wire: process group of all ranks, for the channels alone.
+        store: key-value store of the job, in a namespace of its own.
+        hosts: host name of each rank.
+    """
+
+    def __init__(self, launch: Launch, placement: Placement, device: torch.device, timeout: float):
+        self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
+        limit = timedelta(seconds=timeout)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if "RANK" in os.environ:
+            store, _, _ = next(rendezvous("env://", timeout=limit))
+        else:
+            store = dist.HashStore()
+        # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
+        # a connection of its own: a wait here must not hold up the process groups' own use of the store
+        own = store.clone() if hasattr(store, "clone") else store
+        self.store = dist.PrefixStore("splitppo", own)
+        self.store.set_timeout(limit)
+        self.wire = dist.new_group(backend=backend, timeout=limit)
+        self.mesh: dict[Role, DeviceMesh] = {}
+        groups: dict[Role, tuple[int, ...]] = {"actor": placement.actor, "critic": placement.critic}
+        for role, ranks in groups.items():
+            group = dist.new_group(list(ranks), backend=backend, timeout=limit)
+            if launch.rank in ranks:
+                self.mesh[role] = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
+        self.hosts = self._everyone("host", socket.gethostname())
+        self.devices = self._everyone("device", str(device))
+
+    def share(self, key: str, value: Callable[[], str]) -> str:
+        """Rank 0's value, made by it alone and known to all; the others wait for it."""
+        if self.launch.rank == 0:
+            self.store.set(key, value())
+        return self.store.get(key).decode()
+
+    def phase(self, text: str) -> None:
+        """Tells the other ranks what this one is doing, for their errors."""
+        self.store.set(f"phase/{self.launch.rank}", text)
+
+    def describe(self, rank: int) -> str:
+        """A rank as an error should name it, with what it was doing."""
+        roles = "+".join(self.placement.roles(rank))
+        doing = self.store.get(f"phase/{rank}").decode() if self.store.check([f"phase/{rank}"]) else "starting"
+        return f"{roles} rank {rank} on {self.hosts[rank]} (in {doing!r})"
+
+    def placement_map(self) -> str:
+        """The table of ranks, hosts, devices and roles."""
+        return format_map(self.placement, self.hosts, self.devices)
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank is here: the end of the run, where no column has work left."""
+        self._everyone("done", "1")
+
+    def failed(self, error: BaseException) -> bool:
+        """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
+        mine = f"{self.launch.rank}"
+        try:
+            return self.store.compare_set("failed", "", mine).decode() == mine
+        except (RuntimeError, dist.DistError):
+            # the store is gone with the rank that held it: that one has told its own story
+            return False
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _everyone(self, key: str, value: str) -> list[str]:
+        self.store.set(f"{key}/{self.launch.rank}", value)
+        return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
+
+
+def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> str:
+    """The table of ranks, hosts, devices and roles."""
+    lines = [f"placement {placement.mode}: {len(placement.actor)} actor, {len(placement.critic)} critic"]
+    for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
+        lines.append(f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}")
+    return "\n".join(lines)
+
+
+def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
+    """Tells a failure once: the user's own as a line, the first rank's with its traceback, the others in a word.
+
+    Returns:
+        The exit status.
+    """
+    if isinstance(error, UserError):
+        if (runtime is None and launch.local_rank == 0) or (runtime is not None and runtime.failed(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        _for_torchrun(error.with_traceback(None))
+        return 2
+    if runtime is not None and not runtime.failed(error):
+        print(f"rank {launch.rank} stops: another rank failed ({type(error).__name__})", file=sys.stderr, flush=True)
+        return 1
+    traceback.print_exception(error)
+    _for_torchrun(error)
+    return 1
+
+
+def _for_torchrun(error: BaseException) -> None:
+    """Puts the error where torchrun reads it, to print it last."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+
+
+def dtype_of(config: Config, device: torch.device) -> torch.dtype:
+    """The precision of forward and backward."""
+    if config.compute.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: Any = getattr(torch, config.compute.dtype)
+    return dtype

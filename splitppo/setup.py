@@ -1,0 +1,284 @@
+"""From a configuration to a run: the checks before it, its folder, its data, and the models of each role."""
+
+import functools
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from splitppo import checkpoint, data, models, rewards
+from splitppo.channel import Links, Wire
+from splitppo.config import Config, to_toml
+from splitppo.engine.hf import HFEngine
+from splitppo.errors import UserError
+from splitppo.learner import Learner, Runner
+from splitppo.metrics import ColumnLog
+from splitppo.parallel import parallelize
+from splitppo.placement import Ownership, Role, own
+from splitppo.roles import Actor, Critic, Reference, Shared
+from splitppo.rollout import Prompt
+from splitppo.runtime import Runtime, dtype_of
+from splitppo.tiny import build_tiny
+
+
+def preflight(config: Config) -> None:
+    """All that can be told wrong about files, folders and functions before a process group or GPU is touched."""
+    rewards.check_reward(config.reward.function)
+    if config.data.files:
+        data.check_files(config.data)
+    else:
+        data.check_task(config.data.task)
+    for name, path in model_folders(config).items():
+        if path != "tiny":
+            drawn = config.value.random_init if name == "value" else config.policy.random_init
+            models.check_folder(path, random_init=drawn and name != "reference")
+    if config.run_dir is not None:
+        checkpoint.find(Path(config.run_dir), config.resume)
+    elif config.resume not in ("auto", "never"):
+        raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
+
+
+def model_folders(config: Config) -> dict[str, str]:
+    """The folders of the models that the run loads."""
+    folders = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
+    if needs_reference(config):
+        folders["reference"] = config.reference.path or config.policy.path
+    return folders
+
+
+def needs_reference(config: Config) -> bool:
+    return config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0
+
+
+def prepare(config: Config, runtime: Runtime) -> "Run":
+    """Agrees on the run's folder and where it starts, and reads the data; all ranks call it."""
+    runtime.phase("reading the data")
+    folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
+    found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
+    if runtime.launch.rank == 0:
+        print(runtime.placement_map(), flush=True)
+        _write_run_files(config, folder)
+    tiny = folder / "tiny"
+    if "tiny" in model_folders(config).values():
+        runtime.share("tiny", lambda: str(_build_tiny(tiny, config.seed)))
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    _log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
+    return Run(config, runtime, folder, Path(found) if found else None)
+
+
+class Run:
+    """A run as one rank sees it.
+
+    Attributes:
+        folder: the run's folder.
+        resumed: the checkpoint it goes on from.
+        steps: the steps to do, counted from 1.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None):
+        self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
+        self.start = checkpoint.read_step(resumed) if resumed else 0
+        if self.start >= config.steps:
+            raise UserError(f"steps={config.steps}, but {resumed} is of step {self.start}: raise --steps to go on")
+        self.steps = range(self.start + 1, config.steps + 1)
+        self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folders["policy"])
+        self.dtype = dtype_of(config, runtime.device)
+        self.shared = self._shared()
+        self.logs: dict[Role, ColumnLog] = {}
+
+    def log(self, role: Role) -> ColumnLog:
+        """The role's log, made on first use."""
+        if role not in self.logs:
+            first = self.runtime.mesh[role].get_local_rank() == 0
+            self.logs[role] = ColumnLog(role, self.folder, first=first, phase=self.runtime.phase, start=self.start)
+        return self.logs[role]
+
+    def links(self) -> Links:
+        """This rank's end of the three channels."""
+        runtime = self.runtime
+        wire = Wire(
+            rank=runtime.launch.rank,
+            group=runtime.wire,
+            store=runtime.store,
+            device=runtime.device,
+            timeout=self.config.timeout,
+            describe=runtime.describe,
+        )
+        return Links(wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
+
+    def actor(self) -> Actor:
+        """The actor role's models, from the checkpoint if the run resumes."""
+        config, runner = self.config, self._runner("actor")
+        seed = config.seed if config.policy.random_init else None
+        policy = self._learner("policy", runner, self.folders["policy"], seed)
+        reference = None
+        if "reference" in self.folders:
+            own_folder = config.reference.path is not None
+            model = self._model("policy", runner, self.folders["reference"], None if own_folder else seed, frozen=True)
+            temperature = config.rollout.temperature
+            reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
+        folder = self.folders["policy"]
+        engine = HFEngine(
+            models.read_config(folder),
+            self.tokenizer,
+            device=self.runtime.device,
+            dtype=self.dtype,
+            max_rows=config.engine.max_rows,
+            folder=Path(folder),
+        )
+        return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
+
+    def critic(self) -> Critic:
+        """The critic role's models, from the checkpoint if the run resumes."""
+        seed = self.config.seed if self.config.value.random_init or self._value_follows_random_policy() else None
+        return Critic(self.shared, self._learner("value", self._runner("critic"), self.folders["value"], seed))
+
+    def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
+        """Loads the checkpoint, if any, and validates before the first step."""
+        if self.resumed:
+            for role, learner in (("actor", actor and actor.policy), ("critic", critic and critic.value)):
+                if learner:
+                    checkpoint.load(learner, learner.runner.mesh, self.resumed, role)
+                    learner.updates = self.start
+        elif actor:
+            log = self.log("actor")
+            with log.span("validate"):
+                metrics = actor.validate(0)
+            if metrics:
+                log.finish(0, metrics)
+
+    def checkpoint(self, role: Role, step: int, learner: Learner) -> None:
+        """Writes the role's part of a checkpoint if one is due."""
+        every = self.config.checkpoint.every
+        if not every or (step % every and step != self.config.steps):
+            return
+        checkpoint.save(learner, learner.runner.mesh, checkpoint.step_folder(self.folder, step), role, step=step)
+        if role == "critic" and learner.runner.mesh.get_local_rank() == 0:
+            checkpoint.prune(self.folder, self.config.checkpoint.keep)
+
+    def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Writes a step's samples; the critic group's first rank does."""
+        if self.runtime.mesh["critic"].get_local_rank() == 0 and samples:
+            path = self.folder / "samples" / f"step_{step:06d}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples))
+
+    def end(self) -> None:
+        """Waits for the other column's last update and names the run's folder."""
+        self.runtime.wait_for_all()
+        if self.runtime.launch.rank == 0:
+            print(f"run folder: {self.folder}", flush=True)
+
+    def _shared(self) -> Shared:
+        config = self.config
+        prompts, held_out = self._prompts()
+        per_step = config.rollout.batch_size // config.rollout.samples
+
+        @functools.lru_cache(maxsize=4)
+        def batch(step: int) -> list[Prompt]:
+            indices = data.batch_indices(len(prompts), per_step, step, config.seed)
+            return [prompts[i] for i in indices for _ in range(config.rollout.samples)]
+
+        @functools.lru_cache(maxsize=4)
+        def ownership(step: int) -> Ownership:
+            return own(
+                seed=config.seed,
+                step=step,
+                batch_size=config.rollout.batch_size,
+                samples=config.rollout.samples,
+                mini_batches=config.ppo.mini_batches,
+                actor_size=len(self.runtime.placement.actor),
+                critic_size=len(self.runtime.placement.critic),
+            )
+
+        reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        return Shared(config, ownership, batch, held_out, reward, decode)
+
+    def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        config, longest = self.config, self.config.rollout.max_prompt_tokens
+        read = functools.partial(data.load_prompts, config.data, tokenizer=self.tokenizer, max_prompt_tokens=longest)
+        if config.data.files:
+            prompts = read(config.data.files)
+            held_out = read(config.data.validation_files) if config.data.validation_files else []
+        else:
+            generate = functools.partial(data.generated_prompts, config.data, self.tokenizer, seed=config.seed)
+            prompts, held_out = generate(split="train"), generate(split="validation")
+        return prompts, held_out[: config.data.validation_rows]
+
+    def _runner(self, role: Role) -> Runner:
+        return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)
+
+    def _value_follows_random_policy(self) -> bool:
+        return self.config.value.path is None and self.config.policy.random_init
+
+    def _learner(self, kind: Any, runner: Runner, folder: str, random_seed: int | None) -> Learner:
+        optim = self.config.policy.optim if kind == "policy" else self.config.value.optim
+        model = self._model(kind, runner, folder, random_seed)
+        return Learner(model, runner, optim, steps=self.config.steps, aggregate=self.config.ppo.aggregate)
+
+    def _model(self, kind: Any, runner: Runner, folder: str, random_seed: int | None, *, frozen: bool = False) -> Any:
+        """Builds, shards and fills a model; a frozen one is held in the precision it runs in."""
+        self.runtime.phase(f"loading the {'reference' if frozen else kind}")
+        config = models.read_config(folder)
+        if kind == "value":
+            self._check_vocabulary(config)
+        model = models.build(config, kind, self.dtype if frozen else torch.float32)
+        model.requires_grad_(not frozen)
+        checkpointing = self.config.compute.activation_checkpointing and not frozen
+        parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing)
+        head, seed = self.config.value.head, self.config.seed
+        models.fill(model, folder, device=runner.device, random_seed=random_seed, head=head, seed=seed)
+        return model
+
+    def _check_vocabulary(self, config: Any) -> None:
+        size, needed = config.get_text_config().vocab_size, len(self.tokenizer)
+        if size < needed:
+            raise UserError(
+                f"value.path={self.config.value.path}: its vocabulary of {size} is smaller than the policy's tokenizer "
+                f"({needed}); the value model must read the policy's token ids"
+            )
+
+
+def _write_run_files(config: Config, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "command": " ".join(sys.argv)}
+    for package in ("splitppo", "torch", "transformers", "safetensors", "vllm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found | {"git": revision.stdout.strip() or "not a checkout"}
+
+
+def _build_tiny(folder: Path, seed: int) -> Path:
+    if not (folder / "model.safetensors").is_file():
+        build_tiny(folder, seed=seed)
+    return folder
+
+
+def _log_to_file(path: Path) -> None:
+    """Warnings and messages of the libraries, of this rank."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    logging.captureWarnings(True)

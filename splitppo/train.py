@@ -1,0 +1,147 @@
+"""The program: `torchrun --nproc_per_node N -m splitppo.train [--config preset.toml] [--flags]`.
+
+Every rank runs this module; its rank says which of the loops below it plays. Read `actor_loop` and `critic_loop`
+side by side: they meet in the three channels of `links`, and nowhere else. `colocated_loop` is the same algorithm
+in one column. There is no barrier between the columns: the actor starts step t+1 while the critic still learns
+from step t, and takes the first rows of t+1 when it is through.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from splitppo.channel import Links
+from splitppo.config import check, parse
+from splitppo.placement import place
+from splitppo.preview import preview
+from splitppo.roles import Actor, Critic, join
+from splitppo.rollout import Rollout
+from splitppo.runtime import Launch, Runtime, pick_device, report_failure
+from splitppo.setup import Run, preflight, prepare
+
+
+def actor_loop(run: Run, actor: Actor, links: Links) -> None:
+    """Generates, sends finished rows, takes advantages back, updates the policy."""
+    log = run.log("actor")
+    for step in run.steps:
+        with log.span("sync"):
+            actor.sync()
+        samples = []
+        with log.span("rollout"):
+            for finished in actor.generate(step):
+                samples += finished
+                links.rollouts.offer(step, finished)
+        with log.span("wait_critic"):
+            links.rollouts.flush(step)
+        rollout = Rollout(samples)
+        with log.span("logprobs"):
+            old, ref = actor.logprobs(rollout)
+        with log.span("wait_advantages"):
+            links.logprobs.send(step, rollout, old, ref)
+            (advantages,) = links.advantages.recv(step, rollout, fields=1)
+        with log.span("update"):
+            metrics = actor.update(step, rollout, old, ref, advantages)
+        with log.span("validate"):
+            metrics |= actor.validate(step)
+        with log.span("checkpoint"):
+            run.checkpoint("actor", step, actor.policy)
+        log.finish(step, metrics)
+
+
+def critic_loop(run: Run, critic: Critic, links: Links) -> None:
+    """Scores rows as they come, sends advantages back, updates the value model under the actor's next rollout."""
+    log = run.log("critic")
+    for step in run.steps:
+        parts = []
+        for chunk in range(links.chunks):
+            with log.span("wait_rollouts"):
+                samples = links.rollouts.recv(step, chunk)
+            with log.span("score"):
+                parts.append(critic.score(step, Rollout(samples)))
+        scored = join(parts)
+        with log.span("wait_logprobs"):
+            old, ref = links.logprobs.recv(step, scored.rollout, fields=2)
+        with log.span("advantages"):
+            advantages, returns = critic.judge(scored, old, ref)
+            links.advantages.send(step, scored.rollout, advantages)
+        with log.span("update"):
+            metrics = critic.update(step, scored, returns)
+        with log.span("checkpoint"):
+            run.write_samples(step, critic.samples(step, scored))
+            run.checkpoint("critic", step, critic.value)
+        log.finish(step, metrics)
+
+
+def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
+    """The same algorithm in one column: every rank plays both roles, one after the other."""
+    log, critic_log = run.log("actor"), run.log("critic")
+    for step in run.steps:
+        with log.span("sync"):
+            actor.sync()
+        with log.span("rollout"):
+            rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
+        with critic_log.span("score"):
+            scored = critic.score(step, rollout)
+        with log.span("logprobs"):
+            old, ref = actor.logprobs(rollout)
+        with critic_log.span("advantages"):
+            advantages, returns = critic.judge(scored, old, ref)
+        with log.span("update"):
+            metrics = actor.update(step, rollout, old, ref, advantages)
+        with critic_log.span("update"):
+            critic_metrics = critic.update(step, scored, returns)
+        with log.span("validate"):
+            metrics |= actor.validate(step)
+        with log.span("checkpoint"):
+            run.write_samples(step, critic.samples(step, scored))
+            run.checkpoint("actor", step, actor.policy)
+            run.checkpoint("critic", step, critic.value)
+        log.finish(step, metrics)
+        critic_log.finish(step, critic_metrics)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 after a failure, 2 for wrong input."""
+    argv = sys.argv[1:] if argv is None else argv
+    launch, runtime = Launch.from_env(), None
+    try:
+        config = parse(argv, quiet=launch.local_rank != 0)
+        check(config)
+        if config.dry_run:
+            print(preview(config, launch))
+            return 0
+        placement = place(config.placement, world=launch.world, local_world=launch.local_world)
+        device = pick_device(config.compute.device, launch)
+        preflight(config)
+        runtime = Runtime(launch, placement, device, config.timeout)
+        train(prepare(config, runtime))
+    except Exception as error:
+        return report_failure(error, runtime, launch)
+    runtime.close()
+    return 0
+
+
+def train(run: Run) -> None:
+    """Plays this rank's part of the run."""
+    runtime = run.runtime
+    if runtime.placement.colocated:
+        actor, critic = run.actor(), run.critic()
+        run.begin(actor=actor, critic=critic)
+        colocated_loop(run, actor, critic)
+    elif "actor" in runtime.mesh:
+        actor = run.actor()
+        run.begin(actor=actor)
+        actor_loop(run, actor, run.links())
+    else:
+        critic = run.critic()
+        run.begin(critic=critic)
+        critic_loop(run, critic, run.links())
+    run.end()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # leaves at once: after a failure, threads of the communication libraries may wait for a peer that never comes
+    os._exit(status)

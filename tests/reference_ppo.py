@@ -1,0 +1,175 @@
+"""PPO on one process, written from the papers and nothing else: the yardstick of the trainer's whole program.
+
+It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one backward pass.
+Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016 (GAE), Ye et al. 2020 (dual clip),
+Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    prompt: list[int]
+    response: list[int]
+    score: float
+
+
+@dataclass(frozen=True)
+class Step:
+    rows: list[Row]
+    mini_batches: list[list[int]]  # indices into rows, in the order of the optimizer's steps; the same each epoch
+
+
+@dataclass(frozen=True)
+class Hyper:
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.0
+    kl_kind: str = "k1"
+    kl_loss_coef: float = 0.0
+    kl_loss_kind: str = "k3"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    value_clip: float | None = 0.2
+    entropy_coef: float = 0.0
+    whiten: bool = True
+    epochs: int = 1
+    aggregate: str = "token_mean"
+    temperature: float = 1.0
+    policy_lr: float = 1e-6
+    value_lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class StepResult:
+    policy_losses: list[float]  # one entry an optimizer step; gradient norms are those before clipping
+    value_losses: list[float]
+    policy_grad_norms: list[float]
+    value_grad_norms: list[float]
+
+
+def run(model: Any, row: Row) -> Tensor:
+    """The model's outputs at the position before each response token: the state that the action was chosen in."""
+    tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
+    first = len(row.prompt) - 1
+    return model(input_ids=tokens[None]).logits[0, first : first + len(row.response)]
+
+
+def act(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each response token, and entropy of the distribution it was drawn from."""
+    log_p = torch.log_softmax(run(model, row) / temperature, dim=-1)
+    chosen = torch.stack([log_p[i, token] for i, token in enumerate(row.response)])
+    return chosen, -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
+    log_r = ref_logp - logp
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": (log_r.exp() - 1) - log_r, "abs": log_r.abs()}[kind]
+
+
+def advantages_of(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t = sum over l >= 0 of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}), with V = 0 after the end."""
+    after = torch.cat([values[1:], values.new_zeros(1)])
+    delta = rewards + gamma * after - values
+    weights = (gamma * lam) ** torch.arange(len(delta), dtype=delta.dtype, device=delta.device)
+    return torch.stack([(weights[: len(delta) - t] * delta[t:]).sum() for t in range(len(delta))])
+
+
+def aggregate(losses: list[Tensor], how: str) -> Tensor:
+    """One number from a mini-batch's token losses, one tensor a row."""
+    if how == "token_mean":
+        return torch.cat(losses).mean()
+    rows = {"seq_mean_token_sum": [x.sum() for x in losses], "seq_mean_token_mean": [x.mean() for x in losses]}[how]
+    return torch.stack(rows).mean()
+
+
+def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
+    ratio = torch.exp(logp - old)
+    objective = torch.minimum(ratio * adv, torch.clip(ratio, 1 - h.clip_low, 1 + h.clip_high) * adv)
+    if h.dual_clip is not None:
+        objective = torch.where(adv < 0, torch.maximum(objective, h.dual_clip * adv), objective)
+    return -objective
+
+
+def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
+    errors = (v - target) ** 2
+    if h.value_clip is not None:
+        errors = torch.maximum(errors, (old + torch.clip(v - old, -h.value_clip, h.value_clip) - target) ** 2)
+    return errors / 2
+
+
+def adamw(model: Any, lr: float, h: Hyper) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": h.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=h.betas, eps=h.eps)
+
+
+def descend(model: Any, optimizer: torch.optim.AdamW, loss: Tensor, h: Hyper) -> float:
+    """One optimizer step; returns the gradient's norm before clipping."""
+    optimizer.zero_grad()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.sqrt(sum(((g**2).sum() for g in gradients), loss.new_zeros(())))
+    if h.max_grad_norm > 0:
+        for g in gradients:
+            g.mul_(torch.clip(h.max_grad_norm / (norm + 1e-6), max=1.0))
+    optimizer.step()
+    return norm.item()
+
+
+def ppo_step(policy: Any, reference: Any, value: Any, optimizers: Any, step: Step, h: Hyper) -> StepResult:
+    with torch.no_grad():
+        old = [act(policy, row, h.temperature)[0] for row in step.rows]
+        ref = [act(reference, row, h.temperature)[0] for row in step.rows]
+        old_values = [run(value, row)[:, 0] for row in step.rows]
+        adv = []
+        for i, row in enumerate(step.rows):
+            rewards = -h.kl_coef * kl(old[i], ref[i], h.kl_kind)
+            rewards[-1] += row.score
+            adv.append(advantages_of(rewards, old_values[i], h.gamma, h.lam))
+        returns = [a + v for a, v in zip(adv, old_values, strict=True)]
+        if h.whiten:
+            every = torch.cat(adv)
+            variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
+            adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
+
+    result = StepResult([], [], [], [])
+    for rows in step.mini_batches * h.epochs:
+        token_losses, value_losses = [], []
+        for i in rows:
+            logp, entropy = act(policy, step.rows[i], h.temperature)
+            bonus = h.kl_loss_coef * kl(logp, ref[i], h.kl_loss_kind) - h.entropy_coef * entropy
+            token_losses.append(policy_loss(logp, old[i], adv[i], h) + bonus)
+            value_losses.append(value_loss(run(value, step.rows[i])[:, 0], old_values[i], returns[i], h))
+        loss, v_loss = aggregate(token_losses, h.aggregate), aggregate(value_losses, h.aggregate)
+        result.policy_losses.append(loss.item())
+        result.value_losses.append(v_loss.item())
+        result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
+        result.value_grad_norms.append(descend(value, optimizers[1], v_loss, h))
+    return result
+
+
+def reference_ppo(policy: Any, reference: Any, value: Any, steps: list[Step], hyper: Hyper) -> list[StepResult]:
+    """Train `policy` and `value` in place on given rollouts, one result a step.
+
+    `policy`, `reference`: Hugging Face causal language models; `value`: a token classification model with one label.
+    Rows need a prompt and a response of at least one token each.
+    """
+    if not all(row.prompt and row.response for step in steps for row in step.rows):
+        raise ValueError("every row needs a prompt and a response")
+    for model in (policy, reference, value):
+        model.eval()  # no dropout
+    optimizers = adamw(policy, hyper.policy_lr, hyper), adamw(value, hyper.value_lr, hyper)
+    return [ppo_step(policy, reference, value, optimizers, step, hyper) for step in steps]

@@ -1,0 +1,594 @@
+"""`splitppo.algo` against numbers worked out by hand, definitions written out literally, and invariances."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitppo import algo
+from splitppo.algo import Aggregate, Moments
+
+AGGREGATES: tuple[Aggregate, ...] = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def t(*rows) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def same(got: Tensor, *want, tol: float = 1e-12) -> None:
+    """`got` equals the numbers written out; nan equals nothing."""
+    expected = torch.tensor(want[0] if len(want) == 1 else want, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tol)
+
+
+def draw(rows: int, length: int, seed: int) -> Tensor:
+    return torch.randn(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def holey_mask(rows: int, length: int, seed: int) -> Tensor:
+    """A random mask with holes; row 1 is empty."""
+    mask = draw(rows, length, seed) > -0.4
+    mask[1] = False
+    return mask
+
+
+# Statistics
+
+
+def test_masked_mean_by_hand():
+    same(algo.masked_mean(t([1, 2, 100], [6, NAN, NAN]), t([1, 1, 0], [1, 0, 0])), 3.0)
+    same(algo.masked_mean(t([5, NAN]), t([0, 0])), 0.0)
+
+
+def test_moments_by_hand():
+    got = algo.moments(t([1, 2, NAN], [6, -7, 3]), t([1, 1, 0], [1, 0, 1]))  # of 1, 2, 6, 3
+    same(got.count, 4.0)
+    same(got.mean, 3.0)
+    same(got.variance, 14 / 3)  # (4 + 1 + 9 + 0) / 3
+
+
+def test_moments_keep_digits_that_float32_has_not():
+    x = torch.tensor([[4096.0, 4096.5, 4097.0]])
+    assert algo.moments(x, torch.ones(1, 3)).variance.item() == 0.25
+    million = torch.full((1, 100_000), 0.1)
+    assert algo.moments(million, torch.ones_like(million)).mean.item() == pytest.approx(million[0, 0].item(), rel=1e-12)
+
+
+def test_merge_moments_by_hand():
+    def part(count: float, mean: float, variance: float) -> Moments:
+        return Moments(*torch.tensor([count, mean, variance], dtype=torch.float64))
+
+    # {1, 3}: mean 2, variance 2. {5}: no variance. Nothing. Together {1, 3, 5}: mean 3, variance 4.
+    got = algo.merge_moments([part(2, 2, 2), part(1, 5, 0), part(0, 0, 0)])
+    same(torch.stack([got.count, got.mean, got.variance]), 3.0, 3.0, 4.0)
+    empty = algo.merge_moments([part(0, 0, 0)])
+    same(torch.stack([empty.count, empty.mean, empty.variance]), 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="at least one"):
+        algo.merge_moments([])
+
+
+def test_whiten_by_hand():
+    # 1, 2, 6, 3: mean 3, unbiased variance 14/3.
+    got = algo.masked_whiten(t([1, 2, NAN], [6, -7, 3]), t([1, 1, 0], [1, 0, 1]))
+    s = math.sqrt(14 / 3 + 1e-8)
+    same(got, [-2 / s, -1 / s, 0], [3 / s, 0, 0])
+    # A variance as small as eps shows where eps sits: values 0 and 2e-4 have variance 2e-8, so 1e-4 / sqrt(3e-8).
+    same(algo.masked_whiten(t([0, 2e-4]), t([1, 1])), [[-1 / math.sqrt(3), 1 / math.sqrt(3)]])
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 0], [0, 0, 0]])
+def test_whiten_without_a_variance_is_zero(mask):
+    same(algo.masked_whiten(t([4, 5, 6]), t(mask)), [[0, 0, 0]])
+
+
+def test_whiten_over_merged_parts_is_whitening_the_whole():
+    x, mask = 3 * draw(7, 5, seed=1) + 10, holey_mask(7, 5, seed=2)
+    whole = algo.masked_whiten(x, mask)
+    cuts = [slice(0, 1), slice(1, 2), slice(2, 2), slice(2, 7)]  # one of an empty row, one of no row
+    merged = algo.merge_moments([algo.moments(x[cut], mask[cut]) for cut in cuts])
+    parts = torch.cat([algo.masked_whiten(x[cut], mask[cut], merged) for cut in cuts])
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+    kept = whole[mask]
+    same(kept.mean(), 0.0)
+    same(kept.var(), 1.0, tol=1e-7)
+    assert not torch.allclose(torch.cat([algo.masked_whiten(x[cut], mask[cut]) for cut in cuts]), whole)
+
+
+def test_whiten_keeps_dtype_and_takes_no_gradient():
+    x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    got = algo.masked_whiten(x, torch.ones(1, 2))
+    assert got.dtype == torch.float32
+    assert not got.requires_grad
+
+
+def test_explained_variance_by_hand():
+    # Returns 1, 2, 6: variance 7. Returns - values: 0, 1, -1: variance 1.
+    args = t([1, 1, 7, NAN]), t([1, 2, 6, NAN]), t([1, 1, 1, 0])
+    same(algo.explained_variance(*args), 6 / 7)
+    same(algo.explained_variance(t([1, 7]), t([3, 3]), t([1, 1])), 0.0)
+    same(algo.explained_variance(t([1, 7]), t([3, 4]), t([0, 0])), 0.0)
+    same(algo.explained_variance(t([9, 8]), t([1, 2]), t([1, 1])), -3.0)  # errors -8, -6: variance 2 against 0.5
+
+
+# From scores to advantages
+
+
+@pytest.mark.parametrize(
+    ("kind", "want", "slope"),
+    # log p = log 1/2, log ref = log 1/4: r = 1/2, log r = -log 2; then the other way round: r = 2.
+    [
+        ("k1", [math.log(2), -math.log(2)], [1, 1]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2], [math.log(2), -math.log(2)]),
+        ("k3", [math.log(2) - 1 / 2, 1 - math.log(2)], [1 / 2, -1]),
+        ("abs", [math.log(2), math.log(2)], [1, -1]),
+    ],
+)
+def test_kl_by_hand(kind, want, slope):
+    logprobs, ref = t([1 / 2, 1 / 4]).log().requires_grad_(), t([1 / 4, 1 / 2]).log().requires_grad_()
+    got = algo.kl_estimate(logprobs, ref, kind)
+    same(got, [want])
+    got.sum().backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, [slope])
+    assert ref.grad is None
+
+
+def test_k3_is_exact_near_zero():
+    tiny = torch.tensor([[1e-4]])
+    assert algo.kl_estimate(tiny, torch.zeros(1, 1), "k3").item() == pytest.approx(0.5e-8, rel=0.02)
+
+
+def test_kl_refuses_an_unknown_kind():
+    with pytest.raises(ValueError, match="'k4'"):
+        algo.kl_estimate(t([0.0]), t([0.0]), "k4")  # pyright: ignore[reportArgumentType]
+
+
+def test_token_rewards_by_hand():
+    kl = t([1, 2, 3, NAN], [4, NAN, 6, 7], [NAN, NAN, NAN, NAN], [1, 1, 1, 1])
+    mask = t([1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0])
+    got = algo.token_rewards(torch.tensor([10.0, 20.0, 30.0, 40.0]).double(), kl, mask, kl_coef=0.5)
+    same(got, [-0.5, -1, 8.5, 0], [-2, 0, -3, 16.5], [0, 0, 0, 0], [0, 39.5, 0, 0])
+
+
+def test_token_rewards_refuse_scores_of_other_rows():
+    with pytest.raises(ValueError, match="one score a row"):
+        algo.token_rewards(torch.zeros(3), torch.zeros(2, 3), torch.ones(2, 3), kl_coef=0.0)
+
+
+def test_gae_by_hand():
+    # gamma = 1/2, lam = 1/2. Row 0: residuals 1 + 2 - 2 = 1; 0 + 4 - 4 = 0; 4 - 8 = -4, so the advantages are
+    # -4; 0 - 4/4 = -1; 1 - 1/4 = 3/4. Row 1 is row 0 with a hole after its first token and junk at both ends.
+    rewards = t([1, 0, 4, NAN, NAN, NAN], [NAN, 1, NAN, 0, 4, NAN], [0, 0, 0, 0, 0, 0])
+    values = t([2, 4, 8, NAN, NAN, NAN], [NAN, 2, NAN, 4, 8, NAN], [5, 5, 5, 5, 5, 5])
+    mask = t([1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0])
+    advantages, returns = algo.gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    same(advantages, [0.75, -1, -4, 0, 0, 0], [0, 0.75, 0, -1, -4, 0], [0] * 6)
+    same(returns, [2.75, 3, 4, 0, 0, 0], [0, 2.75, 0, 3, 4, 0], [0] * 6)
+
+
+def literal_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: in lists, O(T^2)."""
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for row in range(len(values)):
+        steps = [i for i in range(values.shape[1]) if mask[row, i]]
+        r, v = [rewards[row, i].item() for i in steps], [values[row, i].item() for i in steps] + [0.0]
+        delta = [r[k] + gamma * v[k + 1] - v[k] for k in range(len(steps))]
+        for k, i in enumerate(steps):
+            advantages[row, i] = sum((gamma * lam) ** j * delta[k + j] for j in range(len(steps) - k))
+            returns[row, i] = advantages[row, i] + v[k]
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.5, 0.3), (0.0, 0.7)])
+def test_gae_is_the_literal_sum(gamma, lam):
+    rewards, values, mask = draw(6, 9, seed=3), draw(6, 9, seed=4), holey_mask(6, 9, seed=5)
+    got = algo.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for mine, literal in zip(got, literal_gae(rewards, values, mask, gamma, lam), strict=True):
+        torch.testing.assert_close(mine, literal, rtol=0, atol=1e-12)
+
+
+def test_gae_without_discount_returns_the_rewards_to_go():
+    _, returns = algo.gae(t([1, 2, 4]), t([9, -3, 5]), t([1, 1, 1]), gamma=1.0, lam=1.0)
+    same(returns, [[7, 6, 4]])
+
+
+def test_gae_of_no_tokens_and_without_gradient():
+    advantages, returns = algo.gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0), gamma=1.0, lam=1.0)
+    assert advantages.shape == returns.shape == (2, 0)
+    values = torch.ones(1, 2, requires_grad=True)
+    rewards = algo.token_rewards(torch.ones(1), values, torch.ones(1, 2), kl_coef=0.1)
+    assert not rewards.requires_grad
+    assert not any(x.requires_grad for x in algo.gae(rewards, values, torch.ones(1, 2), gamma=1.0, lam=1.0))
+
+
+# Aggregation
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "want", "weight"),
+    # Rows of 1, 2, 3 / of 10 / of nothing.
+    [("token_mean", 4.0, 4.0), ("seq_mean_token_sum", 8.0, 2.0), ("seq_mean_token_mean", 6.0, 2.0)],
+)
+def test_aggregate_by_hand(aggregate, want, weight):
+    x, mask = t([1, 2, 3], [10, NAN, NAN], [NAN, NAN, NAN]), t([1, 1, 1], [1, 0, 0], [0, 0, 0])
+    same(algo.aggregate_loss(x, mask, aggregate), want)
+    same(algo.aggregate_weight(mask, aggregate), weight)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_aggregate_of_nothing_is_zero_and_can_go_backward(aggregate):
+    for shape in [(2, 3), (0, 3), (2, 0), (0, 0)]:
+        x = torch.ones(shape, requires_grad=True)
+        loss = algo.aggregate_loss(x, torch.zeros(shape), aggregate)
+        loss.backward()
+        assert x.grad is not None
+        assert loss.item() == algo.aggregate_weight(torch.zeros(shape), aggregate).item() == x.grad.abs().sum() == 0
+
+
+def test_aggregate_refuses_an_unknown_name():
+    for call in (lambda: algo.aggregate_loss(t([1.0]), t([1]), "sum"), lambda: algo.aggregate_weight(t([1]), "sum")):  # pyright: ignore
+        with pytest.raises(ValueError, match="'sum'"):
+            call()
+
+
+# Losses
+
+
+def policy_loss(logprobs, old, advantages, mask, aggregate: Aggregate = "token_mean", dual_clip=None, high=0.2):
+    return algo.policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=high, dual_clip=dual_clip, aggregate=aggregate
+    )
+
+
+def gradient(loss: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, x)[0]
+
+
+# ratio, advantage, loss, clipped?, d loss / d log-prob (= -A * ratio where the plain term rules, else 0)
+CLIP_TABLE = [
+    (1.0, 2.0, -2.0, 0, -2.0),
+    (1.1, 2.0, -2.2, 0, -2.2),
+    (1.5, 2.0, -2.4, 1, 0.0),  # gain beyond 1.2 does not pay
+    (0.5, 2.0, -1.0, 0, -1.0),  # a loss is not clipped
+    (1.5, -2.0, 3.0, 0, 3.0),
+    (0.5, -2.0, 1.6, 1, 0.0),  # nor does falling below 0.8
+    (4.0, -2.0, 8.0, 0, 8.0),
+    (4.0, 0.0, 0.0, 0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "want", "clipped", "slope"), CLIP_TABLE)
+def test_policy_loss_of_one_token_by_hand(ratio, advantage, want, clipped, slope):
+    old = t([-1.5])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    loss, metrics = policy_loss(logprobs, old, t([advantage]), t([1]))
+    same(loss, want)
+    same(gradient(loss, logprobs), [[slope]])
+    same(metrics["pg_clipfrac"], float(clipped))
+    same(metrics["pg_clipfrac_lower"], 0.0)
+    same(metrics["ratio_mean"], ratio)
+    same(metrics["ppo_kl"], -math.log(ratio))
+
+
+def test_policy_loss_and_metrics_are_means_over_the_mask():
+    ratios, advantages = t([1.5, 1.0, NAN], [NAN, 0.5, 4.0]), t([2, 2, NAN], [NAN, -2, -2])
+    mask = t([1, 1, 0], [0, 1, 1])
+    logprobs = ratios.log().requires_grad_()
+    loss, metrics = policy_loss(logprobs, torch.zeros(2, 3).double(), advantages, mask, dual_clip=3.0)
+    same(loss, (-2.4 - 2.0 + 1.6 + 6.0) / 4)  # the last would be 8 without the dual clip
+    same(metrics["pg_clipfrac"], 2 / 4)
+    same(metrics["pg_clipfrac_lower"], 1 / 4)
+    same(metrics["ratio_mean"], (1.5 + 1.0 + 0.5 + 4.0) / 4)
+    same(metrics["ppo_kl"], -math.log(1.5 * 0.5 * 4.0) / 4)
+    assert not any(value.requires_grad or value.dim() for value in metrics.values())
+
+
+def test_clip_higher_moves_the_upper_bound_only():
+    old = t([0.0])
+    for ratio, advantage, want in [(1.25, 1.0, -1.25), (1.5, 1.0, -1.28), (0.5, -1.0, 0.8), (0.75, -1.0, 0.8)]:
+        loss, _ = policy_loss(old + math.log(ratio), old, t([advantage]), t([1]), high=0.28)
+        same(loss, want)
+    loss, _ = algo.policy_loss(
+        old + math.log(0.5), old, t([-1.0]), t([1]), clip_low=0.4, clip_high=0.1, aggregate="token_mean"
+    )
+    same(loss, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "want", "active"),
+    [
+        (4.0, -2.0, 6.0, 1),  # 8, bounded by 3 * 2
+        (2.0, -2.0, 4.0, 0),  # below the bound
+        (0.5, -2.0, 1.6, 0),
+        (4.0, 2.0, -2.4, 0),  # for A > 0 the bound of -6 plays no part
+        (0.5, 2.0, -1.0, 0),
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, want, active):
+    old = t([-3.0])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    loss, metrics = policy_loss(logprobs, old, t([advantage]), t([1]), dual_clip=3.0)
+    same(loss, want)
+    same(metrics["pg_clipfrac_lower"], float(active))
+    if active:
+        same(gradient(loss, logprobs), [[0.0]])
+
+
+def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk_in_the_padding():
+    logprobs = t([0.1, 900.0, NAN]).requires_grad_()
+    old, advantages = t([0.0, -900.0, NAN]).requires_grad_(), t([1.0, math.inf, NAN]).requires_grad_()
+    loss, _ = policy_loss(logprobs, old, advantages, t([1, 0, 0]), dual_clip=3.0)
+    loss.backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, [[-math.exp(0.1), 0, 0]])
+    assert old.grad is None
+    assert advantages.grad is None
+
+
+def test_policy_loss_refuses_nonsense():
+    one = t([0.0])
+    with pytest.raises(ValueError, match="dual_clip must be above 1, got 0"):
+        policy_loss(one, one, one, t([1]), dual_clip=0.5)
+    with pytest.raises(ValueError, match="clip_low and clip_high"):
+        policy_loss(one, one, one, t([1]), high=-0.1)
+    with pytest.raises(ValueError, match=r"'advantages': \(1,\)"):
+        policy_loss(one, one, one[0], t([1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "want", "clipped", "slope"),
+    # Old value 1, return 3, clip 0.5.
+    [
+        (1.25, 0.5 * 1.75**2, 0, -1.75),
+        (2.0, 0.5 * 1.5**2, 1, 0.0),  # clipped to 1.5, the larger error
+        (0.0, 0.5 * 3.0**2, 0, -3.0),  # clipped to 0.5, the smaller error
+        (1.5, 0.5 * 1.5**2, 0, -1.5),
+    ],
+)
+def test_value_loss_by_hand(value, want, clipped, slope):
+    values = t([value]).requires_grad_()
+    args = values, t([1.0]), t([3.0]), t([1])
+    loss, metrics = algo.value_loss(*args, clip=0.5, aggregate="token_mean")
+    same(loss, want)
+    same(metrics["vf_clipfrac"], float(clipped))
+    same(metrics["vpred_mean"], value)
+    if value != 1.5:  # a kink
+        same(gradient(loss, values), [[slope]])
+    loss, metrics = algo.value_loss(*args, clip=None, aggregate="token_mean")
+    same(loss, 0.5 * (value - 3) ** 2)
+    same(metrics["vf_clipfrac"], 0.0)
+
+
+def test_value_loss_means_and_gradient_are_over_the_mask():
+    values = t([2.0, NAN], [1.0, 4.0]).requires_grad_()
+    old, returns = t([1.0, NAN], [1.0, 4.0]).requires_grad_(), t([3.0, NAN], [2.0, 3.0]).requires_grad_()
+    loss, metrics = algo.value_loss(values, old, returns, t([1, 0], [1, 1]), clip=0.5, aggregate="seq_mean_token_sum")
+    same(loss, (0.5 * 1.5**2 + (0.5 + 0.5)) / 2)
+    same(metrics["vf_clipfrac"], 1 / 3)
+    same(metrics["vpred_mean"], 7 / 3)
+    loss.backward()
+    assert values.grad is not None
+    same(values.grad, [0.0, 0.0], [-0.5, 0.5])
+    assert old.grad is None
+    assert returns.grad is None
+    assert not any(value.requires_grad or value.dim() for value in metrics.values())
+    with pytest.raises(ValueError, match="clip must be"):
+        algo.value_loss(values, old, returns, t([1, 0], [1, 1]), clip=-0.5, aggregate="token_mean")
+
+
+def test_entropy_by_hand():
+    logits = t([0, 0, 0, 0], [math.log(2), 0, 0, -math.inf], [0, -math.inf, -math.inf, -math.inf], [1e4, 0, 0, 0])
+    logits.requires_grad_()
+    got = algo.entropy(logits)
+    same(got, math.log(4), 1.5 * math.log(2), 0.0, 0.0)  # of 1/2, 1/4, 1/4: log 2 / 2 + log 4 / 2
+    # dH / dlogit = -p (log p + H): for p = 1/2 -(-log 2 + 1.5 log 2) / 2, for 1/4 -(-2 log 2 + 1.5 log 2) / 4.
+    slope = math.log(2) / 8
+    same(gradient(got.sum(), logits), [0] * 4, [-2 * slope, slope, slope, 0], [0] * 4, [0] * 4)
+
+
+def test_entropy_of_half_precision_is_computed_in_float32():
+    logits = torch.zeros(2, 3, 1000, dtype=torch.bfloat16)
+    got = algo.entropy(logits)
+    assert got.dtype == torch.float32
+    assert got.shape == (2, 3)
+    torch.testing.assert_close(got, torch.full((2, 3), math.log(1000)), rtol=1e-5, atol=0)
+
+
+# Invariances of both losses, for value and gradient
+
+Loss = Callable[..., Tensor]  # of x, old, target, mask, aggregate
+
+
+def policy_case(x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+    return policy_loss(x, old, target, mask, aggregate, dual_clip=1.5)[0]
+
+
+def value_case(x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+    return algo.value_loss(x, old, target, mask, clip=0.3, aggregate=aggregate)[0]
+
+
+def kl_case(x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+    return algo.aggregate_loss(algo.kl_estimate(x, old, "k3"), mask, aggregate)
+
+
+CASES = pytest.mark.parametrize("loss", [policy_case, value_case, kl_case])
+AGGREGATE = pytest.mark.parametrize("aggregate", AGGREGATES)
+
+
+def batch(seed: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (which takes a gradient), old, target, mask: 6 rows of 5, with holes and an empty row."""
+    x = draw(6, 5, seed).requires_grad_()
+    return x, x.detach() + 0.5 * draw(6, 5, seed + 1), draw(6, 5, seed + 2), holey_mask(6, 5, seed + 3)
+
+
+@CASES
+@AGGREGATE
+def test_losses_do_not_see_padding_or_holes(loss: Loss, aggregate: Aggregate):
+    x, *rest, mask = batch()
+    whole = loss(x, *rest, mask, aggregate)
+
+    def spread(y: Tensor, junk: float) -> Tensor:
+        """Two columns in front, one in the middle, one behind, and a row below."""
+        y = torch.cat([y[:, :0].new_full((6, 2), junk), y[:, :3], y.new_full((6, 1), junk), y[:, 3:]], dim=1)
+        y = torch.cat([y, y.new_full((6, 1), junk)], dim=1)
+        return torch.cat([y, y.new_full((1, y.shape[1]), junk)])
+
+    padded = loss(spread(x, 7.0), *[spread(y, -3.0) for y in rest], spread(mask, 0), aggregate)
+    torch.testing.assert_close(padded, whole, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradient(padded, x), gradient(whole, x), rtol=0, atol=1e-13)
+    assert gradient(loss(x, *rest, mask, aggregate), x)[~mask].abs().sum() == 0
+    assert gradient(loss(x, *rest, mask, aggregate), x).abs().sum() > 0.1
+
+
+@CASES
+@AGGREGATE
+def test_losses_do_not_see_the_order_of_rows(loss: Loss, aggregate: Aggregate):
+    x, *rest, mask = batch()
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    whole = loss(x, *rest, mask, aggregate)
+    shuffled = loss(x[order], *[y[order] for y in rest], mask[order], aggregate)
+    torch.testing.assert_close(shuffled, whole, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradient(shuffled, x), gradient(whole, x), rtol=0, atol=1e-13)
+
+
+@CASES
+@AGGREGATE
+@pytest.mark.parametrize("cuts", [(0, 3, 6), (0, 1, 2, 6), (0, 1, 2, 3, 4, 5, 6), (0, 0, 5, 6, 6)])
+def test_losses_do_not_see_the_cut_into_micro_batches(loss: Loss, aggregate: Aggregate, cuts):
+    x, *rest, mask = batch()
+    whole = loss(x, *rest, mask, aggregate)
+    total = algo.aggregate_weight(mask, aggregate)
+    parts = [slice(*ends) for ends in itertools.pairwise(cuts)]
+    losses = [
+        loss(x[p], *[y[p] for y in rest], mask[p], aggregate) * algo.aggregate_weight(mask[p], aggregate) / total
+        for p in parts
+    ]
+    cut = torch.stack(losses).sum()
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradient(cut, x), gradient(whole, x), rtol=0, atol=1e-13)
+
+
+def test_rewards_and_gae_do_not_see_padding_or_row_order():
+    scores, kl, values, mask = draw(1, 6, 20)[0], draw(6, 5, 21), draw(6, 5, 22), holey_mask(6, 5, 23)
+
+    def judge(scores: Tensor, kl: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        rewards = algo.token_rewards(scores, kl, mask, kl_coef=0.1)
+        return algo.masked_whiten(algo.gae(rewards, values, mask, gamma=0.9, lam=0.8)[0], mask)
+
+    want = judge(scores, kl, values, mask)
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    shuffled = judge(scores[order], kl[order], values[order], mask[order])
+    torch.testing.assert_close(shuffled, want[order], rtol=0, atol=1e-13)
+    columns = [2, 3, 5, 6, 8]  # of 9
+    wide_kl, wide_values = (
+        torch.full((6, 9), 7.0).double().index_copy(1, torch.tensor(columns), y) for y in (kl, values)
+    )
+    wide = torch.zeros(6, 9, dtype=torch.bool).index_copy(1, torch.tensor(columns), mask)
+    torch.testing.assert_close(judge(scores, wide_kl, wide_values, wide)[:, columns], want, rtol=0, atol=1e-13)
+
+
+@AGGREGATE
+@CASES
+def test_gradients_are_the_finite_differences(loss: Loss, aggregate: Aggregate):
+    x, *rest, mask = batch(seed=30)
+    exact = gradient(loss(x, *rest, mask, aggregate), x)
+    step = 1e-6
+    for row, column in itertools.product(range(6), range(5)):
+        nudge = torch.zeros_like(exact)
+        nudge[row, column] = step
+        up, down = (loss(x.detach() + s * nudge, *rest, mask, aggregate) for s in (1, -1))
+        assert ((up - down) / (2 * step)).item() == pytest.approx(exact[row, column].item(), abs=1e-8)
+
+
+def test_inputs_are_left_alone():
+    tensors = [draw(6, 5, 40), draw(6, 5, 41), draw(6, 5, 42), holey_mask(6, 5, 43)]
+    before = [x.clone() for x in tensors]
+    a, b, c, mask = tensors
+    algo.gae(a, b, mask, gamma=0.9, lam=0.9)
+    algo.masked_whiten(a, mask)
+    algo.explained_variance(a, b, mask)
+    algo.token_rewards(a[:, 0], b, mask, kl_coef=0.1)
+    policy_case(a, b, c, mask, "seq_mean_token_mean")
+    value_case(a, b, c, mask, "seq_mean_token_mean")
+    kl_case(a, b, c, mask, "seq_mean_token_mean")
+    algo.entropy(a)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+full, flat = torch.ones(3, 4), torch.ones(4)  # flat broadcasts against full
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: algo.masked_mean(full, flat),
+        lambda: algo.moments(flat, full),
+        lambda: algo.masked_whiten(full, full[:1]),
+        lambda: algo.explained_variance(full[:, :1], full, full),
+        lambda: algo.kl_estimate(full, flat, "k1"),
+        lambda: algo.token_rewards(torch.ones(3), flat, full, kl_coef=0.0),
+        lambda: algo.gae(full, full[:, :1], full, gamma=1.0, lam=1.0),
+        lambda: algo.aggregate_loss(flat, full, "seq_mean_token_sum"),
+        lambda: algo.aggregate_weight(flat, "token_mean"),
+        lambda: policy_loss(full, flat, full, full),
+        lambda: algo.value_loss(full, full, full[:, :1], full, clip=None, aggregate="token_mean"),
+        lambda: algo.value_loss(flat, flat, flat, flat, clip=None, aggregate="token_mean"),
+    ],
+)
+def test_shapes_that_would_broadcast_are_refused(call):
+    with pytest.raises(ValueError, match=r"want .*(of one shape|B, T)"):
+        call()
+
+
+# Schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "want"),
+    # Steps 1 to 6, peak 8, floor 2 (a quarter).
+    [
+        ("constant", 0, [8, 8, 8, 8, 8, 8]),
+        ("constant", 4, [2, 4, 6, 8, 8, 8]),
+        ("linear", 0, [8, 6.8, 5.6, 4.4, 3.2, 2]),
+        ("linear", 1, [8, 6.8, 5.6, 4.4, 3.2, 2]),
+        ("linear", 3, [8 / 3, 16 / 3, 8, 6, 4, 2]),
+        ("cosine", 2, [4, 8, 2 + 3 * (1 + math.sqrt(0.5)), 5, 2 + 3 * (1 - math.sqrt(0.5)), 2]),
+        ("cosine", 8, [1, 2, 3, 4, 5, 6]),
+        ("linear", 6, [8 / 6, 16 / 6, 4, 32 / 6, 40 / 6, 8]),
+    ],
+)
+def test_learning_rate_by_hand(schedule, warmup, want):
+    got = [
+        algo.learning_rate(s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+        for s in range(1, 7)
+    ]
+    assert got == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_learning_rate_at_the_ends(schedule):
+    def lr(step: int, steps: int, floor: float) -> float:
+        return algo.learning_rate(step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor)
+
+    assert lr(10, 10, 0.0) == pytest.approx(0.0, abs=1e-15)
+    assert lr(12, 10, 0.5) == 1.5  # stays at the floor
+    assert lr(1, 1, 0.0) == 3.0  # the only step learns
+    with pytest.raises(ValueError, match="step >= 1"):
+        lr(0, 10, 0.0)
+
+
+def test_learning_rate_refuses_an_unknown_schedule():
+    with pytest.raises(ValueError, match="'wsd'"):
+        algo.learning_rate(1, steps=2, peak=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.0)  # pyright: ignore

@@ -1,0 +1,205 @@
+"""The wire without processes: every rank is a thread, the store is real, the copy is a queue."""
+
+import queue
+import random
+import threading
+import time
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from splitppo.channel import Links, Wire, WireError
+from splitppo.placement import Placement, own
+from splitppo.rollout import Rollout, Sample
+
+
+class QueueWire(Wire):
+    """Posts into queues in place of NCCL, and notes who posted what, and whether the peer was there at once."""
+
+    def __init__(self, rank, store, queues, record, timeout=20.0):
+        super().__init__(
+            rank=rank,
+            group=None,
+            store=store,
+            device=torch.device("cpu"),
+            timeout=timeout,
+            describe=lambda r: f"rank {r} (in 'phase of {r}')",
+        )
+        self.queues, self.record = queues, record
+
+    def transfer_out(self, payload, receiver):
+        self.record.append(("send", self.rank, receiver, payload.numel()))
+        self.queues[self.rank, receiver].put(payload.clone())
+
+    def transfer_in(self, numel, dtype, sender):
+        payload = self.queues[sender, self.rank].get(timeout=self.timeout)
+        self.record.append(("recv", sender, self.rank, payload.numel()))
+        assert payload.numel() == numel
+        assert payload.dtype == dtype
+        return payload
+
+
+def make_samples(rows, step):
+    samples = []
+    for row in rows:
+        generator = random.Random(f"{row}/{step}")
+        prompt = [generator.randrange(1000) for _ in range(generator.randint(1, 5))]
+        response = [generator.randrange(1000) for _ in range(generator.randint(1, 9))]
+        samples.append(Sample(row, prompt, response, [0.0] * len(response), row % 2 == 0))
+    return samples
+
+
+def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="none"):
+    """Runs both columns' wire for some steps; returns what each side saw, and the record of posts."""
+    placement = Placement(
+        "per_node", tuple(range(actor_size)), tuple(range(actor_size, actor_size + critic_size))
+    )
+    store, record = dist.HashStore(), []
+    world = actor_size + critic_size
+    queues = {(a, b): queue.Queue() for a in range(world) for b in range(world)}
+
+    @lru_cache
+    def ownership(step):
+        return own(
+            seed=3,
+            step=step,
+            batch_size=batch,
+            samples=1,
+            mini_batches=mini,
+            actor_size=actor_size,
+            critic_size=critic_size,
+        )
+
+    seen, errors = {}, []
+
+    def actor(rank):
+        links = Links(QueueWire(rank, store, queues, record), placement, ownership, chunks=chunks)
+        for step in range(1, steps + 1):
+            rows = ownership(step).all_rows("actor", rank)
+            finishing = make_samples(rows, step)
+            random.Random(f"{rank}/{step}").shuffle(finishing)
+            for sample in finishing:
+                links.rollouts.offer(step, [sample])
+                links.rollouts.offer(step, [])
+                time.sleep(0.004 if slow == "actor" else 0)
+            links.rollouts.flush(step)
+            rollout = Rollout(finishing)
+            index = torch.tensor([row for row, n in zip(rollout.rows, rollout.lengths, strict=True) for _ in range(n)])
+            links.logprobs.send(step, rollout, index.float(), -index.float())
+            (advantages,) = links.advantages.recv(step, rollout, fields=1)
+            seen[rank, step] = torch.equal(advantages, index.float() + 0.5)
+
+    def critic(rank):
+        links = Links(QueueWire(rank, store, queues, record), placement, ownership, chunks=chunks)
+        for step in range(1, steps + 1):
+            samples = []
+            for chunk in range(chunks):
+                samples += links.rollouts.recv(step, chunk)
+                time.sleep(0.02 if slow == "critic" else 0)
+            rollout = Rollout(samples)
+            old, ref = links.logprobs.recv(step, rollout, fields=2)
+            links.advantages.send(step, rollout, old + 0.5)
+            due = make_samples(ownership(step).all_rows("critic", rank - actor_size), step)
+            plain = [(s.row, s.prompt, s.response, s.finished) for s in rollout.samples]
+            seen[rank, step] = plain == [(s.row, s.prompt, s.response, s.finished) for s in due] and torch.equal(old, -ref)
+
+    def guarded(function, rank):
+        try:
+            function(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=guarded, args=(actor if rank < actor_size else critic, rank), daemon=True)
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=40)
+    assert not any(thread.is_alive() for thread in threads), "dead-lock"
+    if errors:
+        raise errors[0]
+    return seen, record, store
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(("actor", "critic"), [(1, 1), (2, 1), (1, 3), (3, 2), (5, 3), (4, 7)])
+def test_sends_and_receives_match_for_any_sizes(actor, critic, chunks):
+    seen, record, store = play(actor, critic, chunks=chunks, mini=1)
+    assert len(seen) == 2 * (actor + critic)
+    assert all(seen.values())
+    sends = sorted(hop[1:] for hop in record if hop[0] == "send")
+    assert sends == sorted(hop[1:] for hop in record if hop[0] == "recv")
+    assert store.num_keys() <= 1, "the handshake's keys are left in the store"
+
+
+@pytest.mark.parametrize("slow", ["actor", "critic"])
+def test_a_slow_column_changes_nothing(slow):
+    seen, _, _ = play(2, 2, chunks=3, slow=slow, steps=2)
+    assert all(seen.values())
+
+
+def test_random_sizes_never_dead_lock():
+    generator = random.Random(5)
+    for _ in range(12):
+        actor, critic = generator.randint(1, 5), generator.randint(1, 5)
+        seen, _, _ = play(actor, critic, chunks=generator.randint(1, 6), batch=generator.randint(1, 30), steps=1)
+        assert all(seen.values())
+
+
+def test_chunks_leave_before_the_rollout_is_over():
+    placement = Placement("per_node", (0,), (1,))
+    store, record = dist.HashStore(), []
+    queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
+
+    def ownership(step):
+        return own(seed=0, step=step, batch_size=8, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+
+    sender = Links(QueueWire(0, store, queues, record), placement, ownership, chunks=4)
+    receiver = Links(QueueWire(1, store, queues, record), placement, ownership, chunks=4)
+    samples = make_samples(range(8), 1)
+    sender.rollouts.offer(1, samples[:2])
+    assert record == [], "posted before the receiver was clear"
+    got = []
+    thread = threading.Thread(target=lambda: got.append(receiver.rollouts.recv(1, 0)))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not record and time.monotonic() < deadline:
+        sender.rollouts.offer(1, [])
+    thread.join(timeout=10)
+    assert [sample.row for sample in got[0]] == [0, 1]
+
+
+@pytest.mark.parametrize(("word", "waits_for"), [("clear", "clear-to-send"), ("go", "a message")])
+def test_a_wait_that_runs_out_names_everything(word, waits_for):
+    placement = Placement("per_node", (0,), (1,))
+    wire = QueueWire(0 if word == "clear" else 1, dist.HashStore(), {}, [], timeout=0.2)
+
+    def ownership(step):
+        return own(seed=0, step=step, batch_size=2, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+
+    links = Links(wire, placement, ownership, chunks=1)
+    with pytest.raises(WireError) as caught:
+        if word == "clear":
+            links.rollouts.offer(7, make_samples([0, 1], 7))
+            links.rollouts.flush(7)
+        else:
+            links.rollouts.recv(7, 0)
+    text = str(caught.value)
+    for part in ("step 7", "rollouts", "chunk 0", "rank 0", "rank 1", "phase of", "0.2 s", waits_for, "--timeout"):
+        assert part in text
+
+
+def test_rows_that_were_not_offered_are_missed():
+    placement = Placement("per_node", (0,), (1,))
+
+    def ownership(step):
+        return own(seed=0, step=step, batch_size=4, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+
+    links = Links(QueueWire(0, dist.HashStore(), {}, []), placement, ownership, chunks=1)
+    links.rollouts.offer(1, make_samples([0, 1], 1))
+    with pytest.raises(WireError, match="not offered"):
+        links.rollouts.flush(1)

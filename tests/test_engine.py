@@ -1,0 +1,446 @@
+"""The engine contract, run for every engine, on a tiny model whose plain forward is the judge."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from splitppo.engine import RolloutEngine, Sampling
+from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
+from splitppo.rollout import Request, Sample
+
+CPU = torch.device("cpu")
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-= "
+PAD, EOS, OTHER_EOS = 0, 1, 2
+FIRST = 3  # the first letter's id
+VOCAB = FIRST + len(LETTERS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {name: index for index, name in enumerate(["<pad>", "<eos>", "<end>", *LETTERS])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    inner.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    ids = {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": [OTHER_EOS], "tie_word_embeddings": False}
+    return LlamaConfig(**{**sizes, **heads, **ids, **changes})
+
+
+def random_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
+    """A model whose next-token distributions are far from uniform and differ from each other."""
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, 0.35, generator=generator)
+    return model
+
+
+@dataclass
+class Case:
+    """A plain model to judge by, and engines that have its weights."""
+
+    model: LlamaForCausalLM
+    engine: Any
+    make: Callable[..., Any]
+
+
+@pytest.fixture(params=["hf"])
+def case(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
+    model = random_llama(llama_config())
+    engines: list[RolloutEngine] = []
+
+    def make(max_rows: int = 64, load: bool = True, config: LlamaConfig | None = None) -> RolloutEngine:
+        engine = {"hf": HFEngine}[request.param](
+            config or llama_config(), tokenizer, device=CPU, dtype=torch.float32, max_rows=max_rows
+        )
+        if load:
+            engine.load_weights(model.state_dict().items())
+        engines.append(engine)
+        return engine
+
+    yield Case(model, make(), make)
+    for engine in engines:
+        engine.close()
+
+
+def some_requests(count: int = 24) -> list[Request]:
+    """Prompts of 1 to 9 tokens; row numbers with gaps, as on a rank of many."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 10, (count,), generator=generator).tolist()
+    draws = [torch.randint(FIRST, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(3 * index + 1, prompt) for index, prompt in enumerate(draws)]
+
+
+def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
+    rows: dict[int, Sample] = {}
+    for samples in lists:
+        for sample in samples:
+            assert sample.row not in rows, f"row {sample.row} came out twice"
+            rows[sample.row] = sample
+    return rows
+
+
+def run(engine: Any, requests: list[Request], *, seed: int = 7, step: int = 0, **sampling: Any) -> dict[int, Sample]:
+    settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
+    return collect(engine.generate(requests, Sampling(**settings), seed=seed, step=step))
+
+
+def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
+    return {row: sample.response for row, sample in sorted(rows.items())}
+
+
+@torch.no_grad()
+def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
+    """[T, V] logits of one row, without padding and without a cache."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def generating() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(1.0, False), (0.7, False), (0.7, True)])
+def test_logprobs_match_an_unpadded_forward(case: Case, temperature: float, greedy: bool) -> None:
+    requests = some_requests()
+    rows = run(case.engine, requests, temperature=temperature, greedy=greedy)
+    assert len({len(request.prompt) for request in requests}) > 4  # so there is padding on the left
+    for request in requests:
+        sample = rows[request.row]
+        assert sample.prompt == request.prompt
+        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1)[range(len(sample.response)), sample.response]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:
+    for row, sample in run(case.engine, some_requests(6), greedy=True).items():
+        tokens = list(sample.prompt)
+        while len(tokens) < len(sample.prompt) + 12 and tokens[-1] not in (EOS, OTHER_EOS):
+            tokens.append(int(plain_logits(case.model, tokens)[-1].argmax()))
+        assert tokens[len(sample.prompt) :] == sample.response, row
+
+
+def test_a_row_ends_at_an_end_token_or_at_the_length(case: Case) -> None:
+    requests = some_requests(64)
+    rows = run(case.engine, requests, max_new_tokens=40)
+    assert set(rows) == {request.row for request in requests}
+    for sample in rows.values():
+        ends = [index for index, token in enumerate(sample.response) if token in (EOS, OTHER_EOS)]
+        assert len(sample.logprobs) == len(sample.response)
+        assert ends == ([len(sample.response) - 1] if sample.finished else [])
+        assert sample.finished or len(sample.response) == 40
+    lasts = {sample.response[-1] for sample in rows.values() if sample.finished}
+    assert lasts == {EOS, OTHER_EOS}  # the tokenizer's and the config's: both were seen
+    assert not all(sample.finished for sample in rows.values())
+
+
+def test_an_end_on_the_last_allowed_token_is_finished(case: Case) -> None:
+    free = run(case.engine, some_requests(64), max_new_tokens=40)
+    row = next(sample for sample in free.values() if sample.finished and len(sample.response) > 1)
+    request = [Request(row.row, row.prompt)]
+    length = len(row.response)
+    at_length = run(case.engine, request, max_new_tokens=length)[row.row]
+    one_less = run(case.engine, request, max_new_tokens=length - 1)[row.row]
+    assert (at_length.response, at_length.finished) == (row.response, True)
+    assert (one_less.response, one_less.finished) == (row.response[:-1], False)
+
+
+def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokenizerFast) -> None:
+    requests = some_requests(48)
+    free = run(case.engine, requests, max_new_tokens=20)
+    texts = {row: tokenizer.decode(sample.response) for row, sample in free.items()}
+    # A pair from inside a response, and one that a prompt begins and its response ends: the latter must not count.
+    long = next(sample for sample in free.values() if len(sample.response) == 20)
+    across = next(sample for sample in free.values() if min(sample.response[0], sample.prompt[-1]) >= FIRST)
+    pairs = long.response[9:11], [across.prompt[-1], across.response[0]]
+    stops = tuple(str(tokenizer.decode(pair)) for pair in pairs)
+    stopped = run(case.engine, requests, max_new_tokens=20, stop=stops)
+    cut = 0
+    for row, sample in stopped.items():
+        letters = [str(tokenizer.decode([token])) for token in free[row].response]
+        prefixes = ["".join(letters[: index + 1]) for index in range(len(letters))]
+        ends = [index + 1 for index, text in enumerate(prefixes) if text.endswith(stops)]
+        length = ends[0] if ends else len(letters)
+        assert sample.response == free[row].response[:length], (texts[row], stops)
+        assert sample.finished == (bool(ends) or free[row].finished)
+        assert sample.logprobs == pytest.approx(free[row].logprobs[:length], abs=1e-5)
+        cut += length < len(letters)
+    assert cut >= 1
+    assert len(stopped[across.row].response) > 1
+
+
+def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
+    requests = some_requests()
+    together = responses(run(case.engine, requests))
+    assert responses(run(case.engine, requests[::-1])) == together
+    assert responses(run(case.make(max_rows=2), requests)) == together
+    assert responses(run(case.make(max_rows=5), requests)) == together
+    for request in requests[:5]:
+        assert responses(run(case.engine, [request])) == {request.row: together[request.row]}
+
+
+def test_a_sample_depends_on_seed_step_and_row(case: Case) -> None:
+    requests = [Request(row, [FIRST, FIRST + 1]) for row in range(16)]
+    base = responses(run(case.engine, requests, temperature=3.0))
+    assert responses(run(case.engine, requests, temperature=3.0)) == base
+    assert len({tuple(response) for response in base.values()}) > 12
+    for change in ({"seed": 8}, {"step": 1}):
+        other = run(case.engine, requests, temperature=3.0, **change)
+        assert sum(other[row].response == base[row] for row in base) < 4
+
+
+@pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.0), (4.0, 1.0)])
+def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature: float, wrong: float) -> None:
+    """Total variation over 3,000 rows: sampling noise alone is below sqrt(V / (2 pi n)) = 0.055 on average.
+
+    The second case is flat enough that a filter to the likeliest 50 of 58 tokens would show.
+    """
+    count, prompt = 3000, [FIRST + 5, FIRST + 6]
+    rows = run(
+        case.make(max_rows=count),
+        [Request(row, prompt) for row in range(count)],
+        max_new_tokens=1,
+        temperature=temperature,
+    )
+    logits = plain_logits(case.model, prompt)[-1]
+    expected = torch.softmax(logits / temperature, -1)
+    observed = torch.bincount(torch.tensor([sample.response[0] for sample in rows.values()]), minlength=VOCAB) / count
+
+    def distance(other: Tensor) -> float:
+        return float((other - expected).abs().sum() / 2)
+
+    top = torch.where(expected >= expected.topk(50).values[-1], expected, 0.0)
+    assert distance(observed) < 0.06
+    assert distance(torch.softmax(logits / wrong, -1)) > 0.12
+    if temperature > 1:
+        assert distance(top / top.sum()) > 0.06
+        assert int((observed > 0).sum()) > 50
+
+
+def test_positions_are_drawn_independently(case: Case) -> None:
+    """The noise of neighbouring positions, rows, steps and seeds is uncorrelated, and uniform."""
+    rows = torch.arange(4096).numpy()
+    base = torch.from_numpy(uniforms(0, 0, rows, 0))
+    assert 0 <= base.min() < 0.002
+    assert 0.998 < base.max() < 1
+    assert base.mean() == pytest.approx(0.5, abs=0.02)
+    for other in (
+        uniforms(0, 0, rows, 1),
+        uniforms(0, 1, rows, 0),
+        uniforms(1, 0, rows, 0),
+        uniforms(0, 0, rows + 1, 0),
+    ):
+        correlation = torch.corrcoef(torch.stack([base, torch.from_numpy(other)]))[0, 1]
+        assert abs(float(correlation)) < 0.06
+    assert uniforms(-5, 3, rows[:1], 2) == uniforms(-5, 3, rows[:3], 2)[0]
+
+
+def test_draw_never_takes_a_token_of_probability_zero() -> None:
+    logits = torch.full((4, 6), -torch.inf)
+    logits[:, 2], logits[:, 4] = 0.0, 1.0
+    edge = 1 / (1 + torch.e)
+    noise = torch.tensor([0.0, edge - 1e-6, edge + 1e-6, 1 - 2.0**-53], dtype=torch.float64)
+    tokens, logprobs = draw(logits, noise, 1.0)
+    assert tokens.tolist() == [2, 2, 4, 4]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([edge, edge, 1 - edge, 1 - edge]))
+
+
+def test_new_weights_change_the_output_and_old_ones_restore_it(case: Case) -> None:
+    requests = some_requests()
+    before = run(case.engine, requests)
+    other = random_llama(llama_config(), seed=1)
+    case.engine.load_weights((name, tensor.to(torch.float64)) for name, tensor in other.state_dict().items())
+    after = run(case.engine, requests)
+    for sample in after.values():
+        logits = plain_logits(other, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+    assert responses(after) != responses(before)
+    case.engine.load_weights(case.model.state_dict().items())
+    assert responses(run(case.engine, requests)) == responses(before)
+
+
+def test_wrong_weights_are_refused_by_name(case: Case) -> None:
+    engine, full = case.make(load=False), dict(case.model.state_dict())
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=rf"unknown weight {name}x"):
+        engine.load_weights({**full, name + "x": full[name]}.items())
+    with pytest.raises(ValueError, match=rf"{name} has shape \(64, 31\), not \(64, 32\)"):
+        engine.load_weights({**full, name: full[name][:, :-1]}.items())
+    with pytest.raises(ValueError, match=rf"1 weights are missing, among them {name}"):
+        engine.load_weights((key, tensor) for key, tensor in full.items() if key != name)
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))  # a load that broke off is none
+    engine.load_weights(full.items())
+    assert run(engine, some_requests(1))
+
+
+@pytest.mark.parametrize("left_out", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
+def test_tied_weights_may_come_by_either_name(case: Case, left_out: tuple[str, ...]) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    model = random_llama(config)
+    engine = case.make(load=False, config=config)
+    engine.load_weights((name, tensor) for name, tensor in model.state_dict().items() if name not in left_out)
+    for sample in run(engine, some_requests(4)).values():
+        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(
+            (name, tensor)
+            for name, tensor in model.state_dict().items()
+            if name not in ("lm_head.weight", "model.embed_tokens.weight")
+        )
+
+
+def test_bad_requests_are_refused(case: Case) -> None:
+    assert run(case.engine, []) == {}
+    with pytest.raises(ValueError, match="row 4 has an empty prompt"):
+        run(case.engine, [Request(4, [])])
+    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"stop": ("",)}):
+        with pytest.raises(ValueError, match=r"must be|stop string"):
+            Sampling(**{"temperature": 1.0, "max_new_tokens": 4, **wrong})  # type: ignore[arg-type]
+
+
+# What follows reaches into the embedded engine: it slows down or breaks the model that the thread runs.
+
+
+@pytest.fixture
+def slow(case: Case) -> Case:
+    """The engine's model takes 20 ms more a token; `calls` counts its forward passes."""
+    case.engine.calls = 0
+
+    def hook(*_: Any) -> None:
+        case.engine.calls += 1
+        time.sleep(0.02)
+
+    case.engine.model.register_forward_hook(hook)
+    return case
+
+
+def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
+    arrivals: list[tuple[int, Sample]] = []
+    ticks = 0
+    for samples in slow.engine.generate(some_requests(24), Sampling(1.0, 30), seed=7, step=0):
+        ticks += not samples
+        arrivals += [(slow.engine.calls, sample) for sample in samples]
+    assert len(arrivals) == 24
+    assert arrivals[0][0] < 15  # long before the batch's 30 steps
+    assert slow.engine.calls == 30
+    for calls, sample in arrivals:
+        assert len(sample.response) <= calls <= len(sample.response) + 3
+    assert ticks > 30  # 30 steps of 20 ms hold some 120 ticks of 5 ms
+
+
+def fail_at_once(stream: Iterable[list[Sample]]) -> None:
+    for _ in stream:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("way", ["close", "exception", "between batches"])
+def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
+    engine, endless = slow.engine, Sampling(1.0, 1000)
+    engine.eos = engine.eos[:0]  # nothing ends: 20 s of work a batch
+    engine.max_rows = 1 if way == "between batches" else 64
+    start = time.monotonic()
+    if way == "exception":
+        with pytest.raises(ZeroDivisionError):
+            fail_at_once(engine.generate(some_requests(4), endless, seed=0, step=0))
+    else:
+        stream = engine.generate(some_requests(4), endless, seed=0, step=0)
+        assert next(stream) == []
+        assert len(generating()) == 1
+        with pytest.raises(RuntimeError, match="being generated"):
+            engine.load_weights([])
+        with pytest.raises(RuntimeError, match="being generated"):
+            next(engine.generate(some_requests(4), endless, seed=0, step=0))
+        stream.close()
+    assert not generating()
+    calls = engine.calls
+    assert calls <= 3  # the step it was in, and no other batch
+    time.sleep(0.1)
+    assert engine.calls == calls
+    assert time.monotonic() - start < 3
+    assert collect(engine.generate(some_requests(1), Sampling(1.0, 2), seed=0, step=0))  # and it can go on
+
+
+def test_an_exception_in_the_model_surfaces_with_its_traceback(case: Case) -> None:
+    calls = 0
+
+    def explode(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ArithmeticError("the third token")
+
+    handle = case.engine.model.model.layers[1].register_forward_hook(explode)
+    with pytest.raises(ArithmeticError, match="the third token") as caught:
+        run(case.engine, some_requests(3))
+    assert "explode" in [entry.name for entry in caught.traceback]
+    assert not generating()
+    handle.remove()
+    assert len(run(case.engine, some_requests(3))) == 3
+
+
+def test_logits_that_are_not_finite_are_an_error(case: Case) -> None:
+    with torch.no_grad():
+        case.engine.model.lm_head.weight[5] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        run(case.engine, some_requests(3))
+
+
+def test_the_model_folders_generation_defaults_do_not_bite(case: Case) -> None:
+    config = llama_config()
+    for name, value in {"repetition_penalty": 50.0, "min_length": 30, "top_k": 1, "max_length": 5}.items():
+        setattr(config, name, value)
+    engine = case.make(config=config)
+    assert responses(run(engine, some_requests())) == responses(run(case.engine, some_requests()))
+
+
+def test_the_engine_casts_to_its_own_dtype_and_leaves_the_config_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = llama_config()
+    before = config.to_dict()
+    engine = HFEngine(config, tokenizer, device=CPU, dtype=torch.bfloat16, max_rows=8)
+    engine.load_weights(random_llama(llama_config()).state_dict().items())
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+    assert len(run(engine, some_requests(3))) == 3
+    assert config.to_dict() == before
+    engine.close()
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(3))
+
+
+def test_end_ids_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
+    none = SimpleNamespace(eos_token_id=None)
+    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == set()
+    assert eos_ids(llama_config(eos_token_id=4), none, None) == {4}
+    assert eos_ids(llama_config(eos_token_id=[4, 5]), SimpleNamespace(eos_token_id=6), tmp_path) == {4, 5, 6}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 4], "temperature": 0.1}))
+    assert eos_ids(llama_config(eos_token_id=5), none, tmp_path) == {4, 5, 7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {8}

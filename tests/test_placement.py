@@ -1,0 +1,111 @@
+"""Roles and rows: pure functions, so every rule is checked over many sizes."""
+
+import itertools
+
+import pytest
+
+from splitppo.config import PlacementConfig
+from splitppo.errors import UserError
+from splitppo.placement import own, place
+
+SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
+
+
+def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
+    return own(
+        seed=seed,
+        step=step,
+        batch_size=batch,
+        samples=samples,
+        mini_batches=mini,
+        actor_size=actor,
+        critic_size=critic,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "local", "actor", "critic"),
+    [
+        (PlacementConfig(), 8, 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        (PlacementConfig(), 3, 3, [0, 1], [2]),
+        (PlacementConfig(actor=5, critic=3), 8, 8, [0, 1, 2, 3, 4], [5, 6, 7]),
+        (PlacementConfig(actor=5), 8, 8, [0, 1, 2, 3, 4], [5, 6, 7]),
+        (PlacementConfig(critic=1), 4, 4, [0, 1, 2], [3]),
+        (PlacementConfig(critic=2), 8, 4, [0, 1, 2, 4, 5, 6], [3, 7]),
+        (PlacementConfig(), 6, 3, [0, 1, 3, 4], [2, 5]),
+        (PlacementConfig(mode="by_node"), 6, 2, [0, 1, 2, 3], [4, 5]),
+        (PlacementConfig(mode="by_node", critic=4), 6, 2, [0, 1], [2, 3, 4, 5]),
+        (PlacementConfig(mode="colocated"), 3, 3, [0, 1, 2], [0, 1, 2]),
+        (PlacementConfig(), 1, 1, [0], [0]),
+    ],
+)
+def test_groups(config, world, local, actor, critic):
+    placement = place(config, world=world, local_world=local)
+    assert (list(placement.actor), list(placement.critic)) == (actor, critic)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "local", "says"),
+    [
+        (PlacementConfig(actor=5, critic=4), 8, 8, "do not add up to 8 ranks"),
+        (PlacementConfig(actor=8), 8, 8, "gives 0 of 8 ranks to the critic group"),
+        (PlacementConfig(actor=9), 8, 8, "critic"),
+        (PlacementConfig(actor=5, critic=3), 8, 4, "the same on each of 2 nodes"),
+        (PlacementConfig(mode="by_node"), 8, 8, "gives 0 of 8 ranks to the critic group"),
+        (PlacementConfig(mode="by_node", actor=5), 8, 4, "not whole nodes of 4"),
+        (PlacementConfig(mode="colocated", actor=2), 4, 4, "every rank plays both"),
+        (PlacementConfig(actor=2), 1, 1, "one rank plays both roles"),
+        (PlacementConfig(mode="per_node"), 1, 1, "needs 2 ranks"),
+        (PlacementConfig(), 7, 4, "not whole nodes of 4"),
+    ],
+)
+def test_wrong_sizes_say_what_to_do(config, world, local, says):
+    with pytest.raises(UserError, match=says):
+        place(config, world=world, local_world=local)
+
+
+@pytest.mark.parametrize(("actor", "critic"), SIZES)
+def test_every_row_has_one_owner_in_each_group(actor, critic):
+    own_ = ownership(actor, critic, batch=24, mini=4)
+    for role, size in (("actor", actor), ("critic", critic)):
+        rows = [row for rank in range(size) for row in own_.all_rows(role, rank)]
+        assert sorted(rows) == list(range(24))
+    shared = [row for a in range(actor) for c in range(critic) for row in own_.shared(a, c)]
+    assert sorted(shared) == list(range(24))
+
+
+def test_mini_batches_do_not_depend_on_group_sizes_but_on_seed_and_step():
+    cuts = {ownership(a, c, batch=24, mini=4).mini_batches for a, c in SIZES}
+    assert len(cuts) == 1
+    assert ownership(1, 1, step=2).mini_batches != ownership(1, 1, step=1).mini_batches
+    assert ownership(1, 1, seed=2).mini_batches != ownership(1, 1, seed=1).mini_batches
+
+
+@pytest.mark.parametrize(("actor", "critic"), SIZES)
+def test_ranks_are_even_within_each_mini_batch(actor, critic):
+    own_ = ownership(actor, critic, batch=22, mini=2)
+    for role, size in (("actor", actor), ("critic", critic)):
+        for mini in range(2):
+            counts = [len(own_.rows(role, rank)[mini]) for rank in range(size)]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_samples_of_a_prompt_stay_together():
+    own_ = ownership(2, 2, batch=24, samples=4)
+    owners = [{own_.critic_of[p * 4 + s] for s in range(4)} for p in range(6)]
+    assert all(len(ranks) == 1 for ranks in owners)
+
+
+def test_few_pairs_talk():
+    own_ = ownership(5, 3, batch=60)
+    pairs = [(a, c) for a, c in itertools.product(range(5), range(3)) if own_.shared(a, c)]
+    assert len(pairs) <= 5 + 3 - 1
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 40])
+def test_messages_hold_every_shared_row_once(chunks):
+    own_ = ownership(3, 2, batch=23)
+    for a, c in itertools.product(range(3), range(2)):
+        rows = own_.message_rows(a, c, chunks)
+        assert len(rows) == chunks
+        assert sum(rows) == len(own_.shared(a, c))

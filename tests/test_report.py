@@ -1,0 +1,161 @@
+"""The report: what it measures (overlap), what it picks (the step), and that the picture is drawn."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from splitppo.errors import UserError
+from splitppo.report import SPAN_COLOURS, Span, Step, build_timeline, choose_step, main, overlap, read_column
+
+ROOT = Path(__file__).parents[1]
+
+
+def spans_of(step: int, length: float = 4.0) -> tuple[list[Span], list[Span]]:
+    """A step of both columns: the critic's update of it ends 1 s into the next step."""
+    t = 1000.0 + 4.0 * step
+    actor = [("sync", t, t + 0.02), ("rollout", t + 0.02, t + 2), ("wait_advantages", t + 2, t + 2.5)]
+    actor += [("update", t + 2.5, t + length)]
+    critic = [("wait_rollouts", t + 1, t + 1.5), ("score", t + 1.5, t + 2.5), ("novel_work", t + 2.5, t + 3)]
+    critic += [("update", t + 3, t + 5)]
+    return actor, critic
+
+
+def write_run(run: Path, steps: int = 8, critic: bool = True) -> Path:
+    """A made-up run; its step 0 is a validation alone."""
+    (run / "metrics").mkdir(parents=True)
+    rows: dict[str, list] = {"actor": [{"step": 0, "time": 1.0, "val/score/mean": 0.1, "spans": []}], "critic": []}
+    for step in range(1, steps + 1):
+        a, c = spans_of(step)
+        rows["actor"].append(
+            {"step": step, "time": 1.0, "actor/pg_loss": -0.1 / step, "timing_s/step": 4.0, "spans": a}
+        )
+        rows["critic"].append({"step": step, "time": 1.0, "critic/score/mean": 0.1 * step, "spans": c})
+    for name in ("actor", "critic") if critic else ("actor",):
+        (run / "metrics" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    return run
+
+
+def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "splitppo.report", *map(str, args)]
+    return subprocess.run(
+        line, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+
+
+def share_of(picture: np.ndarray, colour: str) -> float:
+    """The share of pixels that have this colour."""
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return float((np.abs(picture[..., :3] * 255 - rgb) < 1.5).all(-1).mean())
+
+
+def test_overlap_counts_only_work_of_both():
+    actor = [("rollout", 0.0, 4.0), ("wait_advantages", 4.0, 5.0), ("update", 5.0, 8.0)]
+    critic = [("update", -1.0, 1.0), ("wait_rollouts", 1.0, 3.0), ("score", 3.0, 4.5), ("update", 6.0, 12.0)]
+    assert overlap(actor, critic) == pytest.approx(1 + 1 + 2)
+    assert overlap(critic, actor) == pytest.approx(4)
+    assert overlap(actor, []) == 0
+    assert overlap([("rollout", 0, 1)], [("score", 1, 2)]) == 0, "touching is no overlap"
+
+
+def test_typical_step_is_the_median_of_the_last_half():
+    lengths = {1: 3.0, 2: 3.0, 3: 9.0, 4: 5.0, 5: 4.0, 6: 8.0}
+    actor = {n: Step({}, spans_of(n, length)[0]) for n, length in lengths.items()}
+    critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}  # behind by a step, as it is at work
+    assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
+    actor |= {7: Step({}, spans_of(7, 4.5)[0])}
+    assert choose_step(actor, {}) == 7, "without a critic, of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
+    assert choose_step(actor, critic, wanted=1) == 1
+    assert choose_step({0: Step({}, [])}, {}) is None
+    with pytest.raises(UserError, match="--step 6 has no recorded spans; steps with spans: 1 to 5"):
+        choose_step(actor, critic, wanted=6)
+
+
+def test_overlap_of_a_step_takes_in_the_deferred_update():
+    actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
+    critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
+    middle = build_timeline(actor, critic, 2)
+    # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under the policy's update
+    assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
+    assert middle.title() == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
+    same = build_timeline(actor, actor, 2)
+    assert list(same.lanes) == ["all ranks"], "one column written down twice is one lane and no overlap"
+    assert same.title() == "Step 2: 4.00 s, in which nothing overlaps"
+
+
+def test_torn_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "actor.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 1, "a": 2.0, "optimizer_steps": [{"loss": 1.0}]}\n{"step": 2, "a"')
+    assert read_column(path) == {1: Step({"step": 1.0, "a": 2.0}, [])}, "a step done again counts as it was done last"
+    assert f"{path}:3 is torn" in capsys.readouterr().err
+    path.write_text('{"step": 1}\n{"step": 2, "a"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"actor.jsonl:2: .* is no step"):
+        read_column(path)
+    for whole in ("[1]", '{"time": 1.0}', '{"step": 1, "spans": [["rollout", 1]]}', '{"step": 1, "spans": null}'):
+        path.write_text(whole + "\n")
+        with pytest.raises(UserError, match=r"actor.jsonl:1: .* is no step"):
+            read_column(path)
+
+
+def test_command_draws_the_newest_run(tmp_path: Path):
+    write_run(tmp_path / "runs" / "first")
+    done = command(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-2:] == ["run folder: runs/first", "report: runs/first/report.png"]
+    file = tmp_path / "runs" / "first" / "report.png"
+    picture = imread(file)
+    assert picture.shape == (1150, 1600, 4)
+    assert file.stat().st_size > 20_000
+    assert len(np.unique((picture * 255).astype(np.uint8).view(np.uint32))) > 200
+    for name in ("rollout", "update", "score"):
+        assert share_of(picture, SPAN_COLOURS[name]) > 0.004, name
+    assert share_of(picture, "#c94f4f") > 0.004, "a span of an unknown name takes a colour of the cycle"
+
+
+def test_command_without_a_critic_has_one_lane(tmp_path: Path):
+    run = write_run(tmp_path / "alone", critic=False)
+    done = command(run, "--step", 3, "--out", tmp_path / "picture.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "Step 3: 4.00 s, in which nothing overlaps"
+    assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'picture.png'}"
+    picture = imread(tmp_path / "picture.png")
+    assert share_of(picture, SPAN_COLOURS["rollout"]) > 0.02
+    assert share_of(picture, SPAN_COLOURS["score"]) == 0
+    assert not (run / "report.png").exists()
+
+
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run", steps=2)
+    (tmp_path / "empty" / "metrics").mkdir(parents=True)
+    (tmp_path / "empty" / "metrics" / "actor.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    for args, says in (
+        ([], "./runs holds no run with metrics"),
+        (["nowhere"], "nowhere has no step in metrics/actor.jsonl"),
+        (["empty"], "empty has no step in metrics/actor.jsonl"),
+        ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
+        ([str(run), "--out", "no/folder.png"], "no/folder.png can't be written"),
+        ([str(run), "--out", "picture.doc"], "picture.doc can't be written"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["report", *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+        told = capsys.readouterr()
+        assert (end.value.code, told.out) == (2, "")
+        assert told.err.startswith("error: ")
+        assert told.err.count("\n") == 1
+        assert says in told.err
+    done = command("nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nowhere has no step")
+
+
+def test_report_needs_no_torch():
+    line = "import sys, splitppo.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, timeout=120).returncode == 0
