@@ -51,7 +51,8 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
 def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """Share of the characters that stand right, in [0, 1]; 1 only if the response is the truth.
 
-    The share is of the longer of the two, so that what is too much or missing counts as wrong. White space is not stripped: the task is to say this and end.
+    The share is of the longer of the two, so that what is too much or missing counts as wrong. White space is not
+    stripped: the task is to say this and end.
     """
     truth = str(ground_truth)
     right = sum(said == asked for said, asked in zip(solution_str, truth, strict=False))

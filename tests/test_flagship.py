@@ -1,0 +1,232 @@
+"""Three steps of every placement against a single-process PPO written from the paper (reference_ppo.py).
+
+The trainer runs as its users run it, `main(argv)` on torchrun's variables, in forked ranks over Gloo. What it sampled
+is recorded and handed to the reference, with the scores; the rest the reference works out for itself.
+"""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from reference_ppo import Hyper, Row, Step, reference_ppo
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from splitppo import roles, train
+from splitppo.placement import own
+from splitppo.tiny import build_tiny
+
+SEED, STEPS, BATCH, MINI = 5, 3, 22, 2
+HYPER = {
+    "gamma": 0.98,
+    "lam": 0.9,
+    "kl_coef": 0.05,
+    "kl_kind": "k1",
+    "kl_loss_coef": 0.1,
+    "kl_loss_kind": "k3",
+    "clip_low": 0.1,
+    "clip_high": 0.15,
+    "dual_clip": None,
+    "value_clip": 0.1,
+    "entropy_coef": 0.01,
+    "whiten": True,
+    "epochs": 2,
+    "aggregate": "token_mean",
+}
+POLICY_LR, VALUE_LR, EPS = 1e-3, 2e-3, 1e-6
+
+REWARD = '''
+def score(data_source, solution_str, ground_truth, extra_info):
+    """Digits are worth more the larger they are: every row gets another score."""
+    return {"score": sum(int(c) for c in solution_str if c.isdigit()) / 20 - 0.01 * len(solution_str), "length": len(solution_str)}
+'''
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    build_tiny(folder / "policy", seed=1)
+    build_tiny(folder / "value", seed=2)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
+    values = {
+        "seed": SEED,
+        "steps": STEPS,
+        "run-dir": run_dir,
+        "policy.path": inputs / "policy",
+        "value.path": inputs / "value",
+        "value.head": "normal",
+        "reward.function": f"{inputs / 'reward.py'}:score",
+        "rollout.batch-size": BATCH,
+        "rollout.max-new-tokens": 7,
+        "rollout.temperature": 0.8,
+        "ppo.mini-batches": MINI,
+        "policy.optim.lr": POLICY_LR,
+        "value.optim.lr": VALUE_LR,
+        "policy.optim.eps": EPS,
+        "value.optim.eps": EPS,
+        "policy.optim.weight-decay": 0.1,
+        "value.optim.weight-decay": 0.1,
+        # several micro-batches a mini-batch, and not as many on each rank
+        "compute.micro-batch-tokens": 64,
+        "log.validate-every": 0,
+        **{f"ppo.{name.replace('_', '-')}": value for name, value in HYPER.items() if name != "whiten"},
+        **changes,
+    }
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value)) if word]
+
+
+def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
+    """One rank of a training run that also notes its rows, scores and last weights."""
+    update, judge, score = roles.Actor.update, roles.Critic.update, roles.Critic.score
+
+    def actor_update(self, step, rollout, *tensors):
+        rows = {s.row: (s.prompt, s.response) for s in rollout.samples}
+        torch.save(rows, record / f"rows_{step}_{self.rank}.pt")
+        time.sleep(0.3 if slow == "actor" else 0)
+        metrics = update(self, step, rollout, *tensors)
+        weights = dict(self.policy.weights(torch.float32))
+        if step == STEPS and self.rank == 0:
+            torch.save(weights, record / "policy.pt")
+        return metrics
+
+    def critic_update(self, step, scored, returns):
+        torch.save(dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)), record / f"scores_{step}_{self.rank}.pt")
+        time.sleep(0.3 if slow == "critic" else 0)
+        metrics = judge(self, step, scored, returns)
+        weights = dict(self.value.weights(torch.float32))
+        if step == STEPS and self.rank == 0:
+            torch.save(weights, record / "value.pt")
+        return metrics
+
+    def critic_score(self, step, rollout):
+        time.sleep(0.1 if slow == "critic" else 0)
+        return score(self, step, rollout)
+
+    roles.Actor.update, roles.Critic.update, roles.Critic.score = actor_update, critic_update, critic_score
+    if train.main(argv) != 0:
+        raise RuntimeError("the run failed")
+
+
+def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **changes) -> dict:
+    """Trains and returns what was recorded."""
+    run_dir, record = tmp_path / "run", tmp_path / "record"
+    record.mkdir()
+    run_ranks(world, train_rank, flags(inputs, run_dir, {k.replace("__", "."): v for k, v in changes.items()}), record, slow)
+
+    def merged(kind: str, step: int) -> dict:
+        found = {}
+        for path in record.glob(f"{kind}_{step}_*.pt"):
+            found |= torch.load(path)
+        return found
+
+    def optimizer_steps(role: str) -> list:
+        lines = (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()
+        return [json.loads(line)["optimizer_steps"] for line in lines]
+
+    return {
+        "rows": [merged("rows", step) for step in range(1, STEPS + 1)],
+        "scores": [merged("scores", step) for step in range(1, STEPS + 1)],
+        "policy": torch.load(record / "policy.pt"),
+        "value": torch.load(record / "value.pt"),
+        "actor": optimizer_steps("actor"),
+        "critic": optimizer_steps("critic"),
+    }
+
+
+def reference(inputs: Path, seen: dict, value_head: dict, **changes) -> dict:
+    """The paper's PPO over the recorded rows."""
+    policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
+    config.classifier_dropout = 0.0
+    value = AutoModelForTokenClassification.from_pretrained(inputs / "value", config=config, dtype=torch.float32).eval()
+    value.load_state_dict(value_head, strict=False)
+    steps = []
+    for step in range(1, STEPS + 1):
+        rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
+        cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, actor_size=1, critic_size=1)
+        steps.append(
+            Step([Row(*rows[row], scores[row]) for row in range(BATCH)], [list(rows) for rows in cut.mini_batches])
+        )
+    hyper = Hyper(
+        **HYPER | changes,
+        temperature=0.8,
+        policy_lr=POLICY_LR,
+        value_lr=VALUE_LR,
+        betas=(0.9, 0.999),
+        eps=EPS,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+    )
+    results = reference_ppo(policy, frozen, value, steps, hyper)
+    return {"results": results, "policy": policy.state_dict(), "value": value.state_dict()}
+
+
+def fresh_head(inputs: Path) -> dict:
+    """The scalar head as the trainer draws it; the reference is to start from the same point."""
+    from splitppo.models import build, fill, read_config
+
+    model = build(read_config(str(inputs / "value")), "value")
+    fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED)
+    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith("score")}
+
+
+def compare(seen: dict, due: dict) -> None:
+    # a loss is a difference of numbers near 1 (whitened advantages), so its own size is no scale: 1e-5 of 1
+    for role, losses, norms in (
+        ("actor", "policy_losses", "policy_grad_norms"),
+        ("critic", "value_losses", "value_grad_norms"),
+    ):
+        for step in range(STEPS):
+            got = seen[role][step]
+            loss = [figure["loss"] for figure in got]
+            norm = [figure["grad_norm"] for figure in got]
+            torch.testing.assert_close(loss, getattr(due["results"][step], losses), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(norm, getattr(due["results"][step], norms), rtol=1e-5, atol=1e-8)
+    for kind in ("policy", "value"):
+        for name, weight in seen[kind].items():
+            torch.testing.assert_close(weight, due[kind][name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def baseline(inputs, tmp_path_factory):
+    """One rank's run and the reference's over its rows."""
+    seen = run(inputs, tmp_path_factory.mktemp("colocated"), 1)
+    return seen, reference(inputs, seen, fresh_head(inputs))
+
+
+def test_one_rank_is_the_paper(baseline):
+    compare(*baseline)
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"placement__actor": 1}),
+        (3, {"placement__actor": 2}),
+        (3, {"placement__actor": 1}),
+        (4, {"placement__actor": 3}),
+        (2, {"placement__mode": "colocated"}),
+        (3, {"placement__actor": 2, "rollout__chunks": 1}),
+        (2, {"placement__actor": 1, "slow": "critic"}),
+        (3, {"placement__actor": 2, "slow": "actor"}),
+        (3, {"placement__actor": 2, "compute__activation_checkpointing": ""}),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes):
+    seen = run(inputs, tmp_path, world, **changes)
+    assert seen["rows"] == baseline[0]["rows"], "samples depend on the placement"
+    compare(seen, baseline[1])
+
+
+@pytest.mark.parametrize("aggregate", ["seq_mean_token_sum", "seq_mean_token_mean"])
+def test_aggregates(inputs, tmp_path, aggregate):
+    seen = run(inputs, tmp_path, 3, placement__actor=2, ppo__aggregate=aggregate)
+    compare(seen, reference(inputs, seen, fresh_head(inputs), aggregate=aggregate))
