@@ -22,7 +22,7 @@ from splitppo.rollout import Prompt
 TASKS = ("echo", "addition")
 """The generated tasks."""
 
-_ECHO_ALPHABET = "0123456789"
+_ECHO_ALPHABET = "0123"
 _ECHO_LENGTH = 3
 _MAX_GENERATED = 4000  # rows of a generated task, both splits together
 _HELD_OUT = 5  # one row in so many of a generated task is for validation
@@ -91,9 +91,9 @@ def generated_prompts(
 ) -> list[Prompt]:
     """The rows of the generated task `data.task`: a pure function of task, digits and seed.
 
-    `echo`: say three digits again ("314=" asks for "314"). `addition`: "What is a+b?" over pairs of numbers of
-    `data.digits` digits. At most 4,000 rows, of which a fifth is held out: no row is in both splits (though "3+4" may
-    be in one and "4+3" in the other).
+    `echo`: say three digits of 0 to 3 again ("312=" asks for "312"): 64 rows. `addition`: "What is a+b?" over pairs of
+    numbers of `data.digits` digits. At most 4,000 rows, of which a fifth is held out: no row is in both splits (though
+    "3+4" may be in one and "4+3" in the other).
 
     Raises:
         UserError: unknown task, or digits outside 1 to 9.

@@ -124,7 +124,10 @@ class Learner:
         return self._over_group(figures)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The full weights by Hugging Face name, one at a time, in `dtype`. All ranks of the group must consume it."""
+        """The full weights by Hugging Face name, one at a time, in `dtype`. All ranks of the group must consume it.
+
+        A tensor may share memory with the weight: copy what is to be kept.
+        """
         for name, parameter in self.model.named_parameters():
             weight = parameter.detach().to(dtype)
             yield clean(name), weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -39,8 +39,7 @@ def preflight(config: Config) -> None:
         data.check_task(config.data.task)
     for name, path in model_folders(config).items():
         if path != "tiny":
-            drawn = config.value.random_init if name == "value" else config.policy.random_init
-            models.check_folder(path, random_init=drawn and name != "reference")
+            models.check_folder(path, random_init=is_drawn(config, name))
     if config.run_dir is not None:
         checkpoint.find(Path(config.run_dir), config.resume)
     elif config.resume not in ("auto", "never"):
@@ -53,6 +52,12 @@ def model_folders(config: Config) -> dict[str, str]:
     if needs_reference(config):
         folders["reference"] = config.reference.path or config.policy.path
     return folders
+
+
+def is_drawn(config: Config, name: str) -> bool:
+    """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
+    own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
+    return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
 
 
 def needs_reference(config: Config) -> bool:
@@ -119,12 +124,10 @@ class Run:
     def actor(self) -> Actor:
         """The actor role's models, from the checkpoint if the run resumes."""
         config, runner = self.config, self._runner("actor")
-        seed = config.seed if config.policy.random_init else None
-        policy = self._learner("policy", runner, self.folders["policy"], seed)
+        policy = self._learner("policy", runner)
         reference = None
         if "reference" in self.folders:
-            own_folder = config.reference.path is not None
-            model = self._model("policy", runner, self.folders["reference"], None if own_folder else seed, frozen=True)
+            model = self._model("reference", runner)
             temperature = config.rollout.temperature
             reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
         folder = self.folders["policy"]
@@ -140,8 +143,7 @@ class Run:
 
     def critic(self) -> Critic:
         """The critic role's models, from the checkpoint if the run resumes."""
-        seed = self.config.seed if self.config.value.random_init or self._value_follows_random_policy() else None
-        return Critic(self.shared, self._learner("value", self._runner("critic"), self.folders["value"], seed))
+        return Critic(self.shared, self._learner("value", self._runner("critic")))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and validates before the first step."""
@@ -219,26 +221,25 @@ class Run:
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)
 
-    def _value_follows_random_policy(self) -> bool:
-        return self.config.value.path is None and self.config.policy.random_init
-
-    def _learner(self, kind: Any, runner: Runner, folder: str, random_seed: int | None) -> Learner:
-        optim = self.config.policy.optim if kind == "policy" else self.config.value.optim
-        model = self._model(kind, runner, folder, random_seed)
+    def _learner(self, name: str, runner: Runner) -> Learner:
+        optim = self.config.policy.optim if name == "policy" else self.config.value.optim
+        model = self._model(name, runner)
         return Learner(model, runner, optim, steps=self.config.steps, aggregate=self.config.ppo.aggregate)
 
-    def _model(self, kind: Any, runner: Runner, folder: str, random_seed: int | None, *, frozen: bool = False) -> Any:
-        """Builds, shards and fills a model; a frozen one is held in the precision it runs in."""
-        self.runtime.phase(f"loading the {'reference' if frozen else kind}")
+    def _model(self, name: str, runner: Runner) -> Any:
+        """Builds, shards and fills a model; the reference is held in the precision it runs in."""
+        self.runtime.phase(f"loading the {name}")
+        frozen, folder = name == "reference", self.folders[name]
         config = models.read_config(folder)
-        if kind == "value":
+        if name == "value":
             self._check_vocabulary(config)
-        model = models.build(config, kind, self.dtype if frozen else torch.float32)
+        model = models.build(config, "value" if name == "value" else "policy", self.dtype if frozen else torch.float32)
         model.requires_grad_(not frozen)
         checkpointing = self.config.compute.activation_checkpointing and not frozen
         parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing)
-        head, seed = self.config.value.head, self.config.seed
-        models.fill(model, folder, device=runner.device, random_seed=random_seed, head=head, seed=seed)
+        seed, head = self.config.seed, self.config.value.head
+        drawn = seed if is_drawn(self.config, name) else None
+        models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)
         return model
 
     def _check_vocabulary(self, config: Any) -> None:

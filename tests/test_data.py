@@ -12,6 +12,7 @@ import pytest
 from splitppo.config import DataConfig
 from splitppo.data import batch_indices, check_files, check_task, generated_prompts, load_prompts
 from splitppo.errors import UserError
+from splitppo.rewards import rules
 from splitppo.tiny import build_tokenizer
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
@@ -102,24 +103,27 @@ def test_string_and_message_prompts_may_stand_in_one_data_set(tmp_path: Path, ch
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
-def test_gsm8k_as_verl_has_it_and_as_published(chat: Any) -> None:
-    parquet, jsonl = str(GSM8K / "train.parquet"), str(GSM8K / "train.jsonl")
-    verl = DataConfig(files=(parquet,))
-    start = time.monotonic()
-    check_files(verl)
-    prompts = load_prompts(verl, verl.files, chat, max_prompt_tokens=1200)
-    assert time.monotonic() - start < 15
+def test_gsm8k_in_verls_schema(chat: Any) -> None:
+    config = DataConfig(files=(str(GSM8K / "train.parquet"),))
+    check_files(config)
+    prompts = load_prompts(config, config.files, chat, max_prompt_tokens=1200)
     assert len(prompts) == 7473
     assert prompts[0].text.startswith("(user)Natalia sold clips to 48 of her friends in April")
     assert prompts[0].text.endswith('output the final answer after "####".\n(assistant)')
     assert (prompts[0].data_source, prompts[0].ground_truth) == ("openai/gsm8k", "72")
     assert prompts[0].extra_info["index"] == 0
-    published = DataConfig(files=(jsonl,), prompt_key="question", answer_key="answer")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
+def test_gsm8k_as_published_asks_the_same_questions(chat: Any) -> None:
+    verl = DataConfig(files=(str(GSM8K / "test.parquet"),))
+    published = DataConfig(files=(str(GSM8K / "test.jsonl"),), prompt_key="question", answer_key="answer")
     check_files(published)
+    prompts = load_prompts(verl, verl.files, chat, max_prompt_tokens=1200)
     questions = load_prompts(published, published.files, chat, max_prompt_tokens=1200)
-    assert [prompt.extra_info["question"] for prompt in prompts] == [
-        question.text.removeprefix("(user)").removesuffix("\n(assistant)") for question in questions
-    ]
+    assert len(questions) == 1319
+    assert [f"(user){prompt.extra_info['question']}\n(assistant)" for prompt in prompts] == [q.text for q in questions]
+    assert rules.gsm8k("", questions[0].ground_truth, prompts[0].ground_truth, {}) == 1
 
 
 ROW = {"prompt": "1=", "answer": "1"}
@@ -199,9 +203,7 @@ def test_a_message_list_the_template_refuses_names_its_row(tmp_path: Path, chat:
         load_prompts(config, config.files, chat, max_prompt_tokens=99)
 
 
-@pytest.mark.parametrize(
-    ("task", "digits", "count"), [("addition", 1, 100), ("addition", 2, 4000), ("addition", 9, 4000), ("echo", 1, 1000)]
-)
+@pytest.mark.parametrize(("task", "digits", "count"), [("addition", 1, 100), ("addition", 9, 4000), ("echo", 1, 64)])
 def test_generated_splits_are_disjoint_seeded_and_a_fifth(task: str, digits: int, count: int, plain: Any) -> None:
     config = DataConfig(task=task, digits=digits)
     train = generated_prompts(config, plain, seed=5, split="train")

@@ -263,7 +263,7 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
     logits[:, 2], logits[:, 4] = 0.0, 1.0
     edge = 1 / (1 + torch.e)
     noise = torch.tensor([0.0, edge - 1e-6, edge + 1e-6, 1 - 2.0**-53], dtype=torch.float64)
-    tokens, logprobs = draw(logits, noise, 1.0)
+    tokens, logprobs = draw(logits, noise, Sampling(1.0, 1))
     assert tokens.tolist() == [2, 2, 4, 4]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([edge, edge, 1 - edge, 1 - edge]))
 
@@ -298,6 +298,10 @@ def test_wrong_weights_are_refused_by_name(case: Case) -> None:
         run(engine, some_requests(1))  # a load that broke off is none
     engine.load_weights(full.items())
     assert run(engine, some_requests(1))
+    with pytest.raises(ValueError, match="unknown weight"):
+        engine.load_weights([("nonsense", full[name])])
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))  # nor does the load before it count: some of it may be overwritten
 
 
 @pytest.mark.parametrize("left_out", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
@@ -355,6 +359,17 @@ def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
     for calls, sample in arrivals:
         assert len(sample.response) <= calls <= len(sample.response) + 3
     assert ticks > 30  # 30 steps of 20 ms hold some 120 ticks of 5 ms
+
+
+def test_prompts_of_like_length_share_a_batch(case: Case) -> None:
+    shapes: list[tuple[int, ...]] = []
+    case.engine.model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    case.engine.max_rows = 2
+    requests = [Request(row, [FIRST] * length) for row, length in enumerate([9, 2, 8, 3, 5])]
+    run(case.engine, requests, max_new_tokens=1)
+    assert shapes == [(2, 3), (2, 8), (1, 9)]
 
 
 def fail_at_once(stream: Iterable[list[Sample]]) -> None:

@@ -1,6 +1,7 @@
 """The embedded model: its files, its tokenizer, its seed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_loads_as_a_hugging_face_model_and_generates(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert model.config.vocab_size == len(tokenizer) == len(CHARACTERS) + 3

@@ -59,14 +59,14 @@ def uniforms(seed: int, step: int, rows: np.ndarray, position: int) -> np.ndarra
     return (word >> np.uint64(11)) * 2.0**-53
 
 
-def draw(logits: Tensor, noise: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw a token a row by inverting the cumulative distribution; without noise take the likeliest.
+def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw a token a row by inverting the cumulative distribution, or take the likeliest if greedy.
 
     `logits` are [R, V] float32, `noise` [R] float64 in [0, 1). Returns [R] int64 tokens and [R] float32 log-probs of
     them under softmax(logits / temperature).
     """
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    if noise is None:
+    logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
+    if sampling.greedy:
         tokens = logits.argmax(dim=-1)
     else:
         probs = logprobs.exp()
@@ -98,16 +98,13 @@ class _Draw(LogitsProcessor):
         self.logprobs: list[Tensor] = []  # one [R] float32 for each position
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        job, noise = self.job, None
-        if not job.sampling.greedy:
-            drawn = uniforms(job.seed, job.step, self.rows, input_ids.shape[1] - self.width)
-            noise = torch.from_numpy(drawn).to(scores.device)
-        parts = []
-        for start in range(0, len(scores), DRAW_ROWS):
-            piece = slice(start, start + DRAW_ROWS)
-            parts.append(draw(scores[piece], None if noise is None else noise[piece], job.sampling.temperature))
-        tokens = torch.cat([part[0] for part in parts])
-        self.logprobs.append(torch.cat([part[1] for part in parts]))
+        job, position = self.job, input_ids.shape[1] - self.width
+        noise = torch.from_numpy(uniforms(job.seed, job.step, self.rows, position))
+        noise = noise.to(scores.device, non_blocking=True)  # else the copy waits for the forward
+        pieces = zip(scores.split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
+        drawn = [draw(logits, numbers, job.sampling) for logits, numbers in pieces]
+        tokens = torch.cat([part[0] for part in drawn])
+        self.logprobs.append(torch.cat([part[1] for part in drawn]))
         return scores.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)  # the scores are the library's copy for us
 
 

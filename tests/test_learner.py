@@ -1,0 +1,255 @@
+"""A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from splitppo import algo, checkpoint
+from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.learner import Learner, Runner
+from splitppo.models import build, fill, policy_outputs, read_config, value_outputs
+from splitppo.parallel import parallelize
+from splitppo.placement import own, place
+from splitppo.rollout import Rollout, Sample, cut_micro_batches, micro_batch
+from splitppo.runtime import Launch, Runtime
+from splitppo.tiny import build_tiny
+
+BATCH, TEMPERATURE = 11, 0.7
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(path, seed=3)
+    return path
+
+
+def samples(rows=range(BATCH)):
+    made = []
+    for row in rows:
+        generator = torch.Generator().manual_seed(row)
+        prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
+        response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
+        made.append(Sample(row, prompt, response, [0.0] * len(response), True))
+    return made
+
+
+def fields(rollout):
+    old = torch.cat([-torch.linspace(1, 4, n) for n in rollout.lengths] or [torch.zeros(0)])
+    return {
+        "old": old,
+        "advantages": torch.cat(
+            [torch.tensor([float(s.row % 3 - 1)] * len(s.response)) for s in rollout.samples] or [torch.zeros(0)]
+        ),
+    }
+
+
+def policy_objective(model, batch, given):
+    logprobs, entropy = policy_outputs(model, batch, temperature=TEMPERATURE, entropy=True)
+    loss, metrics = algo.policy_loss(
+        logprobs, given["old"], given["advantages"], batch.mask, clip_low=0.2, clip_high=0.2, aggregate="token_mean"
+    )
+    return loss - 0.01 * algo.aggregate_loss(entropy, batch.mask, "token_mean"), metrics
+
+
+def value_objective(model, batch, given):
+    values = value_outputs(model, batch)
+    return algo.value_loss(values, given["old"], given["advantages"], batch.mask, clip=0.5, aggregate="token_mean")
+
+
+def full_weights(learner):
+    # on one rank the stream's tensors are the weights themselves
+    return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+
+
+def make_learner(folder, kind, world, rank, runtime=None):
+    placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
+    runtime = runtime or Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
+    model = build(read_config(str(folder)), kind)
+    parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
+    fill(model, str(folder), device=CPU, head="normal", seed=9)
+    runner = Runner(runtime.mesh["actor"], CPU, 40)
+    return Learner(model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"), runtime
+
+
+def mine(world, rank):
+    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, actor_size=world, critic_size=world)
+    return cut.rows("actor", rank)
+
+
+def train_rank(rank, world, folder, kind):
+    """Forward, one update, weights: what the test compares."""
+    learner, _ = make_learner(folder, kind, world, rank)
+    rows = mine(world, rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    outputs = (
+        (lambda m, b: [policy_outputs(m, b, temperature=TEMPERATURE, entropy=False)[0]])
+        if kind == "policy"
+        else (lambda m, b: [value_outputs(m, b)])
+    )
+    before = full_weights(learner)
+    (out,) = learner.runner.forward(learner.model, rollout, outputs, fields=1)
+    objective = policy_objective if kind == "policy" else value_objective
+    figures = learner.update(rollout, rows, fields(rollout), objective, step=1, epochs=1)
+    by_row = dict(zip(rollout.rows, [t.tolist() for t in rollout.split(out)], strict=True))
+    return by_row, figures, before, full_weights(learner)
+
+
+def plain(folder, kind, weights):
+    """The same on one unsharded module, one row at a time."""
+    auto = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
+    model = (
+        auto.from_config(read_config(str(folder)), dtype=torch.float32).eval()
+        if kind == "policy"
+        else build_plain_value(folder)
+    )
+    model.load_state_dict(weights, strict=kind == "value")
+    model.tie_weights()
+    rollout = Rollout(samples())
+    given, outs, losses = fields(rollout), {}, []
+    tokens = rollout.tokens
+    for i, sample in enumerate(rollout.samples):
+        batch = micro_batch([sample], CPU)
+        row = {name: rollout.split(packed)[i][None] for name, packed in given.items()}
+        objective = policy_objective if kind == "policy" else value_objective
+        loss, _ = objective(model, batch, row)
+        losses.append(loss * len(sample.response) / tokens)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0]
+        at = slice(len(sample.prompt) - 1, -1)
+        if kind == "policy":
+            log_p = (logits[at] / TEMPERATURE).log_softmax(-1)
+            outs[sample.row] = log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0].tolist()
+        else:
+            outs[sample.row] = logits[at, 0].tolist()
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    decay = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
+    decay.step()
+    return outs, float(loss.detach()), float(norm), model.state_dict()
+
+
+def build_plain_value(folder):
+    config = read_config(str(folder))
+    config.num_labels = 1
+    return AutoModelForTokenClassification.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_are_one_module(folder, world, kind):
+    parts = run_ranks(world, train_rank, world, folder, kind)
+    before = parts[0][2]
+    outs, loss, norm, after = plain(folder, kind, before)
+    seen = {row: out for part in parts for row, out in part[0].items()}
+    assert sorted(seen) == list(range(BATCH))
+    for row, out in seen.items():
+        torch.testing.assert_close(out, outs[row], rtol=1e-4, atol=1e-5)
+    for _, figures, _, weights in parts:
+        assert figures[0]["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert figures[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert figures[0]["skipped"] == 0
+        assert weights.keys() == before.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, after[name], rtol=0, atol=1e-5)
+
+
+def test_tied_embeddings_stay_tied(folder):
+    learner, runtime = make_learner(folder, "policy", 1, 0)
+    model = learner.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    names = [name for name, _ in learner.weights(torch.float32)]
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+    runtime.close()
+
+
+def nan_rank(rank, world, folder):
+    """One rank's rows make a gradient that isn't finite."""
+    learner, _ = make_learner(folder, "policy", world, rank)
+    rows = mine(world, rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    given = fields(rollout)
+    if rank == 1:
+        given["advantages"][0] = float("nan")
+    before = full_weights(learner)
+    figures = learner.update(rollout, rows, given, policy_objective, step=1, epochs=1)
+    after = full_weights(learner)
+    return figures[0]["skipped"], all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(folder):
+    assert run_ranks(2, nan_rank, 2, folder) == [(1.0, True), (1.0, True)]
+
+
+def empty_rank(rank, world, folder):
+    """Rank 1 has no rows at all, but takes part."""
+    learner, _ = make_learner(folder, "value", world, rank)
+    rollout = Rollout([s for s in samples() if rank == 0])
+    (out,) = learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
+    rows = [list(range(BATCH))] if rank == 0 else [[]]
+    figures = learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
+    return len(out), figures[0]["loss"]
+
+
+def test_a_rank_without_rows_takes_part(folder):
+    (tokens, loss), (nothing, same) = run_ranks(2, empty_rank, 2, folder)
+    assert tokens == Rollout(samples()).tokens
+    assert nothing == 0
+    assert loss == same != 0
+
+
+def save_rank(rank, world, folder, target):
+    learner, _ = make_learner(folder, "policy", world, rank)
+    rows = mine(world, rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
+    checkpoint.save(learner, learner.runner.mesh, target, "actor", step=1)
+    learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    return full_weights(learner)
+
+
+def load_rank(rank, world, folder, target):
+    learner, _ = make_learner(folder, "policy", world, rank)
+    checkpoint.load(learner, learner.runner.mesh, target, "actor")
+    rows = mine(world, rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    return full_weights(learner)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1), (1, 3)])
+def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path, first, second):
+    due = run_ranks(first, save_rank, first, folder, tmp_path)[0]
+    got = run_ranks(second, load_rank, second, folder, tmp_path)[0]
+    for name, weight in got.items():
+        torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
+
+
+def test_random_weights_do_not_depend_on_the_sharding(folder):
+    def draw(rank, world):
+        placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
+        runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
+        model = build(read_config(str(folder)), "policy")
+        parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
+        fill(model, str(folder), device=CPU, random_seed=4)
+        learner = Learner(model, Runner(runtime.mesh["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
+        return full_weights(learner)
+
+    one, three = run_ranks(1, draw, 1)[0], run_ranks(3, draw, 3)[0]
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    assert one["model.embed_tokens.weight"].std() > 0
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    rows = samples()
+    cut = cut_micro_batches(rows, 30)
+    assert sorted(i for micro in cut for i in micro) == list(range(BATCH))
+    assert len(cut) > 1
+    for micro in cut:
+        width = max(len(rows[i].prompt) for i in micro) + max(len(rows[i].response) for i in micro)
+        assert len(micro) == 1 or len(micro) * width <= 30
