@@ -15,6 +15,8 @@ import tyro
 
 from splitppo.errors import UserError
 
+EMBEDDED = Path(__file__).with_name("tiny.toml")
+
 
 @dataclass(frozen=True)
 class PlacementConfig:
@@ -254,20 +256,21 @@ class Config:
 
 
 def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
-    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps a refusal off the screen."""
-    return tyro.cli(Config, args=[*preset_flags(argv), *argv], console_outputs=not quiet, prog="splitppo.train")
+    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps a refusal off the screen.
+
+    The embedded model has settings of its own, under all of them: a model that small learns at other rates.
+    """
+    path = _preset_path(argv)
+    given = [*(preset_flags(path) if path else []), *argv]
+    config = tyro.cli(Config, args=given, console_outputs=not quiet, prog="splitppo.train")
+    if config.policy.path == "tiny":
+        given = [*preset_flags(str(EMBEDDED)), *given]
+        config = tyro.cli(Config, args=given, console_outputs=not quiet, prog="splitppo.train")
+    return config
 
 
-def preset_flags(argv: Sequence[str]) -> list[str]:
-    """The flags that the preset named in `argv` stands for; [] without one."""
-    path = None
-    for flag, value in zip(argv, [*argv[1:], None], strict=True):
-        if flag == "--config":
-            path = value
-        elif flag.startswith("--config="):
-            path = flag.removeprefix("--config=")
-    if path is None:
-        return []
+def preset_flags(path: str) -> list[str]:
+    """The flags that a preset stands for."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file; presets are TOML files, see configs/")
     try:
@@ -281,6 +284,16 @@ def preset_flags(argv: Sequence[str]) -> list[str]:
             raise UserError(f"--config {path}: unknown key {name!r}; keys are the flags of --help without the dashes")
         flags += _as_flag(name, value)
     return flags
+
+
+def _preset_path(argv: Sequence[str]) -> str | None:
+    path = None
+    for flag, value in zip(argv, [*argv[1:], None], strict=True):
+        if flag == "--config":
+            path = value
+        elif flag.startswith("--config="):
+            path = flag.removeprefix("--config=")
+    return path
 
 
 def to_toml(config: Config) -> str:

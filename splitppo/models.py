@@ -129,24 +129,14 @@ def policy_outputs(model: nn.Module, batch: MicroBatch, *, temperature: float, e
     Returns:
         `[B, T]` float32 each; the entropy is zero where it isn't asked for.
     """
-    keep = batch.responses.shape[1] + 1
-    out = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=keep,
-    )
-    # the logits at a position are those of the token after it
-    logits = out.logits[:, -keep:-1]
-    flat, targets = logits.flatten(0, 1), batch.responses.flatten()
+    with _only_at(cast(Any, model).get_output_embeddings(), batch.before):
+        # the library's own logits, with what a model does to them after its output layer (soft caps, scales)
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits[0]
     pieces = [
         checkpoint(_token_outputs, piece, target, temperature, entropy, use_reentrant=False)
-        for piece, target in zip(flat.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
+        for piece, target in zip(logits.split(LOGIT_PIECE), batch.responses.split(LOGIT_PIECE), strict=True)
     ]
-    logprobs, entropies = (
-        torch.cat(parts).view(batch.responses.shape) for parts in zip(*cast(Any, pieces), strict=True)
-    )
+    logprobs, entropies = (batch.pad(torch.cat(parts)) for parts in zip(*cast(Any, pieces), strict=True))
     return logprobs, entropies
 
 
@@ -156,13 +146,27 @@ def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         `[B, T]` float32.
     """
-    out = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-    )
-    return out.logits[:, -batch.responses.shape[1] - 1 : -1, 0].float()
+    with _only_at(_value_head(model), batch.before):
+        values = model(input_ids=batch.input_ids, use_cache=False).logits[0, :, 0]
+    return batch.pad(values.float())
+
+
+@contextmanager
+def _only_at(layer: nn.Module, positions: Tensor) -> Iterator[None]:
+    """The layer gets `[1, N, H]` in place of `[B, L, H]`: only the states at N positions of the flattened batch.
+
+    Most of the memory of a step is in the logits; those of prompts and padding are not computed.
+    """
+    handle = layer.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1)[positions][None], *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _value_head(model: nn.Module) -> nn.Module:
+    """The scalar head: a value model's one linear layer outside its body."""
+    return model.get_submodule(head_names(model)[0].rpartition(".")[0])
 
 
 def _token_outputs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:

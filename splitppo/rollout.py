@@ -109,42 +109,41 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded rows of one forward pass: prompts padded on the left, responses on the right.
+    """Rows of one forward pass, prompt and response together, padded on the right.
 
-    So the responses of all rows stand in the same columns, the last T of them, and logits of the prompts need not
-    be computed.
+    Under causal attention no token sees the padding behind it: the model runs without an attention mask.
 
     Attributes:
-        input_ids, attention_mask, position_ids: `[B, P + T]` int64.
-        responses: `[B, T]` int64, the response tokens; 0 where padded.
-        mask: `[B, T]` bool, True at response tokens.
+        input_ids: `[B, L]` int64.
+        before: `[N]` int64, where in the flattened `[B * L]` the N response tokens were chosen: one position before each.
+        responses: `[N]` int64, the response tokens.
+        mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
+    before: Tensor
     responses: Tensor
     mask: Tensor
 
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[N]` -> `[B, T]`, 0 where padded."""
+        return packed.new_zeros(self.mask.shape).masked_scatter(self.mask, packed)
+
 
 def micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Pads rows for one forward pass. No rows: one row of two tokens under an empty mask, for a rank that must
-    take part in a forward of its group without having rows."""
-    empty = Sample(row=-1, prompt=[0], response=[0], logprobs=[], finished=True)
-    rows = list(samples) or [empty]
-    longest = max(len(row.prompt) for row in rows)
-    responses = pad_rows([torch.tensor(row.response) for row in rows])
-    prompts = pad_rows([torch.tensor(row.prompt[::-1]) for row in rows]).flip(1)
-    prompt_mask = torch.arange(longest) >= longest - torch.tensor([len(row.prompt) for row in rows])[:, None]
-    lengths = torch.tensor([len(row.response) for row in rows])
-    mask = torch.arange(responses.shape[1]) < lengths[:, None]
-    attention = torch.cat([prompt_mask, mask], dim=1).long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    ids = torch.cat([prompts, responses], dim=1)
-    mask = mask if samples else torch.zeros_like(mask)
-    return MicroBatch(
-        *(tensor.to(device, non_blocking=True) for tensor in (ids, attention, positions, responses, mask))
-    )
+    """Pads rows for one forward pass. No rows: one row of two tokens, whose response nobody asks for, for a rank that
+    must take part in a forward of its group without having rows."""
+    if not samples:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        return MicroBatch(ids, nothing, nothing, torch.zeros(1, 1, dtype=torch.bool, device=device))
+    ids = pad_rows([torch.tensor(sample.prompt + sample.response) for sample in samples])
+    lengths = torch.tensor([len(sample.response) for sample in samples])
+    starts = [i * ids.shape[1] + len(sample.prompt) - 1 for i, sample in enumerate(samples)]
+    before = torch.cat([torch.arange(n) + start for n, start in zip(lengths.tolist(), starts, strict=True)])
+    responses = torch.tensor([token for sample in samples for token in sample.response])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return MicroBatch(*(tensor.to(device) for tensor in (ids, before, responses, mask)))
 
 
 def cut_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[int]]:
@@ -152,15 +151,12 @@ def cut_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[int]]
 
     Rows of like length go together (longest first, so that memory peaks at once); a row over the budget goes alone.
     """
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].prompt) - len(samples[i].response), i))
+    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
     cut: list[list[int]] = []
-    prompt = response = 0
-    for i in order:
-        prompt_i, response_i = max(prompt, len(samples[i].prompt)), max(response, len(samples[i].response))
-        if cut and (len(cut[-1]) + 1) * (prompt_i + response_i) <= budget:
+    for i in sorted(range(len(samples)), key=lambda i: (-lengths[i], i)):
+        # the first row of a micro-batch is its longest
+        if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget:
             cut[-1].append(i)
-            prompt, response = prompt_i, response_i
         else:
             cut.append([i])
-            prompt, response = len(samples[i].prompt), len(samples[i].response)
     return cut

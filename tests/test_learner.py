@@ -251,5 +251,5 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
     assert sorted(i for micro in cut for i in micro) == list(range(BATCH))
     assert len(cut) > 1
     for micro in cut:
-        width = max(len(rows[i].prompt) for i in micro) + max(len(rows[i].response) for i in micro)
+        width = max(len(rows[i].prompt) + len(rows[i].response) for i in micro)
         assert len(micro) == 1 or len(micro) * width <= 30
