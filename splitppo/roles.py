@@ -262,7 +262,7 @@ class Critic:
             {
                 "step": step,
                 "row": sample.row,
-                "score": score,
+                "score": round(score, 6),
                 "prompt": batch[sample.row].text,
                 "response": self.shared.decode(sample.response),
                 "finished": sample.finished,

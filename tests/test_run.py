@@ -1,0 +1,254 @@
+"""Whole runs as their users start them: resuming, exporting, previewing, tracing, failing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from splitppo import checkpoint, train
+from splitppo.config import parse, to_toml
+
+SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
+
+
+def main_rank(rank: int, argv: list[str]) -> int:
+    status = train.main(argv)
+    if status:
+        raise RuntimeError(f"exit status {status}")
+    return status
+
+
+def records(run_dir: Path, role: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+
+
+def figures(run_dir: Path, role: str) -> dict[int, dict]:
+    """step -> what doesn't depend on the clock."""
+    clock = ("time", "spans")
+    return {
+        record["step"]: {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
+        for record in records(run_dir, role)
+    }
+
+
+def torchrun(ranks: int, *argv: str, **env: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "-m", "splitppo.train"]
+    return subprocess.Popen(
+        [*command, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        start_new_session=True,
+    )
+
+
+def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
+    assert got.keys() == due.keys()
+    for step, record in due.items():
+        assert got[step].keys() == record.keys()
+        for name, value in record.items():
+            flat = [value] if isinstance(value, float | int) else [v for figure in value for v in figure.values()]
+            seen = got[step][name]
+            seen = [seen] if isinstance(seen, float | int) else [v for figure in seen for v in figure.values()]
+            assert seen == pytest.approx(flat, rel=1e-4, abs=1e-5), f"step {step} {name}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 1+1 with checkpoints every second step."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(2, main_rank, [*SMALL, f"--run-dir={folder}", "--checkpoint.every=2"])
+    return folder
+
+
+def test_metrics_have_their_step_first_and_both_columns_spans(whole):
+    for role, names in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
+        for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            assert next(iter(record)) == "step"
+            if record["step"]:
+                assert names <= {name for name, _, _ in record["spans"]}
+                assert all(start <= end for _, start, end in record["spans"])
+    assert [record["step"] for record in records(whole, "critic")] == [1, 2, 3, 4]
+
+
+def test_run_folder_holds_what_makes_it_again(whole):
+    saved = tomllib.loads((whole / "config.toml").read_text())
+    assert saved["rollout"]["batch_size"] == 12
+    again = parse(["--config", str(whole / "config.toml")])
+    assert to_toml(again) == (whole / "config.toml").read_text()
+    versions = json.loads((whole / "versions.json").read_text())
+    assert {"torch", "transformers", "git", "command"} <= versions.keys()
+    assert len(list((whole / "logs").glob("rank_*.log"))) == 2
+    samples = [json.loads(line) for line in (whole / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert {"prompt", "response", "score", "ground_truth", "row"} <= samples[0].keys()
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, []), (3, ["--placement.critic=2"]), (1, [])])
+def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path, world, changes):
+    folder = tmp_path / "run"
+    first = [f"--run-dir={folder}", "--checkpoint.every=2"]
+    run_ranks(2, main_rank, [*SMALL, *first, "--steps=2"])
+    run_ranks(world, main_rank, [*SMALL, *first, *changes])
+    for role in ("actor", "critic"):
+        assert_same(figures(folder, role), figures(whole, role))
+
+
+def test_a_killed_run_goes_on(whole, tmp_path):
+    folder = tmp_path / "run"
+    argv = [*SMALL, f"--run-dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"]
+    process = torchrun(2, *argv)
+    deadline = time.monotonic() + 60
+    while not checkpoint.complete(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
+    assert checkpoint.complete(folder), process.stdout.read() if process.stdout else ""
+    run_ranks(2, main_rank, argv)
+    for role in ("actor", "critic"):
+        assert_same(figures(folder, role), figures(whole, role))
+
+
+def test_only_checkpoints_of_both_groups_count(whole, tmp_path):
+    found = checkpoint.complete(whole)
+    assert [folder.name for folder in found] == ["step_000002", "step_000004"]
+    half = tmp_path / "checkpoints" / "step_000006" / "actor"
+    half.mkdir(parents=True)
+    (half / "COMPLETE").write_text('{"step": 6}')
+    assert checkpoint.complete(tmp_path) == []
+    assert checkpoint.find(tmp_path, "auto") is None
+
+
+def test_prune_keeps_the_newest(tmp_path):
+    for step in (1, 2, 3):
+        for role in ("actor", "critic"):
+            folder = checkpoint.step_folder(tmp_path, step) / role
+            folder.mkdir(parents=True)
+            (folder / "COMPLETE").write_text(json.dumps({"step": step}))
+    checkpoint.prune(tmp_path, 0)
+    assert len(checkpoint.complete(tmp_path)) == 3
+    checkpoint.prune(tmp_path, 2)
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step_000002", "step_000003"]
+
+
+def test_export_loads_with_from_pretrained(whole, tmp_path):
+    command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
+    subprocess.run(command, check=True, capture_output=True)
+    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    value, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    assert not info["missing_keys"]
+    start = AutoModelForCausalLM.from_pretrained(whole / "tiny")
+    changed = [name for name, w in policy.state_dict().items() if not torch.equal(w, start.state_dict()[name])]
+    assert len(changed) == len(start.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    ids = torch.tensor([tokenizer("123=").input_ids])
+    assert value(input_ids=ids).logits.shape == (1, 4, 1)
+    # the trained policy's greedy score is what the run logged last
+    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+
+
+def test_dry_run_needs_no_process_group(capsys):
+    argv = ["--dry-run", "--world-size=8", "--placement.actor=5", "--rollout.chunks=2", "--ppo.kl-coef=0.1"]
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "placement per_node: 5 actor, 3 critic" in out
+    assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
+    assert "batch_size = 128" in out
+    assert re.search(r"rank 0 -> 5: rollouts 2 messages of \d+-\d+ rows, [\d,]+ B", out)
+    assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
+    assert not torch.distributed.is_initialized()
+
+
+def test_preset_is_flags_and_flags_win(tmp_path):
+    preset = tmp_path / "preset.toml"
+    preset.write_text(
+        'steps = 7\n[rollout]\nstop = ["a b", "c"]\n[reference]\noffload = true\n[ppo]\nvalue_clip = "None"\n'
+    )
+    config = parse(["--config", str(preset), "--steps", "9"])
+    assert config.steps == 9
+    assert config.rollout.stop == ("a b", "c")
+    assert config.reference.offload
+    assert config.ppo.value_clip is None
+    assert not parse(["--config", str(preset), "--reference.no-offload"]).reference.offload
+
+
+def test_trace_prints_every_hop(tmp_path):
+    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.chunks=3"]
+    process = torchrun(2, *argv, SPLITPPO_TRACE="1")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
+        for chunk in range(chunks):
+            hops = re.findall(rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out)
+            assert sorted(word for _, word in hops) == ["clear", "has received", "sends"]
+
+
+CRASH = """
+import os
+count = 0
+def score(data_source, solution_str, ground_truth, extra_info):
+    global count
+    count += 1
+    if count == 15:
+        if os.environ.get("DIE") == "kill":
+            os.kill(os.getpid(), 9)
+        raise ValueError("the reward's own trouble")
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path, how):
+    (tmp_path / "reward.py").write_text(CRASH)
+    argv = [
+        *SMALL,
+        "--steps=1000",
+        f"--run-dir={tmp_path / 'run'}",
+        f"--reward.function={tmp_path / 'reward.py'}:score",
+    ]
+    process = torchrun(3, *argv, "--log.validate-every=0", DIE=how)
+    out, _ = process.communicate(timeout=100)
+    ended = time.time()
+    assert process.returncode != 0
+    last = records(tmp_path / "run", "critic")[-1]["time"]
+    assert ended - last < 20
+    tail = out[out.rindex("Root Cause") :]
+    if how == "raise":
+        assert "ValueError: the reward's own trouble" in tail
+        assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
+    else:
+        assert "Signal 9" in tail
+    left = subprocess.run(["pgrep", "-f", str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+
+
+def test_a_peer_that_does_not_come_is_named(tmp_path):
+    """The critic hangs in its second scoring; the actor's wait ends with an error that says who, what and where."""
+    (tmp_path / "reward.py").write_text(
+        "import time\ncount = 0\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    global count\n    count += 1\n    time.sleep(60 if count > 15 else 0)\n    return 0.5\n"
+    )
+    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", f"--reward.function={tmp_path / 'reward.py'}:score"]
+    process = torchrun(2, *argv, "--log.validate-every=0", "--timeout=8")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode != 0
+    found = re.search(r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", out)
+    assert found, out
+    for part in ("actor rank 0", "critic rank 1", "waited 8 s", "critic step 2 score", "--timeout"):
+        assert part in found[0]
