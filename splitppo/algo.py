@@ -103,22 +103,6 @@ def masked_whiten(x: Tensor, mask: Tensor, moments: Moments | None = None) -> Te
 _moments = moments  # masked_whiten's argument has the function's name
 
 
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """`1 - Var(returns - values) / Var(returns)` over the mask, all `[B, T]`: a 0-d float64 tensor.
-
-    1 is a perfect value model, 0 one no better than a constant. 0 where the returns do not vary (or are fewer than
-    two): the share explained is undefined then, and a nan would spoil every later mean.
-    """
-    _check_shapes(2, values=values, returns=returns, mask=mask)
-    total = moments(returns, mask).variance
-    unexplained = moments(returns.double() - values.double(), mask).variance
-    return torch.where(total > 0, 1 - unexplained / torch.where(total > 0, total, 1.0), 0.0)
-
-
-# From scores to advantages
-
-
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, commonly `[B, T]`.
 

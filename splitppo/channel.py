@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,8 @@ class Wire:
         timeout: float,
         describe: Callable[[int], str],
     ):
-        self.rank, self.group, self.store, self.device = rank, group, store, device
+        self.rank, self.group, self.device = rank, group, device
+        self.store: Any = store  # the stubs know of str values only
         self.timeout, self.describe = timeout, describe
         # a stream of its own: a batch must not queue behind the decode steps or updates already launched
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

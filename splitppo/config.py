@@ -4,16 +4,18 @@ A preset is nothing but flags written down: `[ppo] lam = 0.95` is `--ppo.lam 0.9
 command line, so a flag given by hand wins, and every value is checked by the same parser.
 """
 
-import json
-import tomllib
-from collections.abc import Iterator, Sequence
+import io
+import math
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
 from splitppo.errors import UserError
+from splitppo.presets import as_flag, as_toml, leaves, preset_path, read_preset, toml_value
 
 EMBEDDED = Path(__file__).with_name("tiny.toml")
 
@@ -256,58 +258,56 @@ class Config:
 
 
 def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
-    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps a refusal off the screen.
+    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps tyro's box off the screen.
 
     The embedded model has settings of its own, under all of them: a model that small learns at other rates.
+
+    Raises:
+        UserError: the preset is wrong; or, if `quiet`, a flag is.
+        SystemExit: a flag is wrong, and tyro has said so; or --help.
     """
-    path = _preset_path(argv)
-    given = [*(preset_flags(path) if path else []), *argv]
-    config = tyro.cli(Config, args=given, console_outputs=not quiet, prog="splitppo.train")
+    path = preset_path(argv)
+    given = [*(_preset_flags(path) if path is not None else []), *argv]
+    config = _cli(given, quiet)
     if config.policy.path == "tiny":
-        given = [*preset_flags(str(EMBEDDED)), *given]
-        config = tyro.cli(Config, args=given, console_outputs=not quiet, prog="splitppo.train")
+        config = _cli([*_preset_flags(str(EMBEDDED)), *given], quiet)
     return config
 
 
-def preset_flags(path: str) -> list[str]:
-    """The flags that a preset stands for."""
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: no such file; presets are TOML files, see configs/")
+def _cli(args: Sequence[str], quiet: bool) -> Config:
+    if not quiet:
+        return tyro.cli(Config, args=args, prog="splitppo.train")
+    box = io.StringIO()
     try:
-        table = tomllib.loads(Path(path).read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path}: not TOML: {error}; write it as [section] and key = value") from error
-    known = {name for name, _ in _leaves(asdict(Config()))}
-    flags = []
-    for name, value in _leaves(table):
-        if name not in known or name == "config":
-            raise UserError(f"--config {path}: unknown key {name!r}; keys are the flags of --help without the dashes")
-        flags += _as_flag(name, value)
+        with redirect_stdout(box), redirect_stderr(box):
+            return tyro.cli(Config, args=args, prog="splitppo.train")
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        # what the box says first, below its title
+        lines = [line.strip("│|╭╮─- ") for line in box.getvalue().splitlines()]
+        raise UserError(f"{[line for line in lines if line][1]}; see --help") from stop
+
+
+def _preset_flags(path: str) -> list[str]:
+    """The flags that a preset stands for, each good by itself."""
+    settings = read_preset(path, asdict(Config()))
+    flags = [word for name, value in settings.items() for word in as_flag(name, value)]
+    try:
+        _cli(flags, quiet=True)
+    except UserError:
+        for name, value in settings.items():
+            try:
+                _cli(as_flag(name, value), quiet=True)
+            except UserError as error:
+                raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
+        raise
     return flags
-
-
-def _preset_path(argv: Sequence[str]) -> str | None:
-    path = None
-    for flag, value in zip(argv, [*argv[1:], None], strict=True):
-        if flag == "--config":
-            path = value
-        elif flag.startswith("--config="):
-            path = flag.removeprefix("--config=")
-    return path
 
 
 def to_toml(config: Config) -> str:
     """The whole configuration as a preset that gives it again; what is unset is left out."""
-    lines, section = [], None
-    for name, value in sorted(_leaves(asdict(config)), key=lambda leaf: leaf[0].split(".")[:-1]):
-        *path, key = name.split(".")
-        if name == "config" or value is None:
-            continue
-        if path != section:
-            section = path
-            lines += ["", f"[{'.'.join(path)}]"] if path else []
-        lines.append(f"{key} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n"
+    return as_toml(asdict(config))
 
 
 def check(config: Config) -> None:
@@ -317,16 +317,21 @@ def check(config: Config) -> None:
         UserError: one line with the value, the rule and the remedy.
     """
     rollout, ppo = config.rollout, config.ppo
+    _finite(config)
     _at_least(1, {"steps": config.steps, "nodes": config.nodes, "rollout.samples": rollout.samples})
     _at_least(1, {"rollout.batch_size": rollout.batch_size, "rollout.max_new_tokens": rollout.max_new_tokens})
     _at_least(1, {"rollout.max_prompt_tokens": rollout.max_prompt_tokens, "rollout.chunks": rollout.chunks})
-    _at_least(1, {"ppo.epochs": ppo.epochs, "ppo.mini_batches": ppo.mini_batches, "data.digits": config.data.digits})
+    _at_least(1, {"ppo.epochs": ppo.epochs, "ppo.mini_batches": ppo.mini_batches})
     _at_least(1, {"engine.max_rows": config.engine.max_rows, "data.validation_rows": config.data.validation_rows})
     _at_least(1, {"compute.micro_batch_tokens": config.compute.micro_batch_tokens})
     _at_least(0, {"ppo.kl_coef": ppo.kl_coef, "ppo.kl_loss_coef": ppo.kl_loss_coef, "log.samples": config.log.samples})
     _at_least(0, {"checkpoint.every": config.checkpoint.every, "checkpoint.keep": config.checkpoint.keep})
     _at_least(0, {"log.validate_every": config.log.validate_every, "ppo.entropy_coef": ppo.entropy_coef})
     _within(0, 1, {"ppo.gamma": ppo.gamma, "ppo.lam": ppo.lam})
+    _within(1, 9, {"data.digits": config.data.digits})
+    # what torch's generators take, and what its time-outs do
+    _within(-(2**63), 2**63 - 1, {"seed": config.seed})
+    _within(0, 10**9, {"timeout": config.timeout})
     _above(0, {"rollout.temperature": rollout.temperature, "timeout": config.timeout, "ppo.clip_high": ppo.clip_high})
     if not 0 < ppo.clip_low < 1:
         raise UserError(f"ppo.clip_low={ppo.clip_low} must lie between 0 and 1 (the ratio's lower bound is 1 - it)")
@@ -334,8 +339,9 @@ def check(config: Config) -> None:
         raise UserError(f"ppo.dual_clip={ppo.dual_clip} must be above 1; use 3.0, or None to turn it off")
     if ppo.value_clip is not None:
         _above(0, {"ppo.value_clip": ppo.value_clip})
-    _divides(rollout.batch_size, rollout.samples, "is not a multiple of rollout.samples={n}")
-    _divides(rollout.batch_size, ppo.mini_batches, "does not cut into {n} mini-batches")
+    unit = math.lcm(rollout.samples, ppo.mini_batches)
+    _divides(rollout.batch_size, rollout.samples, unit, "is not a multiple of rollout.samples={n}")
+    _divides(rollout.batch_size, ppo.mini_batches, unit, "does not cut into {n} mini-batches")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
         _at_least(0, {f"{name}.optim.lr": optim.lr, f"{name}.optim.max_grad_norm": optim.max_grad_norm})
         _at_least(0, {f"{name}.optim.warmup_steps": optim.warmup_steps})
@@ -346,33 +352,17 @@ def check(config: Config) -> None:
             raise UserError(f"{name}.optim.betas={optim.betas} must lie in [0, 1); use 0.9 0.999")
     if config.engine.kind == "vllm":
         raise UserError("engine.kind=vllm is not in this version; use hf")
+    if config.world_size is not None and not config.dry_run:
+        raise UserError(
+            f"world_size={config.world_size} is for --dry-run; in a run torchrun's --nproc_per_node says how many ranks"
+        )
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _as_flag(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        head, _, tail = flag[2:].rpartition(".")
-        return [flag if value else f"--{head}.no-{tail}" if head else f"--no-{tail}"]
-    return [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml_value(item) for item in value)}]"
-    if isinstance(value, str):
-        # json's escapes are TOML's for basic strings
-        return json.dumps(value)
-    return repr(value)
+def _finite(config: Config) -> None:
+    for name, value in leaves(asdict(config)):
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{name}={number} must be a finite number; its default is in --help")
 
 
 def _at_least(bound: float, values: dict[str, float]) -> None:
@@ -393,8 +383,9 @@ def _within(low: float, high: float, values: dict[str, float]) -> None:
             raise UserError(f"{name}={value} must lie between {low} and {high}")
 
 
-def _divides(batch_size: int, n: int, rule: str) -> None:
+def _divides(batch_size: int, n: int, unit: int, rule: str) -> None:
+    """`unit` is what a batch size must be a multiple of, all rules together."""
     if batch_size % n:
-        below, above = batch_size // n * n, (batch_size // n + 1) * n
+        below, above = batch_size // unit * unit, (batch_size // unit + 1) * unit
         use = f"use {below} or {above}" if below else f"use {above}"
         raise UserError(f"rollout.batch_size={batch_size} {rule.format(n=n)}; {use}")

@@ -1,4 +1,4 @@
-"""A model that learns (or only judges) on one group: sharded forward passes, PPO updates, the stream of full weights."""
+"""A model on one group: sharded forward passes, PPO updates, the stream of full weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +62,9 @@ class Learner:
         aggregate: how token losses become one number (`algo.aggregate_loss`).
     """
 
-    def __init__(self, model: nn.Module, runner: Runner, optim: OptimConfig, *, steps: int, aggregate: str):
-        self.model, self.runner, self.optim, self.steps, self.aggregate = model, runner, optim, steps, aggregate
+    def __init__(self, model: nn.Module, runner: Runner, optim: OptimConfig, *, steps: int, aggregate: algo.Aggregate):
+        self.model, self.runner, self.optim, self.steps = model, runner, optim, steps
+        self.aggregate: algo.Aggregate = aggregate
         decay = [p for p in model.parameters() if p.ndim >= 2]
         plain = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from splitppo.placement import Role
 
 # what a console line shows beside the seconds of the spans
@@ -71,7 +73,8 @@ class ColumnLog:
         for name, start, end in self.spans:
             seconds[name] = seconds.get(name, 0.0) + end - start
         timing = {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": now - self.began}
-        record = {"step": step, "time": now, **metrics, **timing, "spans": self.spans}
+        record = {"step": step, "time": now, **metrics, **timing, **_performance(metrics, now - self.began)}
+        record["spans"] = self.spans
         if self.first:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -81,7 +84,17 @@ class ColumnLog:
     def _line(self, step: int, seconds: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
         spent = "  ".join(f"{name} {value:.2f} s" for name, value in seconds.items() if value >= 0.005)
         shown = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in SHOWN[self.role].items() if name in metrics)
+        if skipped := metrics.get(f"{self.role}/skipped"):
+            shown += f"  SKIPPED {skipped:g} updates: gradient not finite"
         return f"{f'[{self.role}]':<8} step {step:>4}  {shown}  |  {spent}"
+
+
+def _performance(metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Tokens a second (prompts and responses, the whole job), and the GPU memory that this rank had at most."""
+    figures = {"perf/throughput": metrics["tokens"] / seconds} if "tokens" in metrics else {}
+    if torch.cuda.is_initialized():
+        figures["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return figures
 
 
 def _lines(path: Path) -> list[str]:

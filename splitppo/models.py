@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
 from splitppo import algo
 from splitppo.errors import UserError
@@ -20,6 +27,8 @@ from splitppo.rollout import MicroBatch
 
 # logits turned into float32 at once: bounds the memory of a large vocabulary
 LOGIT_PIECE = 2048
+# without a file like these, transformers makes up an empty tokenizer
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def read_config(folder: str) -> PretrainedConfig:
@@ -32,9 +41,11 @@ def read_config(folder: str) -> PretrainedConfig:
         raise UserError(f"model folder {folder}: no config.json there; give a Hugging Face folder on this machine")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
+        # the first paragraph: what follows is on installing another transformers
+        why = str(error).partition("\n\n")[0]
         raise UserError(
-            f"model folder {folder}: config.json is not of a model that transformers knows: {error}"
+            f"model folder {folder}: config.json is not of a model that transformers knows: {why}"
         ) from error
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
@@ -44,11 +55,42 @@ def read_config(folder: str) -> PretrainedConfig:
     return config
 
 
-def check_folder(folder: str, *, random_init: bool) -> None:
-    """That a model can be built from the folder and, unless its weights are drawn, read from it."""
-    read_config(folder)
+def read_tokenizer(folder: str) -> Any:
+    """The folder's tokenizer.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    if not any(file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)):
+        raise UserError(f"model folder {folder}: no tokenizer there; save one beside the model (tokenizer.json)")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise UserError(f"model folder {folder}: its tokenizer can't be read: {error}; save it again") from error
+
+
+def check_folder(folder: str, kind: Literal["policy", "value"], *, random_init: bool) -> None:
+    """That a model can be built from the folder and, unless its weights are drawn, read from it.
+
+    Raises:
+        UserError: it can't.
+    """
+    _check_type(read_config(folder), kind, folder)
     if not random_init:
         _weight_files(Path(folder))
+
+
+def _check_type(config: PretrainedConfig, kind: Literal["policy", "value"], folder: str) -> None:
+    """A policy and a value model's body are causal: a token's output knows nothing of the tokens after it."""
+    # encoders such as BERT are in the mapping, for those who turn them into decoders
+    causal = type(config) in cast(Any, AutoModelForCausalLM)._model_mapping
+    if not causal or getattr(config, "is_decoder", None) is False:
+        need = "a causal language model"
+    elif kind == "value" and type(config) not in cast(Any, AutoModelForTokenClassification)._model_mapping:
+        need = "a body with a token-classification model, as Llama's"
+    else:
+        return
+    raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
 
 
 def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -60,11 +102,6 @@ def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: tor
     auto: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
     if kind == "value":
         config.num_labels = 1
-    if type(config) not in auto._model_mapping:
-        need = "a causal language model" if kind == "policy" else "a body with a token-classification model, as Llama's"
-        raise UserError(
-            f"model type {config.model_type!r} is not in transformers as {need}; choose another {kind}.path"
-        )
     with _parameters_on_meta():
         model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval()
@@ -243,17 +280,31 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """weight name -> the safetensors file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        files = {name: folder / file for name, file in _weight_map(index).items()}
         if missing := sorted({path.name for path in files.values() if not path.is_file()}):
             raise UserError(f"model folder {folder}: {missing[0]} is in the index but not there; fetch it again")
         return files
     single = folder / "model.safetensors"
     if not single.is_file():
         raise UserError(
-            f"model folder {folder}: no model.safetensors; save the model as safetensors, or set random_init to draw weights"
+            f"model folder {folder}: no model.safetensors; save the model as safetensors, "
+            "or set random_init to draw weights"
         )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return dict.fromkeys(_open(single).keys(), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is no safetensors file ({error}); fetch it again") from error
 
 
 class _Weights:
@@ -271,10 +322,11 @@ class _Weights:
             raise UserError(f"model folder {self.folder}: weight {name} is not in its safetensors; is it that model's?")
         path = self.files[found]
         if path not in self.open:
-            self.open[path] = safe_open(path, framework="pt")
+            self.open[path] = _open(path)
         weight = self.open[path].get_slice(found)
         if list(weight.get_shape()) != list(parameter.shape):
             raise UserError(
-                f"model folder {self.folder}: weight {found} is {weight.get_shape()}, the config says {list(parameter.shape)}"
+                f"model folder {self.folder}: weight {found} is {weight.get_shape()}, but {list(parameter.shape)} by "
+                "config.json; take both from one model"
             )
         return weight[_bounds(parameter)]

@@ -54,7 +54,7 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
         raise UserError(f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node")
     nodes = world // local_world
     unit = nodes if mode == "per_node" else local_world
-    actor, critic = _sizes(config, world, unit, mode)
+    actor = _actor_size(config, world, unit, mode)
     if mode == "by_node":
         return Placement(mode, tuple(range(actor)), tuple(range(actor, world)))
     cut = actor // nodes
@@ -66,17 +66,14 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
     )
 
 
-def _sizes(config: PlacementConfig, world: int, unit: int, mode: str) -> tuple[int, int]:
-    """Group sizes in multiples of `unit`: the nodes' number (per_node) or a node's ranks (by_node)."""
+def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> int:
+    """The actor group's size, the rest being the critic's; both are multiples of `unit`: the number of nodes
+    (per_node) or a node's ranks (by_node)."""
     actor, critic = config.actor, config.critic
-    if actor is None and critic is None:
-        critic = world // unit // 2 * unit
+    if critic is None:
+        critic = world // unit // 2 * unit if actor is None else world - actor
+    if actor is None:
         actor = world - critic
-    elif actor is None:
-        actor = world - (critic or 0)
-    elif critic is None:
-        critic = world - actor
-    assert actor is not None and critic is not None  # noqa: PT018 -- for the type checker: both are set above
     if actor + critic != world:
         raise UserError(
             f"placement.actor={actor} and placement.critic={critic} do not add up to {world} ranks; give one of them"
@@ -84,7 +81,8 @@ def _sizes(config: PlacementConfig, world: int, unit: int, mode: str) -> tuple[i
     for name, size in (("actor", actor), ("critic", critic)):
         if size < 1:
             raise UserError(
-                f"placement gives {size} of {world} ranks to the {name} group, which needs 1; "
+                f"placement.actor={config.actor}, placement.critic={config.critic} "
+                f"gives {size} of {world} ranks to the {name} group, which needs 1; "
                 f"set placement.actor and placement.critic, or placement.mode=colocated"
             )
         if size % unit:
@@ -92,7 +90,7 @@ def _sizes(config: PlacementConfig, world: int, unit: int, mode: str) -> tuple[i
                 f"must be the same on each of {unit} nodes" if mode == "per_node" else f"is not whole nodes of {unit}"
             )
             raise UserError(f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}")
-    return actor, critic
+    return actor
 
 
 @dataclass(frozen=True)

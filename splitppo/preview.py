@@ -19,7 +19,7 @@ LEARNER_BYTES = 16
 
 def preview(config: Config, launch: Launch) -> str:
     """Resolved config, placement, rows and bytes per message, parameters and estimated memory a rank."""
-    world = config.world_size or launch.world
+    world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
         raise UserError(
             f"world_size={world} ranks are not {config.nodes} equal nodes; use a multiple of {config.nodes}"

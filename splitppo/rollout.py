@@ -115,7 +115,7 @@ class MicroBatch:
 
     Attributes:
         input_ids: `[B, L]` int64.
-        before: `[N]` int64, where in the flattened `[B * L]` the N response tokens were chosen: one position before each.
+        before: `[N]` int64, where in the flattened `[B * L]` the N response tokens were chosen: one before each.
         responses: `[N]` int64, the response tokens.
         mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
     """

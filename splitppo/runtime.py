@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     if gpus < launch.local_world:
         raise UserError(
             f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs: each rank needs its "
-            f"own; start {gpus or 'them on a GPU machine'} ranks or set --compute.device cpu"
+            f"own; start {f'{gpus} ranks' if gpus else 'on a GPU machine'} or set --compute.device cpu"
         )
     return torch.device("cuda", launch.local_rank)
 
@@ -79,14 +80,14 @@ class Runtime:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
         # a connection of its own: a wait here must not hold up the process groups' own use of the store
-        own = store.clone() if hasattr(store, "clone") else store
+        own: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
         self.store = dist.PrefixStore("splitppo", own)
         self.store.set_timeout(limit)
-        self.wire = dist.new_group(backend=backend, timeout=limit)
+        self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
         groups: dict[Role, tuple[int, ...]] = {"actor": placement.actor, "critic": placement.critic}
         for role, ranks in groups.items():
-            group = dist.new_group(list(ranks), backend=backend, timeout=limit)
+            group: Any = dist.new_group(list(ranks), backend=backend, timeout=limit)
             if launch.rank in ranks:
                 self.mesh[role] = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
         self.hosts = self._everyone("host", socket.gethostname())
@@ -148,8 +149,12 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
         The exit status.
     """
     if isinstance(error, UserError):
-        if (runtime is None and launch.local_rank == 0) or (runtime is not None and runtime.failed(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if runtime is None and launch.local_rank:
+            # Most such errors are all ranks' own, and one is to tell them. torchrun ends the job as soon as one rank
+            # is gone, so this one waits: if it lives on, the ranks before it had no such trouble.
+            time.sleep(2 + launch.local_rank)
+        if runtime is None or runtime.failed(error):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _for_torchrun(error.with_traceback(None))
         return 2
     if runtime is not None and not runtime.failed(error):

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+import transformers
 
 from splitppo import checkpoint, data, models, rewards
 from splitppo.channel import Links, Wire
@@ -27,7 +28,7 @@ from splitppo.placement import Ownership, Role, own
 from splitppo.roles import Actor, Critic, Reference, Shared
 from splitppo.rollout import Prompt
 from splitppo.runtime import Runtime, dtype_of
-from splitppo.tiny import build_tiny
+from splitppo.tiny import VOCABULARY, build_tiny
 
 
 def preflight(config: Config) -> None:
@@ -37,13 +38,37 @@ def preflight(config: Config) -> None:
         data.check_files(config.data)
     else:
         data.check_task(config.data.task)
-    for name, path in model_folders(config).items():
-        if path != "tiny":
-            models.check_folder(path, random_init=is_drawn(config, name))
+    _check_models(config)
     if config.run_dir is not None:
-        checkpoint.find(Path(config.run_dir), config.resume)
+        _check_run_dir(Path(config.run_dir))
+        found = checkpoint.find(Path(config.run_dir), config.resume)
+        if found and (step := checkpoint.read_step(found)) >= config.steps:
+            raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif config.resume not in ("auto", "never"):
         raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
+
+
+def _check_models(config: Config) -> None:
+    folders = model_folders(config)
+    for name, path in folders.items():
+        if path != "tiny":
+            kind = "value" if name == "value" else "policy"
+            models.check_folder(path, kind, random_init=is_drawn(config, name))
+    policy = folders["policy"]
+    needed = len(VOCABULARY) if policy == "tiny" else len(models.read_tokenizer(policy))
+    for name, path in folders.items():
+        size = len(VOCABULARY) if path == "tiny" else models.read_config(path).get_text_config().vocab_size
+        if size < needed:
+            raise UserError(
+                f"{name}.path={path}: its vocabulary of {size} is smaller than the policy's tokenizer ({needed}); "
+                f"the {name} must read the policy's token ids"
+            )
+
+
+def _check_run_dir(folder: Path) -> None:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"run_dir={folder}: {existing} is no folder that can be written to; choose another --run-dir")
 
 
 def model_folders(config: Config) -> dict[str, str]:
@@ -67,6 +92,7 @@ def needs_reference(config: Config) -> bool:
 def prepare(config: Config, runtime: Runtime) -> "Run":
     """Agrees on the run's folder and where it starts, and reads the data; all ranks call it."""
     runtime.phase("reading the data")
+    transformers.logging.disable_progress_bar()
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
     if runtime.launch.rank == 0:
@@ -92,11 +118,9 @@ class Run:
     def __init__(self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None):
         self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
         self.start = checkpoint.read_step(resumed) if resumed else 0
-        if self.start >= config.steps:
-            raise UserError(f"steps={config.steps}, but {resumed} is of step {self.start}: raise --steps to go on")
         self.steps = range(self.start + 1, config.steps + 1)
         self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folders["policy"])
+        self.tokenizer = models.read_tokenizer(self.folders["policy"])
         self.dtype = dtype_of(config, runtime.device)
         self.shared = self._shared()
         self.logs: dict[Role, ColumnLog] = {}
@@ -204,6 +228,8 @@ class Run:
             )
 
         reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
+        rewards.check_truths(reward, prompts)
+        rewards.check_truths(reward, held_out)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         return Shared(config, ownership, batch, held_out, reward, decode)
 
@@ -231,8 +257,6 @@ class Run:
         self.runtime.phase(f"loading the {name}")
         frozen, folder = name == "reference", self.folders[name]
         config = models.read_config(folder)
-        if name == "value":
-            self._check_vocabulary(config)
         model = models.build(config, "value" if name == "value" else "policy", self.dtype if frozen else torch.float32)
         model.requires_grad_(not frozen)
         checkpointing = self.config.compute.activation_checkpointing and not frozen
@@ -241,14 +265,6 @@ class Run:
         drawn = seed if is_drawn(self.config, name) else None
         models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)
         return model
-
-    def _check_vocabulary(self, config: Any) -> None:
-        size, needed = config.get_text_config().vocab_size, len(self.tokenizer)
-        if size < needed:
-            raise UserError(
-                f"value.path={self.config.value.path}: its vocabulary of {size} is smaller than the policy's tokenizer "
-                f"({needed}); the value model must read the policy's token ids"
-            )
 
 
 def _write_run_files(config: Config, folder: Path) -> None:

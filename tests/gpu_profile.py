@@ -52,7 +52,7 @@ def main() -> None:
             torch.cuda.synchronize()
             profiler.stop()
 
-    ColumnLog.finish = profiled
+    setattr(ColumnLog, "finish", profiled)  # noqa: B010 -- a wrapper, not a method of ours
     status = train.main(argv)
     if status:
         sys.exit(status)
@@ -91,7 +91,7 @@ def report(out: Path, world: int, run_dir: Path) -> None:
         actor = columns["actor"][step]["spans"]
         window = (actor[0][1], columns["actor"][step + 1]["spans"][0][1])
         work = [s for t in (step - 1, step, step + 1) for s in columns["critic"][t]["spans"]]
-        clipped = [[n, max(a, window[0]), min(b, window[1])] for n, a, b in work if b > window[0] and a < window[1]]
+        clipped = [(n, max(a, window[0]), min(b, window[1])) for n, a, b in work if b > window[0] and a < window[1]]
         both += overlap(actor, clipped)
         step_time += window[1] - window[0]
         rollout = next(s for s in columns["actor"][step + 1]["spans"] if s[0] == "rollout")

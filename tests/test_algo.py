@@ -113,15 +113,6 @@ def test_whiten_keeps_dtype_and_takes_no_gradient():
     assert not got.requires_grad
 
 
-def test_explained_variance_by_hand():
-    # Returns 1, 2, 6: variance 7. Returns - values: 0, 1, -1: variance 1.
-    args = t([1, 1, 7, NAN]), t([1, 2, 6, NAN]), t([1, 1, 1, 0])
-    same(algo.explained_variance(*args), 6 / 7)
-    same(algo.explained_variance(t([1, 7]), t([3, 3]), t([1, 1])), 0.0)
-    same(algo.explained_variance(t([1, 7]), t([3, 4]), t([0, 0])), 0.0)
-    same(algo.explained_variance(t([9, 8]), t([1, 2]), t([1, 1])), -3.0)  # errors -8, -6: variance 2 against 0.5
-
-
 # From scores to advantages
 
 
@@ -518,7 +509,6 @@ def test_inputs_are_left_alone():
     a, b, c, mask = tensors
     algo.gae(a, b, mask, gamma=0.9, lam=0.9)
     algo.masked_whiten(a, mask)
-    algo.explained_variance(a, b, mask)
     algo.token_rewards(a[:, 0], b, mask, kl_coef=0.1)
     policy_case(a, b, c, mask, "seq_mean_token_mean")
     value_case(a, b, c, mask, "seq_mean_token_mean")
@@ -536,7 +526,6 @@ full, flat = torch.ones(3, 4), torch.ones(4)  # flat broadcasts against full
         lambda: algo.masked_mean(full, flat),
         lambda: algo.moments(flat, full),
         lambda: algo.masked_whiten(full, full[:1]),
-        lambda: algo.explained_variance(full[:, :1], full, full),
         lambda: algo.kl_estimate(full, flat, "k1"),
         lambda: algo.token_rewards(torch.ones(3), flat, full, kl_coef=0.0),
         lambda: algo.gae(full, full[:, :1], full, gamma=1.0, lam=1.0),

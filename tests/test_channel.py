@@ -53,9 +53,7 @@ def make_samples(rows, step):
 
 def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="none"):
     """Runs both columns' wire for some steps; returns what each side saw, and the record of posts."""
-    placement = Placement(
-        "per_node", tuple(range(actor_size)), tuple(range(actor_size, actor_size + critic_size))
-    )
+    placement = Placement("per_node", tuple(range(actor_size)), tuple(range(actor_size, actor_size + critic_size)))
     store, record = dist.HashStore(), []
     world = actor_size + critic_size
     queues = {(a, b): queue.Queue() for a in range(world) for b in range(world)}
@@ -103,7 +101,9 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             links.advantages.send(step, rollout, old + 0.5)
             due = make_samples(ownership(step).all_rows("critic", rank - actor_size), step)
             plain = [(s.row, s.prompt, s.response, s.finished) for s in rollout.samples]
-            seen[rank, step] = plain == [(s.row, s.prompt, s.response, s.finished) for s in due] and torch.equal(old, -ref)
+            seen[rank, step] = plain == [(s.row, s.prompt, s.response, s.finished) for s in due] and torch.equal(
+                old, -ref
+            )
 
     def guarded(function, rank):
         try:
@@ -182,12 +182,10 @@ def test_a_wait_that_runs_out_names_everything(word, waits_for):
         return own(seed=0, step=step, batch_size=2, samples=1, mini_batches=1, actor_size=1, critic_size=1)
 
     links = Links(wire, placement, ownership, chunks=1)
+    if word == "clear":
+        links.rollouts.offer(7, make_samples([0, 1], 7))
     with pytest.raises(WireError) as caught:
-        if word == "clear":
-            links.rollouts.offer(7, make_samples([0, 1], 7))
-            links.rollouts.flush(7)
-        else:
-            links.rollouts.recv(7, 0)
+        _ = links.rollouts.flush(7) if word == "clear" else links.rollouts.recv(7, 0)
     text = str(caught.value)
     for part in ("step 7", "rollouts", "chunk 0", "rank 0", "rank 1", "phase of", "0.2 s", waits_for, "--timeout"):
         assert part in text

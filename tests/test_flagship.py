@@ -7,6 +7,7 @@ is recorded and handed to the reference, with the scores; the rest the reference
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ POLICY_LR, VALUE_LR, EPS = 1e-3, 2e-3, 1e-6
 REWARD = '''
 def score(data_source, solution_str, ground_truth, extra_info):
     """Digits are worth more the larger they are: every row gets another score."""
-    return {"score": sum(int(c) for c in solution_str if c.isdigit()) / 20 - 0.01 * len(solution_str), "length": len(solution_str)}
+    digits = sum(int(c) for c in solution_str if c.isdigit())
+    return {"score": digits / 20 - 0.01 * len(solution_str), "length": len(solution_str)}
 '''
 
 
@@ -85,7 +87,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
     """One rank of a training run that also notes its rows, scores and last weights."""
     update, judge, score = roles.Actor.update, roles.Critic.update, roles.Critic.score
 
-    def actor_update(self, step, rollout, *tensors):
+    def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
         rows = {s.row: (s.prompt, s.response) for s in rollout.samples}
         torch.save(rows, record / f"rows_{step}_{self.rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
@@ -96,7 +98,10 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
         return metrics
 
     def critic_update(self, step, scored, returns):
-        torch.save(dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)), record / f"scores_{step}_{self.rank}.pt")
+        torch.save(
+            dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
+            record / f"scores_{step}_{self.rank}.pt",
+        )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
         weights = dict(self.value.weights(torch.float32))
@@ -108,7 +113,12 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
         time.sleep(0.1 if slow == "critic" else 0)
         return score(self, step, rollout)
 
-    roles.Actor.update, roles.Critic.update, roles.Critic.score = actor_update, critic_update, critic_score
+    for owner, name, wrapper in (
+        (roles.Actor, "update", actor_update),
+        (roles.Critic, "update", critic_update),
+        (roles.Critic, "score", critic_score),
+    ):
+        setattr(owner, name, wrapper)
     if train.main(argv) != 0:
         raise RuntimeError("the run failed")
 
@@ -117,7 +127,9 @@ def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **chang
     """Trains and returns what was recorded."""
     run_dir, record = tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    run_ranks(world, train_rank, flags(inputs, run_dir, {k.replace("__", "."): v for k, v in changes.items()}), record, slow)
+    run_ranks(
+        world, train_rank, flags(inputs, run_dir, {k.replace("__", "."): v for k, v in changes.items()}), record, slow
+    )
 
     def merged(kind: str, step: int) -> dict:
         found = {}
@@ -151,9 +163,8 @@ def reference(inputs: Path, seen: dict, value_head: dict, **changes) -> dict:
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
         cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, actor_size=1, critic_size=1)
-        steps.append(
-            Step([Row(*rows[row], scores[row]) for row in range(BATCH)], [list(rows) for rows in cut.mini_batches])
-        )
+        made = [Row(rows[row][0], rows[row][1], scores[row]) for row in range(BATCH)]
+        steps.append(Step(made, [list(mini) for mini in cut.mini_batches]))
     hyper = Hyper(
         **HYPER | changes,
         temperature=0.8,

@@ -1,5 +1,7 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -160,7 +162,7 @@ def test_ranks_are_one_module(folder, world, kind):
 
 def test_tied_embeddings_stay_tied(folder):
     learner, runtime = make_learner(folder, "policy", 1, 0)
-    model = learner.model
+    model: Any = learner.model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     names = [name for name, _ in learner.weights(torch.float32)]
     assert "lm_head.weight" not in names

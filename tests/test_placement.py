@@ -6,8 +6,9 @@ import pytest
 
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.placement import own, place
+from splitppo.placement import Role, own, place
 
+ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
 
 
@@ -67,7 +68,7 @@ def test_wrong_sizes_say_what_to_do(config, world, local, says):
 @pytest.mark.parametrize(("actor", "critic"), SIZES)
 def test_every_row_has_one_owner_in_each_group(actor, critic):
     own_ = ownership(actor, critic, batch=24, mini=4)
-    for role, size in (("actor", actor), ("critic", critic)):
+    for role, size in zip(ROLES, (actor, critic), strict=True):
         rows = [row for rank in range(size) for row in own_.all_rows(role, rank)]
         assert sorted(rows) == list(range(24))
     shared = [row for a in range(actor) for c in range(critic) for row in own_.shared(a, c)]
@@ -84,7 +85,7 @@ def test_mini_batches_do_not_depend_on_group_sizes_but_on_seed_and_step():
 @pytest.mark.parametrize(("actor", "critic"), SIZES)
 def test_ranks_are_even_within_each_mini_batch(actor, critic):
     own_ = ownership(actor, critic, batch=22, mini=2)
-    for role, size in (("actor", actor), ("critic", critic)):
+    for role, size in zip(ROLES, (actor, critic), strict=True):
         for mini in range(2):
             counts = [len(own_.rows(role, rank)[mini]) for rank in range(size)]
             assert max(counts) - min(counts) <= 1

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,10 +148,12 @@ def test_prune_keeps_the_newest(tmp_path):
 def test_export_loads_with_from_pretrained(whole, tmp_path):
     command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
     subprocess.run(command, check=True, capture_output=True)
-    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    policy, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    value, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    value, info = loaded
     assert not info["missing_keys"]
     start = AutoModelForCausalLM.from_pretrained(whole / "tiny")
     changed = [name for name, w in policy.state_dict().items() if not torch.equal(w, start.state_dict()[name])]

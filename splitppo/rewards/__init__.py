@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -80,6 +80,21 @@ def load_reward(function: str, data_sources: Set[str]) -> RewardFunction:
             "or path/to/file.py:name"
         )
     return _score_by_data_source
+
+
+def check_truths(function: RewardFunction, prompts: Sequence[Prompt]) -> None:
+    """Try each prompt's ground truth on a rule of ours, which needs no response for that.
+
+    Raises:
+        UserError: the rule can't use a ground truth; the prompt is named by its number, from 1.
+    """
+    if function is not _score_by_data_source and function not in BY_NAME.values():
+        return
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            score(function, prompt, "")
+        except UserError as error:
+            raise UserError(f"prompt {number} of {len(prompts)}: {error}") from error
 
 
 def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple[float, dict[str, float]]:
