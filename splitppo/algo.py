@@ -36,9 +36,6 @@ def _keep(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
-# Statistics over the mask
-
-
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and unbiased variance of some tokens: 0-d float64 tensors, ready to be stacked and gathered.
@@ -167,9 +164,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     return advantages, advantages + _keep(values, inside)
 
 
-# Losses
-
-
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
     """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when it is empty.
 
@@ -252,13 +246,7 @@ def policy_loss(
 
 
 def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    clip: float | None,
-    aggregate: Aggregate,
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None, aggregate: Aggregate
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d tensors.
 
@@ -295,9 +283,6 @@ def entropy(logits: Tensor) -> Tensor:
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     # p log p goes to 0 with p, but 0 * -inf is nan.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)
-
-
-# Schedule
 
 
 def learning_rate(

@@ -65,22 +65,13 @@ class Wire:
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        store: dist.Store,
-        device: torch.device,
-        timeout: float,
-        describe: Callable[[int], str],
+        self, rank: int, group: Any, store: Any, device: torch.device, timeout: float, describe: Callable[[int], str]
     ):
-        self.rank, self.group, self.device = rank, group, device
-        self.store: Any = store  # the stubs know of str values only
+        self.rank, self.group, self.store, self.device = rank, group, store, device
         self.timeout, self.describe = timeout, describe
         # a stream of its own: a batch must not queue behind the decode steps or updates already launched
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
-        self.bytes = 0
 
     def clear(self, hop: Hop) -> None:
         """Receiver: says that it is ready for the hop."""
@@ -98,7 +89,6 @@ class Wire:
         self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
         with self._on_stream():
             self.transfer_out(payload, hop.receiver)
-        self.bytes += payload.nbytes
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
         """Receiver: waits for the sender's go, then receives; `clear` must have been said.
@@ -118,7 +108,6 @@ class Wire:
         with self._on_stream():
             payload = self.transfer_in(numel, dtype, hop.sender)
         self._trace(f"has received {numel} x {dtype}", hop)
-        self.bytes += payload.nbytes
         return header, payload
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:

@@ -1,23 +1,19 @@
-"""The configuration: frozen dataclasses, a docstring per field, and TOML presets that are saved flags.
+"""The configuration: frozen dataclasses with a docstring per field, read from flags and presets, and its rules."""
 
-A preset is nothing but flags written down: `[ppo] lam = 0.95` is `--ppo.lam 0.95`. It is put in front of the
-command line, so a flag given by hand wins, and every value is checked by the same parser.
-"""
-
+import argparse
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from splitppo.errors import UserError
-from splitppo.presets import as_flag, as_toml, leaves, preset_path, read_preset, toml_value
-
-EMBEDDED = Path(__file__).with_name("tiny.toml")
+from splitppo.presets import as_flag, leaves, read_preset, toml_value
+from splitppo.presets import to_toml as to_toml
 
 
 @dataclass(frozen=True)
@@ -257,20 +253,40 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+# What a value must do (None: the setting is off), in words, and the settings that must; `optim.`: both models'.
+RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
+    (lambda v: v >= 1, "must be at least 1", "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples"),
+    (lambda v: v >= 1, "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens"),
+    (lambda v: v >= 1, "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
+    (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
+    (lambda v: v >= 0, "must be at least 0", "checkpoint.keep log.samples log.validate_every"),
+    (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam optim.min_lr_ratio"),
+    (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
+    # what torch's generators take, and what its time-outs do
+    (lambda v: -(2**63) <= v < 2**63, f"must lie between {-(2**63)} and {2**63 - 1}", "seed"),
+    (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
+    (lambda v: v > 0, "must be above 0", "timeout rollout.temperature ppo.clip_high ppo.value_clip optim.eps"),
+    (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
+    (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
+    (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
+    (lambda v: v != "vllm", "is not in this version; use hf", "engine.kind"),
+)
+
+
 def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
-    """Reads the flags, behind those of the preset that `--config` names; `quiet` keeps tyro's box off the screen.
+    """Reads the flags, behind those of the preset that `--config` names: one given by hand wins.
 
-    The embedded model has settings of its own, under all of them: a model that small learns at other rates.
-
-    Raises:
-        UserError: the preset is wrong; or, if `quiet`, a flag is.
-        SystemExit: a flag is wrong, and tyro has said so; or --help.
+    A wrong preset is a UserError; a wrong flag ends in tyro's box and SystemExit or, if `quiet`, is a UserError too.
     """
-    path = preset_path(argv)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?")  # without a value it is tyro that complains
+    path = finder.parse_known_args(argv)[0].config
     given = [*(_preset_flags(path) if path is not None else []), *argv]
     config = _cli(given, quiet)
     if config.policy.path == "tiny":
-        config = _cli([*_preset_flags(str(EMBEDDED)), *given], quiet)
+        # it has settings of its own, under all of them: a model that small learns at other rates
+        config = _cli([*_preset_flags(str(Path(__file__).with_name("tiny.toml"))), *given], quiet)
     return config
 
 
@@ -285,8 +301,8 @@ def _cli(args: Sequence[str], quiet: bool) -> Config:
         if not stop.code:
             raise
         # what the box says first, below its title
-        lines = [line.strip("│|╭╮─- ") for line in box.getvalue().splitlines()]
-        raise UserError(f"{[line for line in lines if line][1]}; see --help") from stop
+        lines = [text for line in box.getvalue().splitlines() if (text := line.strip("│|╭╮─- "))]
+        raise UserError(f"{lines[1]}; see --help") from stop
 
 
 def _preset_flags(path: str) -> list[str]:
@@ -305,87 +321,25 @@ def _preset_flags(path: str) -> list[str]:
     return flags
 
 
-def to_toml(config: Config) -> str:
-    """The whole configuration as a preset that gives it again; what is unset is left out."""
-    return as_toml(asdict(config))
-
-
 def check(config: Config) -> None:
-    """Everything about the flags that can be told before any file, model, GPU or process group is touched.
-
-    Raises:
-        UserError: one line with the value, the rule and the remedy.
-    """
-    rollout, ppo = config.rollout, config.ppo
-    _finite(config)
-    _at_least(1, {"steps": config.steps, "nodes": config.nodes, "rollout.samples": rollout.samples})
-    _at_least(1, {"rollout.batch_size": rollout.batch_size, "rollout.max_new_tokens": rollout.max_new_tokens})
-    _at_least(1, {"rollout.max_prompt_tokens": rollout.max_prompt_tokens, "rollout.chunks": rollout.chunks})
-    _at_least(1, {"ppo.epochs": ppo.epochs, "ppo.mini_batches": ppo.mini_batches})
-    _at_least(1, {"engine.max_rows": config.engine.max_rows, "data.validation_rows": config.data.validation_rows})
-    _at_least(1, {"compute.micro_batch_tokens": config.compute.micro_batch_tokens})
-    _at_least(0, {"ppo.kl_coef": ppo.kl_coef, "ppo.kl_loss_coef": ppo.kl_loss_coef, "log.samples": config.log.samples})
-    _at_least(0, {"checkpoint.every": config.checkpoint.every, "checkpoint.keep": config.checkpoint.keep})
-    _at_least(0, {"log.validate_every": config.log.validate_every, "ppo.entropy_coef": ppo.entropy_coef})
-    _within(0, 1, {"ppo.gamma": ppo.gamma, "ppo.lam": ppo.lam})
-    _within(1, 9, {"data.digits": config.data.digits})
-    # what torch's generators take, and what its time-outs do
-    _within(-(2**63), 2**63 - 1, {"seed": config.seed})
-    _within(0, 10**9, {"timeout": config.timeout})
-    _above(0, {"rollout.temperature": rollout.temperature, "timeout": config.timeout, "ppo.clip_high": ppo.clip_high})
-    if not 0 < ppo.clip_low < 1:
-        raise UserError(f"ppo.clip_low={ppo.clip_low} must lie between 0 and 1 (the ratio's lower bound is 1 - it)")
-    if ppo.dual_clip is not None and ppo.dual_clip <= 1:
-        raise UserError(f"ppo.dual_clip={ppo.dual_clip} must be above 1; use 3.0, or None to turn it off")
-    if ppo.value_clip is not None:
-        _above(0, {"ppo.value_clip": ppo.value_clip})
-    unit = math.lcm(rollout.samples, ppo.mini_batches)
-    _divides(rollout.batch_size, rollout.samples, unit, "is not a multiple of rollout.samples={n}")
-    _divides(rollout.batch_size, ppo.mini_batches, unit, "does not cut into {n} mini-batches")
-    for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
-        _at_least(0, {f"{name}.optim.lr": optim.lr, f"{name}.optim.max_grad_norm": optim.max_grad_norm})
-        _at_least(0, {f"{name}.optim.warmup_steps": optim.warmup_steps})
-        _at_least(0, {f"{name}.optim.weight_decay": optim.weight_decay})
-        _above(0, {f"{name}.optim.eps": optim.eps})
-        _within(0, 1, {f"{name}.optim.min_lr_ratio": optim.min_lr_ratio})
-        if not all(0 <= beta < 1 for beta in optim.betas):
-            raise UserError(f"{name}.optim.betas={optim.betas} must lie in [0, 1); use 0.9 0.999")
-    if config.engine.kind == "vllm":
-        raise UserError("engine.kind=vllm is not in this version; use hf")
-    if config.world_size is not None and not config.dry_run:
-        raise UserError(
-            f"world_size={config.world_size} is for --dry-run; in a run torchrun's --nproc_per_node says how many ranks"
-        )
-
-
-def _finite(config: Config) -> None:
-    for name, value in leaves(asdict(config)):
+    """A UserError for what can be told to be wrong before any file, model, GPU or process group is touched."""
+    values = dict(leaves(asdict(config)))
+    for name, value in values.items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{name}={number} must be a finite number; its default is in --help")
-
-
-def _at_least(bound: float, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not value >= bound:
-            raise UserError(f"{name}={value} must be at least {bound}")
-
-
-def _above(bound: float, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not value > bound:
-            raise UserError(f"{name}={value} must be above {bound}")
-
-
-def _within(low: float, high: float, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not low <= value <= high:
-            raise UserError(f"{name}={value} must lie between {low} and {high}")
-
-
-def _divides(batch_size: int, n: int, unit: int, rule: str) -> None:
-    """`unit` is what a batch size must be a multiple of, all rules together."""
-    if batch_size % n:
-        below, above = batch_size // unit * unit, (batch_size // unit + 1) * unit
-        use = f"use {below} or {above}" if below else f"use {above}"
-        raise UserError(f"rollout.batch_size={batch_size} {rule.format(n=n)}; {use}")
+    for holds, rule, names in RULES:
+        for short in names.split():
+            for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
+                if values[name] is not None and not holds(values[name]):
+                    raise UserError(f"{name}={values[name]} {rule}")
+    rows, samples, mini_batches = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
+    unit = math.lcm(samples, mini_batches)  # what a batch size must be a multiple of, both rules together
+    below = rows // unit * unit
+    use = f"use {below} or {below + unit}" if below else f"use {unit}"
+    if rows % samples:
+        raise UserError(f"rollout.batch_size={rows} is not a multiple of rollout.samples={samples}; {use}")
+    if rows % mini_batches:
+        raise UserError(f"rollout.batch_size={rows} does not cut into {mini_batches} mini-batches; {use}")
+    if (size := config.world_size) is not None and not config.dry_run:
+        raise UserError(f"world_size={size} is for --dry-run; in a run torchrun's --nproc_per_node says how many ranks")

@@ -18,22 +18,18 @@ from splitppo.placement import Role
 
 # what a console line shows beside the seconds of the spans
 SHOWN = {
-    "actor": {
-        "val/score/mean": "held-out",
-        "response_length/mean": "len",
-        "actor/pg_loss": "loss",
-        "actor/ppo_kl": "kl",
-        "actor/ref_kl": "ref_kl",
-        "actor/entropy": "entropy",
-        "actor/grad_norm": "grad",
-    },
-    "critic": {
-        "critic/score/mean": "score",
-        "critic/values/mean": "value",
-        "critic/vf_loss": "loss",
-        "critic/vf_explained_var": "ev",
-        "critic/grad_norm": "grad",
-    },
+    "val/score/mean": "held-out",
+    "response_length/mean": "len",
+    "actor/pg_loss": "loss",
+    "actor/ppo_kl": "kl",
+    "actor/ref_kl": "ref_kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad",
+    "critic/score/mean": "score",
+    "critic/values/mean": "value",
+    "critic/vf_loss": "loss",
+    "critic/vf_explained_var": "ev",
+    "critic/grad_norm": "grad",
 }
 
 
@@ -83,7 +79,7 @@ class ColumnLog:
 
     def _line(self, step: int, seconds: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
         spent = "  ".join(f"{name} {value:.2f} s" for name, value in seconds.items() if value >= 0.005)
-        shown = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in SHOWN[self.role].items() if name in metrics)
+        shown = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in SHOWN.items() if name in metrics)
         if skipped := metrics.get(f"{self.role}/skipped"):
             shown += f"  SKIPPED {skipped:g} updates: gradient not finite"
         return f"{f'[{self.role}]':<8} step {step:>4}  {shown}  |  {spent}"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -81,16 +82,19 @@ def check_folder(folder: str, kind: Literal["policy", "value"], *, random_init: 
 
 
 def _check_type(config: PretrainedConfig, kind: Literal["policy", "value"], folder: str) -> None:
-    """A policy and a value model's body are causal: a token's output knows nothing of the tokens after it."""
-    # encoders such as BERT are in the mapping, for those who turn them into decoders
-    causal = type(config) in cast(Any, AutoModelForCausalLM)._model_mapping
-    if not causal or getattr(config, "is_decoder", None) is False:
+    kinds: Any = (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForMaskedLM)
+    causal, token, masked = (kind._model_mapping for kind in kinds)
+    # encoders such as BERT are in the causal mapping, too, for those who turn them into decoders
+    encoder = type(config) in masked and getattr(config, "is_decoder", None) is False
+    need = None
+    if type(config) not in causal or encoder:
         need = "a causal language model"
-    elif kind == "value" and type(config) not in cast(Any, AutoModelForTokenClassification)._model_mapping:
+    elif kind == "value" and type(config) not in token:
         need = "a body with a token-classification model, as Llama's"
-    else:
-        return
-    raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
+    elif any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        need = "dense: mixtures of experts are not in this version"
+    if need:
+        raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
 
 
 def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -103,7 +107,7 @@ def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: tor
     if kind == "value":
         config.num_labels = 1
     with _parameters_on_meta():
-        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = auto.from_config(config, dtype=dtype)
     return model.eval()
 
 
@@ -223,11 +227,12 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
+    module: Any = nn.Module
+    module.register_parameter = on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        module.register_parameter = register
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -319,7 +324,10 @@ class _Weights:
         names = [name, *aliases, name.split(".", 1)[-1]]
         found = next((candidate for candidate in names if candidate in self.files), None)
         if found is None:
-            raise UserError(f"model folder {self.folder}: weight {name} is not in its safetensors; is it that model's?")
+            raise UserError(
+                f"model folder {self.folder}: no weight {name} in its safetensors; it is another model's, or of a type "
+                "whose weights transformers renames on loading, which is not in this version"
+            )
         path = self.files[found]
         if path not in self.open:
             self.open[path] = _open(path)

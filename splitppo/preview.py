@@ -8,9 +8,9 @@ import torch
 from splitppo import models
 from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
-from splitppo.placement import Placement, own, place
-from splitppo.runtime import Launch, format_map
-from splitppo.setup import model_folders, preflight
+from splitppo.placement import Placement, place
+from splitppo.runtime import Launch, dtype_of, format_map
+from splitppo.setup import model_folders, owners, preflight
 from splitppo.tiny import build_tiny
 
 # float32 master weight, gradient and AdamW's two moments
@@ -27,9 +27,8 @@ def preview(config: Config, launch: Launch) -> str:
     placement = place(config.placement, world=world, local_world=world // config.nodes)
     preflight(config)
     hosts = [f"node {rank // (world // config.nodes)}" for rank in range(world)]
-    device = (
-        config.compute.device if config.compute.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = found if config.compute.device == "auto" else config.compute.device
     parts = [to_toml(config), format_map(placement, hosts, [device] * world)]
     parts += ["" if placement.colocated else _messages(config, placement), _memory(config, placement, device)]
     return "\n".join(parts)
@@ -38,15 +37,7 @@ def preview(config: Config, launch: Launch) -> str:
 def _messages(config: Config, placement: Placement) -> str:
     """The messages of step 1, at the longest rows that there can be."""
     rollout = config.rollout
-    ownership = own(
-        seed=config.seed,
-        step=1,
-        batch_size=rollout.batch_size,
-        samples=rollout.samples,
-        mini_batches=config.ppo.mini_batches,
-        actor_size=len(placement.actor),
-        critic_size=len(placement.critic),
-    )
+    ownership = owners(config, placement, step=1)
     lines = ["messages of a step (bytes at most):"]
     row, response = rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.max_new_tokens
     for i, actor in enumerate(placement.actor):
@@ -72,7 +63,7 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
             for name, path in folders.items()
             for kind in (("value",) if name == "value" else ("policy",))
         }
-    width = 2 if config.compute.dtype == "bfloat16" or (config.compute.dtype == "auto" and device == "cuda") else 4
+    width = dtype_of(config, torch.device(device)).itemsize
     actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
     actor += counts.get("reference", 0) * width / len(placement.actor)
     critic = counts["value"] * LEARNER_BYTES / len(placement.critic)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -57,13 +58,11 @@ class Reference:
         """`[N]` log-probs of the response tokens."""
         if self.offload:
             self.model.to(self.runner.device)
-        (logprobs,) = self.runner.forward(self.model, rollout, self._outputs, fields=1)
+        outputs = partial(policy_outputs, temperature=self.temperature, entropy=False)
+        logprobs, _ = self.runner.forward(self.model, rollout, outputs, fields=2)
         if self.offload:
             self.model.to("cpu")
         return logprobs
-
-    def _outputs(self, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
-        return [policy_outputs(model, batch, temperature=self.temperature, entropy=False)[0]]
 
 
 class Actor:
@@ -106,7 +105,8 @@ class Actor:
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Old and reference log-probs `[N]`; without a reference, the old ones twice: a KL of 0."""
-        old, entropy = self.policy.runner.forward(self.policy.model, rollout, self._old_outputs, fields=2)
+        outputs = partial(policy_outputs, temperature=self.shared.config.rollout.temperature, entropy=True)
+        old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
         ref = self.reference.logprobs(rollout) if self.reference else old
         self.metrics = self._rollout_metrics(rollout, old, ref, entropy)
         return old, ref
@@ -134,9 +134,6 @@ class Actor:
         scores = [self.shared.score(prompts[s.row], s.response)[0] for finished in done for s in finished]
         total, count = all_sum(torch.tensor([sum(scores), len(scores)]), self.mesh).tolist()
         return {"val/score/mean": total / count, "val/rows": count}
-
-    def _old_outputs(self, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
-        return list(policy_outputs(model, batch, temperature=self.shared.config.rollout.temperature, entropy=True))
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]

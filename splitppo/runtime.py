@@ -109,10 +109,6 @@ class Runtime:
         doing = self.store.get(f"phase/{rank}").decode() if self.store.check([f"phase/{rank}"]) else "starting"
         return f"{roles} rank {rank} on {self.hosts[rank]} (in {doing!r})"
 
-    def placement_map(self) -> str:
-        """The table of ranks, hosts, devices and roles."""
-        return format_map(self.placement, self.hosts, self.devices)
-
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
         self._everyone("done", "1")
@@ -173,7 +169,5 @@ def _for_torchrun(error: BaseException) -> None:
 
 def dtype_of(config: Config, device: torch.device) -> torch.dtype:
     """The precision of forward and backward."""
-    if config.compute.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: Any = getattr(torch, config.compute.dtype)
-    return dtype
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if config.compute.dtype == "auto" else config.compute.dtype)

@@ -24,10 +24,10 @@ from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
 from splitppo.parallel import parallelize
-from splitppo.placement import Ownership, Role, own
+from splitppo.placement import Ownership, Placement, Role, own
 from splitppo.roles import Actor, Critic, Reference, Shared
 from splitppo.rollout import Prompt
-from splitppo.runtime import Runtime, dtype_of
+from splitppo.runtime import Runtime, dtype_of, format_map
 from splitppo.tiny import VOCABULARY, build_tiny
 
 
@@ -74,7 +74,7 @@ def _check_run_dir(folder: Path) -> None:
 def model_folders(config: Config) -> dict[str, str]:
     """The folders of the models that the run loads."""
     folders = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
-    if needs_reference(config):
+    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
         folders["reference"] = config.reference.path or config.policy.path
     return folders
 
@@ -85,8 +85,17 @@ def is_drawn(config: Config, name: str) -> bool:
     return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
 
 
-def needs_reference(config: Config) -> bool:
-    return config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0
+def owners(config: Config, placement: Placement, step: int) -> Ownership:
+    """Who owns which row of a step."""
+    return own(
+        seed=config.seed,
+        step=step,
+        batch_size=config.rollout.batch_size,
+        samples=config.rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        actor_size=len(placement.actor),
+        critic_size=len(placement.critic),
+    )
 
 
 def prepare(config: Config, runtime: Runtime) -> "Run":
@@ -96,11 +105,11 @@ def prepare(config: Config, runtime: Runtime) -> "Run":
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
     if runtime.launch.rank == 0:
-        print(runtime.placement_map(), flush=True)
+        print(format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         _write_run_files(config, folder)
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
-        runtime.share("tiny", lambda: str(_build_tiny(tiny, config.seed)))
+        runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     _log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
     return Run(config, runtime, folder, Path(found) if found else None)
@@ -135,14 +144,8 @@ class Run:
     def links(self) -> Links:
         """This rank's end of the three channels."""
         runtime = self.runtime
-        wire = Wire(
-            rank=runtime.launch.rank,
-            group=runtime.wire,
-            store=runtime.store,
-            device=runtime.device,
-            timeout=self.config.timeout,
-            describe=runtime.describe,
-        )
+        rank, timeout = runtime.launch.rank, self.config.timeout
+        wire = Wire(rank, runtime.wire, runtime.store, runtime.device, timeout, runtime.describe)
         return Links(wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
 
     def actor(self) -> Actor:
@@ -155,14 +158,8 @@ class Run:
             temperature = config.rollout.temperature
             reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
         folder = self.folders["policy"]
-        engine = HFEngine(
-            models.read_config(folder),
-            self.tokenizer,
-            device=self.runtime.device,
-            dtype=self.dtype,
-            max_rows=config.engine.max_rows,
-            folder=Path(folder),
-        )
+        where: Any = {"device": self.runtime.device, "dtype": self.dtype, "folder": Path(folder)}
+        engine = HFEngine(models.read_config(folder), self.tokenizer, max_rows=config.engine.max_rows, **where)
         return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
 
     def critic(self) -> Critic:
@@ -215,21 +212,9 @@ class Run:
             indices = data.batch_indices(len(prompts), per_step, step, config.seed)
             return [prompts[i] for i in indices for _ in range(config.rollout.samples)]
 
-        @functools.lru_cache(maxsize=4)
-        def ownership(step: int) -> Ownership:
-            return own(
-                seed=config.seed,
-                step=step,
-                batch_size=config.rollout.batch_size,
-                samples=config.rollout.samples,
-                mini_batches=config.ppo.mini_batches,
-                actor_size=len(self.runtime.placement.actor),
-                critic_size=len(self.runtime.placement.critic),
-            )
-
+        ownership = functools.lru_cache(maxsize=4)(functools.partial(owners, config, self.runtime.placement))
         reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
-        rewards.check_truths(reward, prompts)
-        rewards.check_truths(reward, held_out)
+        rewards.check_truths(reward, prompts + held_out)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         return Shared(config, ownership, batch, held_out, reward, decode)
 
@@ -249,8 +234,8 @@ class Run:
 
     def _learner(self, name: str, runner: Runner) -> Learner:
         optim = self.config.policy.optim if name == "policy" else self.config.value.optim
-        model = self._model(name, runner)
-        return Learner(model, runner, optim, steps=self.config.steps, aggregate=self.config.ppo.aggregate)
+        steps, aggregate = self.config.steps, self.config.ppo.aggregate
+        return Learner(self._model(name, runner), runner, optim, steps=steps, aggregate=aggregate)
 
     def _model(self, name: str, runner: Runner) -> Any:
         """Builds, shards and fills a model; the reference is held in the precision it runs in."""
@@ -269,7 +254,7 @@ class Run:
 
 def _write_run_files(config: Config, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
 
 
@@ -283,12 +268,6 @@ def _versions() -> dict[str, str]:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     revision = subprocess.run(git, capture_output=True, text=True, check=False)
     return found | {"git": revision.stdout.strip() or "not a checkout"}
-
-
-def _build_tiny(folder: Path, seed: int) -> Path:
-    if not (folder / "model.safetensors").is_file():
-        build_tiny(folder, seed=seed)
-    return folder
 
 
 def _log_to_file(path: Path) -> None:

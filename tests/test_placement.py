@@ -14,13 +14,7 @@ SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
 
 def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
     return own(
-        seed=seed,
-        step=step,
-        batch_size=batch,
-        samples=samples,
-        mini_batches=mini,
-        actor_size=actor,
-        critic_size=critic,
+        seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, actor_size=actor, critic_size=critic
     )
 
 

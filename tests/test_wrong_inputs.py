@@ -145,7 +145,7 @@ DATA = [
 MODELS = [
     # told while the models are loaded, or in the first step
     (["--policy.path={d}/shape"], ["weight model.norm.weight is [32], but [64] by config.json; take both from one"]),
-    (["--policy.path={d}/lacks"], ["weight model.norm.weight is not in its safetensors"]),
+    (["--policy.path={d}/lacks"], ["no weight model.norm.weight in its safetensors"]),
     (["--reward.function={d}/reward.py:word"], ["reward.py:word returned 'good'", "return a number"]),
     (["--reward.function={d}/reward.py:nan"], ["reward.py:nan returned nan", "is not a finite number"]),
     (["--reward.function={d}/reward.py:bare"], ["reward.py:bare returned {'acc': 1}", "it has no score"]),

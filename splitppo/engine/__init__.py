@@ -12,16 +12,13 @@ from splitppo.rollout import Request, Sample
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn.
+    """How responses are drawn; a value out of its range is a ValueError.
 
     Attributes:
         temperature: the logits are divided by it; above 0, also if greedy, since log-probs are taken at it.
         max_new_tokens: a response is cut here if it has not ended; at least 1.
         stop: strings that end a response and stay part of it; looked for in the response alone, never in the prompt.
         greedy: take the likeliest token in place of drawing one.
-
-    Raises:
-        ValueError: a value out of its range.
     """
 
     temperature: float
@@ -44,10 +41,8 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the policy's weights: full (unsharded) tensors by Hugging Face name, cast to the engine's dtype.
 
-        Raises:
-            ValueError: an unknown name, a missing name, or another shape; the engine then waits for a whole new load.
+        An unknown name, a missing name or another shape is a ValueError; the engine then waits for a whole new load.
         """
-        ...
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
@@ -69,4 +64,3 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Give the memory back; the engine can't be used after it."""
-        ...

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
@@ -39,13 +40,10 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> se
     Chat models need them all: one names the end of a turn, another the end of a text.
     """
     owners = (config, config.get_text_config(decoder=True), tokenizer)
-    sources = [getattr(owner, "eos_token_id", None) for owner in owners]
+    named = [getattr(owner, "eos_token_id", None) for owner in owners]
     if folder is not None and (file := folder / "generation_config.json").is_file():
-        sources.append(json.loads(file.read_text()).get("eos_token_id"))
-    found: set[int] = set()
-    for source in sources:
-        found.update([] if source is None else [source] if isinstance(source, int) else source)
-    return found
+        named.append(json.loads(file.read_text()).get("eos_token_id"))
+    return {token for ids in named for token in ([ids] if isinstance(ids, int) else ids or [])}
 
 
 def uniforms(seed: int, step: int, rows: np.ndarray, position: int) -> np.ndarray:
@@ -129,8 +127,7 @@ class _Finish(StoppingCriteria):
         new = ~self.done if response.shape[1] >= self.job.sampling.max_new_tokens else ended & ~self.done
         self.done = self.done | new
         new_here, ended_here = torch.stack([new, ended]).tolist()  # our one wait for the device in a step
-        rows = [index for index, is_new in enumerate(new_here) if is_new]
-        if rows:
+        if rows := [index for index, is_new in enumerate(new_here) if is_new]:
             self.job.out.put(self._collect(response, rows, ended_here))
         return self.done
 
@@ -153,7 +150,6 @@ class HFEngine:
     Args:
         config: the policy's; not its attention implementation, since generate() needs one of the library's.
         tokenizer: for the padding id, the end ids and the stop strings.
-        device, dtype: of the copy.
         max_rows: rows generated at once; more are done one batch after the other, shortest prompts first.
         folder: the model's, for the end ids in its generation_config.json (nothing else of that is used).
         tick: seconds between two empty lists of `generate`.
@@ -170,8 +166,6 @@ class HFEngine:
         folder: Path | None = None,
         tick: float = 0.005,
     ):
-        if max_rows < 1:
-            raise ValueError(f"max_rows {max_rows} must be at least 1")
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=None).eval()
@@ -181,7 +175,7 @@ class HFEngine:
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
         self.eos = torch.tensor(sorted(ends), dtype=torch.long, device=device)
         self.tokenizer, self.device, self.max_rows, self.tick = tokenizer, device, max_rows, tick
-        self._stop: dict[tuple[str, ...], StopStringCriteria] = {}
+        self._stop: dict[tuple[str, ...], StopStringCriteria | None] = {(): None}
         self._loaded = self._running = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -199,10 +193,8 @@ class HFEngine:
                     raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
                 own[name].copy_(tensor)
                 missing.pop(id(own[name]), None)
-        if missing:
-            raise ValueError(
-                f"{len(missing)} weights are missing, among them {', '.join(sorted(missing.values())[:5])}"
-            )
+        if names := sorted(missing.values()):
+            raise ValueError(f"{len(names)} weights are missing, among them {', '.join(names[:5])}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller may have copied on a stream of its own
         self._loaded = True
@@ -215,13 +207,12 @@ class HFEngine:
             raise RuntimeError("generate before a complete load_weights")
         if empty := [request.row for request in requests if not request.prompt]:
             raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
-        if sampling.stop and sampling.stop not in self._stop:
+        if sampling.stop not in self._stop:
             # Not in the thread: a fast tokenizer refuses to be used by two threads at once.
             self._stop[sampling.stop] = StopStringCriteria(self.tokenizer, list(sampling.stop))
         return self._stream(_Job(sorted(requests, key=lambda request: len(request.prompt)), sampling, seed, step))
 
     def close(self) -> None:
-        """See `RolloutEngine`."""
         self._loaded = False
         self.model.to("meta")
 
@@ -262,18 +253,15 @@ class HFEngine:
             job.out.put(error)
 
     def _generate_batch(self, job: _Job, batch: Sequence[Request]) -> None:
-        width = max(len(request.prompt) for request in batch)
-        prompts = torch.full((len(batch), width), self.pad, dtype=torch.long)
-        mask = torch.zeros_like(prompts)
-        for index, request in enumerate(batch):
-            prompts[index, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[index, width - len(request.prompt) :] = 1
-        drawn = _Draw(job, batch, width)
-        finish = _Finish(job, batch, drawn, self.eos, self._stop[job.sampling.stop] if job.sampling.stop else None)
+        rows = [torch.tensor(request.prompt) for request in batch]
+        prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
+        mask = prompts >= 0
+        drawn = _Draw(job, batch, width=prompts.shape[1])
+        finish = _Finish(job, batch, drawn, self.eos, self._stop[job.sampling.stop])
         limit = job.sampling.max_new_tokens
         self.model.generate(
-            prompts.to(self.device),
-            attention_mask=mask.to(self.device),
+            prompts.where(mask, self.pad),
+            attention_mask=mask.long(),
             generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([drawn]),
             stopping_criteria=StoppingCriteriaList([finish]),

@@ -31,62 +31,39 @@ class RewardFunction(Protocol):
     ) -> Any: ...
 
 
-BY_NAME: dict[str, RewardFunction] = {
-    "exact_match": rules.exact_match,
-    "last_number": rules.last_number,
-    "gsm8k": rules.gsm8k,
-    "echo": rules.echo,
-    "addition": rules.addition,
-}
-"""The rules that `reward.function` may name."""
-
-BY_DATA_SOURCE: dict[str, RewardFunction] = {
-    "echo": rules.echo,
-    "addition": rules.addition,
-    "gsm8k": rules.gsm8k,
-    "openai/gsm8k": rules.gsm8k,
-}
-"""What `auto` takes for the rows of a data source."""
+_RULES = (rules.exact_match, rules.last_number, rules.gsm8k, rules.echo, rules.addition)
+BY_NAME = {rule.__name__: rule for rule in _RULES}  # those that `reward.function` may name
+# What `auto` takes for the rows of a data source.
+BY_DATA_SOURCE = {"echo": rules.echo, "addition": rules.addition, "gsm8k": rules.gsm8k, "openai/gsm8k": rules.gsm8k}
 
 
 def check_reward(function: str) -> None:
     """Check `reward.function` before any model is loaded: a file is imported, its function looked up.
 
     Raises:
-        UserError: no such rule, file or function, or it cannot be called as rewards are; if importing the file
-            fails, the cause is chained.
+        UserError: no such rule, file or function, or it can't be called as rewards are, or the import fails (chained).
     """
-    if function != "auto":
-        _find_function(function)
+    _find_function(function)
 
 
 def load_reward(function: str, data_sources: Set[str]) -> RewardFunction:
     """The function that `reward.function` names; `auto` chooses a rule for each row by its data_source.
 
-    Args:
-        function: as in the configuration.
-        data_sources: those of all rows that will be scored, so that a row without a rule is found before training.
-
-    Raises:
-        UserError: as check_reward; or `auto` and a data source without a rule.
+    `data_sources` are those of all rows that will be scored: for `auto`, one without a rule is a UserError, so that it
+    is found before training. The other errors are check_reward's.
     """
-    if function != "auto":
-        return _find_function(function)
-    unknown = sorted(data_sources - BY_DATA_SOURCE.keys())
-    if unknown:
+    if function == "auto" and (unknown := sorted(data_sources - BY_DATA_SOURCE.keys())):
         raise UserError(
-            f"reward.function=auto: no rule for data_source {', '.join(map(repr, unknown))} "
-            f"(known: {', '.join(BY_DATA_SOURCE)}); set --reward.function to {', '.join(BY_NAME)} "
-            "or path/to/file.py:name"
+            f"reward.function=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
+            f"{', '.join(BY_DATA_SOURCE)}); set --reward.function to {', '.join(BY_NAME)} or path/to/file.py:name"
         )
-    return _score_by_data_source
+    return _find_function(function)
 
 
 def check_truths(function: RewardFunction, prompts: Sequence[Prompt]) -> None:
     """Try each prompt's ground truth on a rule of ours, which needs no response for that.
 
-    Raises:
-        UserError: the rule can't use a ground truth; the prompt is named by its number, from 1.
+    One that the rule can't use is a UserError, which names the prompt by its number, from 1.
     """
     if function is not _score_by_data_source and function not in BY_NAME.values():
         return
@@ -98,12 +75,7 @@ def check_truths(function: RewardFunction, prompts: Sequence[Prompt]) -> None:
 
 
 def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple[float, dict[str, float]]:
-    """Score one row.
-
-    Args:
-        function: called with data_source, solution_str, ground_truth, extra_info by keyword.
-        prompt: the row's prompt.
-        response_text: the decoded response without special tokens.
+    """Score one row, of which `response_text` is the decoded response without special tokens.
 
     Returns:
         The score, and the further numbers if the function gave a dict: both finite.
@@ -112,69 +84,59 @@ def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple
         UserError: it returned something else, or NaN or infinity. What the function itself raises comes through
             as it is, with a note that names the function and the data source.
     """
+    source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
     try:
-        result = function(
-            data_source=prompt.data_source,
-            solution_str=response_text,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-        )
+        result = function(data_source=source, solution_str=response_text, ground_truth=truth, extra_info=extra)
     except Exception as error:
-        error.add_note(f"raised in the reward {_describe(function)} for a row of data_source {prompt.data_source!r}")
+        error.add_note(f"raised in the reward {_describe(function)} for a row of data_source {source!r}")
         raise
     parts = result if isinstance(result, dict) else {"score": result}
-    numbers = {str(key): _finite_number(value) for key, value in parts.items()}
-    bad = [key for key, value in numbers.items() if value is None]
+    numbers = {str(key): _number(value) for key, value in parts.items()}
+    bad = [key for key, value in numbers.items() if not math.isfinite(value)]
     if bad or "score" not in numbers:
+        text = " ".join(repr(result).split())
+        shown = text if len(text) <= 120 else text[:117] + "..."
+        reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
         raise UserError(
-            f"reward {_describe(function)} returned {_shorten(result)} for a row of data_source "
-            f"{prompt.data_source!r}: {f'{bad[0]!r} is not a finite number' if bad else 'it has no score'}; "
+            f"reward {_describe(function)} returned {shown} for a row of data_source {source!r}: {reason}; "
             "return a number, or a dict of numbers with the key 'score'"
         )
-    finite = {key: value for key, value in numbers.items() if value is not None}
-    return finite.pop("score"), finite
+    return numbers.pop("score"), numbers
 
 
-def _score_by_data_source(*, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-    return BY_DATA_SOURCE[data_source](
-        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-    )
+def _score_by_data_source(*, data_source: str, **row: Any) -> Any:
+    return BY_DATA_SOURCE[data_source](data_source=data_source, **row)
 
 
 def _find_function(function: str) -> RewardFunction:
+    if function == "auto":
+        return _score_by_data_source
     if function in BY_NAME:
         return BY_NAME[function]
-    path, colon, name = function.rpartition(":")
-    if not colon or not path.endswith(".py") or not name:
-        raise UserError(
-            f"reward.function={function}: no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
+    wrong = f"reward.function={function}:"
+    path, _, name = function.rpartition(":")
+    if not path.endswith(".py") or not name:
+        raise UserError(f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise UserError(f"reward.function={function}: no such file {file}; give a path that every rank can read")
+        raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
     module = _import_file(file)
     if not hasattr(module, name):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(
-            f"reward.function={function}: {path} has no {name}; functions there: {', '.join(defined) or 'none'}"
-        )
+        raise UserError(f"{wrong} {path} has no {name}; functions there: {', '.join(defined) or 'none'}")
     found = getattr(module, name)
-    _check_signature(function, found)
-    return found
-
-
-def _check_signature(function: str, found: Any) -> None:
     if not callable(found):
-        raise UserError(f"reward.function={function}: it is a {type(found).__name__}; name a function")
+        raise UserError(f"{wrong} it is a {type(found).__name__}; name a function")
     try:
         inspect.signature(found).bind(data_source="", solution_str="", ground_truth="", extra_info={})
     except ValueError:
-        return  # some callables written in C have no signature to look at
+        pass  # some callables written in C have no signature to look at
     except TypeError as error:
         raise UserError(
-            f"reward.function={function}: it does not take what rewards are called with ({error}); "
+            f"{wrong} it does not take what rewards are called with ({error}); "
             "define it with (data_source, solution_str, ground_truth, extra_info)"
         ) from error
+    return found
 
 
 @functools.cache  # one import, however often a run asks: a file's top level may load a model
@@ -197,17 +159,14 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _finite_number(value: Any) -> float | None:
-    """`value` as a float if it is one finite number: of Python, numpy, or torch without axes; else None."""
+def _number(value: Any) -> float:
+    """`value` as a float if it is one number: of Python, numpy, or torch without axes; else NaN."""
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
         value = value.item()
-    if not isinstance(value, bool | int | float):
-        return None
     try:
-        number = float(value)
+        return float(value) if isinstance(value, bool | int | float) else math.nan
     except OverflowError:  # an int beyond floats
-        return None
-    return number if math.isfinite(number) else None
+        return math.nan
 
 
 def _describe(function: Any) -> str:
@@ -215,8 +174,3 @@ def _describe(function: Any) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{name}" if code else name
-
-
-def _shorten(result: Any) -> str:
-    text = " ".join(repr(result).split())
-    return text if len(text) <= 120 else text[:117] + "..."

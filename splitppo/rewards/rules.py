@@ -1,7 +1,7 @@
 """Rule rewards: pure functions of the response's text, with verl's signature.
 
 Each takes (data_source, solution_str, ground_truth, extra_info), where `solution_str` is the decoded response without
-special tokens, and returns a score.
+special tokens, and returns a score. A truth that the rule can't use is a UserError.
 """
 
 import re
@@ -26,26 +26,14 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last number on the response's first non-empty line equals the truth as a number (7 = 7.0); else 0.
-
-    Raises:
-        UserError: the truth is no number.
-    """
+    """1 if the last number on the response's first non-empty line equals the truth as a number (7 = 7.0); else 0."""
     first_line = next((line for line in solution_str.splitlines() if line.strip()), "")
-    found = list(_ANY_NUMBER.finditer(first_line))
-    truth = _truth_number("last_number", data_source, ground_truth)
-    return float(bool(found) and _value(found[-1]) == truth)
+    return _last_equals("last_number", list(_ANY_NUMBER.finditer(first_line)), data_source, ground_truth)
 
 
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also without a marker.
-
-    Raises:
-        UserError: the truth is no number.
-    """
-    found = list(_MARKED_NUMBER.finditer(solution_str))
-    truth = _truth_number("gsm8k", data_source, ground_truth)
-    return float(bool(found) and _value(found[-1]) == truth)
+    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also without a marker."""
+    return _last_equals("gsm8k", list(_MARKED_NUMBER.finditer(solution_str)), data_source, ground_truth)
 
 
 def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -70,11 +58,12 @@ def _value(match: re.Match[str]) -> Decimal:
     return -value if (match["sign"] or match["inner_sign"] or "+") != "+" else value
 
 
-def _truth_number(rule: str, data_source: str, ground_truth: Any) -> Decimal:
-    match = _ANY_NUMBER.fullmatch(str(ground_truth).strip())
-    if match is None:
+def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any) -> float:
+    """1 if the last of the numbers found is the truth; else 0, also if there is none."""
+    truth = _ANY_NUMBER.fullmatch(str(ground_truth).strip())
+    if truth is None:
         raise UserError(
             f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule} needs a "
             "number; set --reward.function or --data.answer_key"
         )
-    return _value(match)
+    return float(bool(found) and _value(found[-1]) == _value(truth))
