@@ -137,7 +137,8 @@ class Wire:
 
     def _trace(self, what: str, hop: Hop) -> None:
         if self.trace:
-            print(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}", file=sys.stderr, flush=True)
+            # one write a line: several ranks share the screen
+            sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")
 
 
 class _Link:

@@ -116,13 +116,13 @@ class Learner:
             group["lr"] = self.learning_rate(step)
         pieces = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
-        figures: list[dict[str, float]] = []
+        sums, steps = [], []
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
-                sums = self._accumulate(rollout, plan, pieces, objective, total)
-                figures.append(sums | self._optimizer_step())
+                sums.append(self._accumulate(rollout, plan, pieces, objective, total))
+                steps.append(self._optimizer_step())
         self.updates += 1
-        return self._over_group(figures)
+        return [figures | step for figures, step in zip(self._over_group(sums), steps, strict=True)]
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The full weights by Hugging Face name, one at a time, in `dtype`. All ranks of the group must consume it.
@@ -162,12 +162,8 @@ class Learner:
         sums: dict[str, Any] = {}
         for rows in plan:
             batch = micro_batch([rollout.samples[i] for i in rows], self.runner.device)
-            padded = {
-                name: pad_rows([split[i] for i in rows]).to(self.runner.device)
-                if rows
-                else torch.zeros_like(batch.mask).float()
-                for name, split in pieces.items()
-            }
+            packed = {name: [split[i] for i in rows] or [torch.zeros(1)] for name, split in pieces.items()}
+            padded = {name: pad_rows(tensors).to(self.runner.device) for name, tensors in packed.items()}
             loss, metrics = objective(self.model, batch, padded)
             loss = loss * (algo.aggregate_weight(batch.mask, self.aggregate) / total[0])
             loss.backward()
@@ -176,7 +172,7 @@ class Learner:
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         return sums
 
-    def _optimizer_step(self) -> dict[str, Any]:
+    def _optimizer_step(self) -> dict[str, float]:
         """Clips, steps, clears. A gradient that isn't finite is dropped: its norm, over the group, tells every rank
         alike."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -188,20 +184,13 @@ class Learner:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.max_grad_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "skipped": 0.0 if finite else 1.0}
+        return {"grad_norm": float(norm), "skipped": 0.0 if finite else 1.0}
 
-    def _over_group(self, figures: list[dict[str, Any]]) -> list[dict[str, float]]:
-        """Sums the ranks' parts of the figures in one message."""
-        known = [("grad_norm", "skipped")] * len(figures)
-        names = [[name for name in figure if name not in same] for figure, same in zip(figures, known, strict=True)]
-        parts = [
-            torch.as_tensor(figure[name]).double() for figure, own in zip(figures, names, strict=True) for name in own
-        ]
-        summed = iter(all_sum(torch.stack([part.cpu() for part in parts]), self.runner.mesh).tolist())
-        return [
-            {name: next(summed) for name in own} | {name: float(figure[name]) for name in ("grad_norm", "skipped")}
-            for figure, own in zip(figures, names, strict=True)
-        ]
+    def _over_group(self, sums: list[dict[str, Any]]) -> list[dict[str, float]]:
+        """Sums the ranks' parts of the figures of all optimizer steps in one message."""
+        parts = [[float(part) for part in figures.values()] for figures in sums]
+        totals = all_sum(torch.tensor(parts, dtype=torch.float64), self.runner.mesh).tolist()
+        return [dict(zip(sums[0], row, strict=True)) for row in totals]
 
 
 def _padded(cut: list[list[int]], count: int) -> list[list[int]]:

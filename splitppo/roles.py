@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -317,9 +317,9 @@ def join(parts: Sequence[Scored]) -> Scored:
 
 def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Means over the step's optimizer steps, the steps that were skipped, and the bare figures of each."""
-    names = [name for name in figures[0] if name not in ("loss", "skipped")]
-    means = {name: sum(figure[name] for figure in figures) / len(figures) for name in ["loss", *names]}
-    metrics: dict[str, Any] = {f"{role}/{loss if name == 'loss' else name}": value for name, value in means.items()}
-    metrics[f"{role}/skipped"] = sum(figure["skipped"] for figure in figures)
+    metrics: dict[str, Any] = {}
+    for name in figures[0]:
+        total = sum(figure[name] for figure in figures)
+        metrics[f"{role}/{loss if name == 'loss' else name}"] = total if name == "skipped" else total / len(figures)
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
-    return cast(dict[str, Any], metrics)
+    return metrics
