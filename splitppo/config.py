@@ -143,8 +143,8 @@ class RewardConfig:
 
     function: str = "auto"
     """`exact_match`, `last_number`, `gsm8k`, or `path/to/file.py:name` of a function
-    (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`.
-    `auto`: the generated task's own, or by the rows' data_source."""
+    (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`, whose other numbers become
+    metrics. `auto`: the generated task's own, or by the rows' data_source."""
 
 
 @dataclass(frozen=True)

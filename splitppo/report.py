@@ -170,6 +170,9 @@ def draw_panel(ax: Axes, title: str, series: dict[str, dict[int, float]]) -> Non
     sides: dict[bool, Axes] = {}
     for colour, (label, metric, right) in zip(CURVE_COLOURS, PANELS[title], strict=False):
         if points := series.get(metric):
+            if metric.endswith("explained_var"):
+                # where all returns are alike it has no floor, and would flatten the rest of the curve
+                points = {step: max(value, -1.0) for step, value in points.items()}
             side = sides[right] if right in sides else sides.setdefault(right, ax.twinx() if right else ax)
             look: Any = {"ls": "--" if side.lines else "-", "marker": "o" if len(points) <= 15 else None}
             side.plot(*zip(*sorted(points.items()), strict=True), color=colour, lw=1.8, ms=4, label=label, **look)

@@ -128,10 +128,12 @@ def train(run: Run) -> None:
         actor, critic = run.actor(), run.critic()
         run.begin(actor=actor, critic=critic)
         colocated_loop(run, actor, critic)
+        actor.engine.close()
     elif "actor" in runtime.mesh:
         actor = run.actor()
         run.begin(actor=actor)
         actor_loop(run, actor, run.links())
+        actor.engine.close()
     else:
         critic = run.critic()
         run.begin(critic=critic)

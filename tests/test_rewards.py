@@ -174,6 +174,7 @@ def test_a_reward_file_that_fails_to_import_shows_its_cause(
         (torch.tensor(0.5), (0.5, {})),
         (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), (0.5, {})),
         ({"score": 1, "acc": np.int64(0), "ok": False}, (1.0, {"acc": 0.0, "ok": 0.0})),
+        ({"score": 1, "acc": True, "pred": "[INVALID]", "why": None}, (1.0, {"acc": 1.0})),
     ],
 )
 def test_score_accepts_numbers_of_all_kinds(result: Any, expected: tuple[float, dict[str, float]]) -> None:
@@ -200,7 +201,7 @@ def test_score_accepts_numbers_of_all_kinds(result: Any, expected: tuple[float, 
         {"acc": 1.0},
         {"score": None},
         {"score": 1.0, "acc": math.nan},
-        {"score": 1.0, "acc": "yes"},
+        {"score": 1.0, "acc": [1.0]},
     ],
 )
 def test_score_refuses_anything_else_and_says_what_came_back(result: Any) -> None:

@@ -78,7 +78,7 @@ def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple
     """Score one row, of which `response_text` is the decoded response without special tokens.
 
     Returns:
-        The score, and the further numbers if the function gave a dict: both finite.
+        The score, and the further numbers if the function gave a dict, all finite; texts beside them are left out.
 
     Raises:
         UserError: it returned something else, or NaN or infinity. What the function itself raises comes through
@@ -91,7 +91,8 @@ def score(function: RewardFunction, prompt: Prompt, response_text: str) -> tuple
         error.add_note(f"raised in the reward {_describe(function)} for a row of data_source {source!r}")
         raise
     parts = result if isinstance(result, dict) else {"score": result}
-    numbers = {str(key): _number(value) for key, value in parts.items()}
+    # verl's own functions return the parsed answer, too: a text, of which there is no mean
+    numbers = {str(k): _number(v) for k, v in parts.items() if k == "score" or not isinstance(v, str | None)}
     bad = [key for key, value in numbers.items() if not math.isfinite(value)]
     if bad or "score" not in numbers:
         text = " ".join(repr(result).split())
