@@ -60,16 +60,13 @@ def find(run_dir: Path, resume: str) -> Path | None:
         return found[-1] if found else None
     if resume == "never":
         if found:
-            raise UserError(
-                f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir or --resume auto"
-            )
+            raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
         return None
     folder = Path(resume)
     missing = [role for role in ROLES if not (folder / role / "COMPLETE").is_file()]
     if missing:
-        raise UserError(
-            f"--resume {resume}: no complete checkpoint there ({missing[0]}/COMPLETE is missing); name a step_* folder"
-        )
+        missed = f"no complete checkpoint there ({missing[0]}/COMPLETE is missing)"
+        raise UserError(f"--resume {resume}: {missed}; name a RUN/checkpoints/step_* folder")
     return folder
 
 

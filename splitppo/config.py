@@ -3,9 +3,11 @@
 import argparse
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +58,8 @@ class PolicyConfig:
     """The policy: any Hugging Face causal language model."""
 
     path: str = "tiny"
-    """Folder with config, tokenizer and safetensors, or `tiny`: the embedded model, built and tokenised here."""
+    """Folder with config, tokenizer and safetensors, or `tiny`: the embedded model, built and tokenised here,
+    with settings of its own (splitppo/tiny.toml) in place of the defaults below."""
     random_init: bool = False
     """Draw the weights at random from the seed in place of reading them: for benchmarks on a real shape."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
@@ -117,7 +120,7 @@ class RolloutConfig:
     """Responses sampled for each prompt; `batch_size / samples` prompts a step."""
     max_prompt_tokens: int = 512
     """A longer prompt is refused when the data is read."""
-    max_new_tokens: int = 16
+    max_new_tokens: int = 512
     """A response is cut here if it has not ended."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are taken at it everywhere."""
@@ -301,8 +304,10 @@ def _cli(args: Sequence[str], quiet: bool) -> Config:
         if not stop.code:
             raise
         # what the box says first, below its title
-        lines = [text for line in box.getvalue().splitlines() if (text := line.strip("│|╭╮─- "))]
-        raise UserError(f"{lines[1]}; see --help") from stop
+        lines = [line.strip("│|╭╮─ ") for line in box.getvalue().splitlines() if re.search("[a-z]", line)]
+        near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
+        told = " ".join(takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:]))
+        raise UserError(f"{told}; {f'did you mean {near}?' if near else 'see --help'}") from stop
 
 
 def _preset_flags(path: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import tyro
 from transformers import AutoTokenizer
 
@@ -73,6 +74,7 @@ def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype
 
 
 def main() -> int:
+    transformers.logging.disable_progress_bar()
     try:
         out = export(tyro.cli(Export, prog="splitppo.export"))
     except UserError as error:

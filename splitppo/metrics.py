@@ -20,8 +20,9 @@ from splitppo.placement import Role
 SHOWN = {
     "val/score/mean": "held-out",
     "response_length/mean": "len",
+    "response_length/clip_ratio": "cut",
     "actor/pg_loss": "loss",
-    "actor/ppo_kl": "kl",
+    "actor/ppo_kl": "ppo_kl",
     "actor/ref_kl": "ref_kl",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad",
@@ -60,7 +61,8 @@ class ColumnLog:
         start = time.time()
         self.phase(f"{self.role} step {self.step + 1} {name}")
         yield
-        self.spans.append([name, start, time.time()])
+        if (end := time.time()) - start > 0.0005:  # else there was nothing to do
+            self.spans.append([name, start, end])
 
     def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Ends the step: writes its record and prints its line."""

@@ -39,15 +39,13 @@ def read_config(folder: str) -> PretrainedConfig:
         UserError: the folder has no readable config.json.
     """
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"model folder {folder}: no config.json there; give a Hugging Face folder on this machine")
+        raise UserError(f"model folder {folder}: no config.json there; give a local folder (hub names are not fetched)")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         # the first paragraph: what follows is on installing another transformers
         why = str(error).partition("\n\n")[0]
-        raise UserError(
-            f"model folder {folder}: config.json is not of a model that transformers knows: {why}"
-        ) from error
+        raise UserError(f"model folder {folder}: config.json is of no model that transformers knows: {why}") from error
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
@@ -291,10 +289,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return files
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise UserError(
-            f"model folder {folder}: no model.safetensors; save the model as safetensors, "
-            "or set random_init to draw weights"
-        )
+        raise UserError(f"model folder {folder}: no model.safetensors; save it as safetensors or set random_init")
     return dict.fromkeys(_open(single).keys(), single)
 
 

@@ -45,8 +45,10 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
-                why = "one rank plays both roles" if world == 1 else "placement.mode=colocated: every rank plays both"
-                raise UserError(f"placement.{name}={size} on {world} ranks, but {why}; leave it unset or start more")
+                remedy = "start more ranks" if world == 1 else "use per_node"
+                raise UserError(
+                    f"placement.{name}={size}: all {world} ranks play both roles; {remedy} or leave it unset"
+                )
         return Placement(mode, tuple(range(world)), tuple(range(world)))
     if world == 1:
         raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; use colocated or start more ranks")
@@ -75,16 +77,11 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
     if actor is None:
         actor = world - critic
     if actor + critic != world:
-        raise UserError(
-            f"placement.actor={actor} and placement.critic={critic} do not add up to {world} ranks; give one of them"
-        )
+        raise UserError(f"placement.actor={actor} and critic={critic} do not add up to {world} ranks; give one of them")
     for name, size in (("actor", actor), ("critic", critic)):
         if size < 1:
-            raise UserError(
-                f"placement.actor={config.actor}, placement.critic={config.critic} "
-                f"gives {size} of {world} ranks to the {name} group, which needs 1; "
-                f"set placement.actor and placement.critic, or placement.mode=colocated"
-            )
+            given = f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of {world} is left"
+            raise UserError(f"{given} for the {name} group; set sizes of 1 to {world - 1}, or placement.mode=colocated")
         if size % unit:
             rule = (
                 f"must be the same on each of {unit} nodes" if mode == "per_node" else f"is not whole nodes of {unit}"

@@ -10,7 +10,7 @@ from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
 from splitppo.placement import Placement, place
 from splitppo.runtime import Launch, dtype_of, format_map
-from splitppo.setup import model_folders, owners, preflight
+from splitppo.setup import load_data, model_folders, owners, preflight
 from splitppo.tiny import build_tiny
 
 # float32 master weight, gradient and AdamW's two moments
@@ -21,9 +21,7 @@ def preview(config: Config, launch: Launch) -> str:
     """Resolved config, placement, rows and bytes per message, parameters and estimated memory a rank."""
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
-        raise UserError(
-            f"world_size={world} ranks are not {config.nodes} equal nodes; use a multiple of {config.nodes}"
-        )
+        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; use a multiple of {config.nodes}")
     placement = place(config.placement, world=world, local_world=world // config.nodes)
     preflight(config)
     hosts = [f"node {rank // (world // config.nodes)}" for rank in range(world)]
@@ -55,9 +53,10 @@ def _messages(config: Config, placement: Placement) -> str:
 
 def _memory(config: Config, placement: Placement, device: str) -> str:
     with tempfile.TemporaryDirectory() as tiny:
-        folders = model_folders(config)
+        folders, policy = model_folders(config), config.policy.path
         if "tiny" in folders.values():
             build_tiny(Path(tiny), seed=config.seed)
+        prompts, held_out, _ = load_data(config, models.read_tokenizer(tiny if policy == "tiny" else policy))
         counts = {
             name: models.count_parameters(models.read_config(tiny if path == "tiny" else path), kind)
             for name, path in folders.items()
@@ -67,7 +66,9 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
     actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
     actor += counts.get("reference", 0) * width / len(placement.actor)
     critic = counts["value"] * LEARNER_BYTES / len(placement.critic)
-    lines = [f"parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"]
+    lengths = sorted(len(prompt.tokens) for prompt in prompts)
+    lines = [f"data: {len(prompts):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {len(held_out):,} held out"]
+    lines += [f"parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"]
     lines.append("memory a rank, without activations and KV cache (weights, gradients, optimizer, engine's copy):")
     if placement.colocated:
         return "\n".join([*lines, f"  actor + critic {(actor + critic) / 2**30:.2f} GiB"])

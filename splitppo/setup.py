@@ -1,5 +1,6 @@
 """From a configuration to a run: the checks before it, its folder, its data, and the models of each role."""
 
+import difflib
 import functools
 import json
 import logging
@@ -8,13 +9,13 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from splitppo import checkpoint, data, models, rewards
 from splitppo.channel import Links, Wire
@@ -36,12 +37,16 @@ def preflight(config: Config) -> None:
     rewards.check_reward(config.reward.function)
     if config.data.files:
         data.check_files(config.data)
+        if config.log.validate_every and not config.data.validation_files:
+            raise UserError(f"log.validate_every={config.log.validate_every} needs held-out data.validation_files")
     else:
         data.check_task(config.data.task)
     _check_models(config)
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), config.resume)
+        if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
+            raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
         if found and (step := checkpoint.read_step(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif config.resume not in ("auto", "never"):
@@ -98,15 +103,30 @@ def owners(config: Config, placement: Placement, step: int) -> Ownership:
     )
 
 
+def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], rewards.RewardFunction]:
+    """Training prompts, held-out prompts, and what scores them, all checked."""
+    longest = config.rollout.max_prompt_tokens
+    read = functools.partial(data.load_prompts, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
+    if config.data.files:
+        prompts = read(config.data.files)
+        held_out = read(config.data.validation_files) if config.data.validation_files else []
+    else:
+        generate = functools.partial(data.generated_prompts, config.data, tokenizer, seed=config.seed)
+        prompts, held_out = generate(split="train"), generate(split="validation")
+    held_out = held_out[: config.data.validation_rows]
+    reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
+    rewards.check_truths(reward, prompts + held_out)
+    return prompts, held_out, reward
+
+
 def prepare(config: Config, runtime: Runtime) -> "Run":
     """Agrees on the run's folder and where it starts, and reads the data; all ranks call it."""
     runtime.phase("reading the data")
-    transformers.logging.disable_progress_bar()
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
     if runtime.launch.rank == 0:
         print(format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
-        _write_run_files(config, folder)
+        _write_run_files(config, folder, found)
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
         runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
@@ -204,7 +224,7 @@ class Run:
 
     def _shared(self) -> Shared:
         config = self.config
-        prompts, held_out = self._prompts()
+        prompts, held_out, reward = load_data(config, self.tokenizer)
         per_step = config.rollout.batch_size // config.rollout.samples
 
         @functools.lru_cache(maxsize=4)
@@ -213,21 +233,8 @@ class Run:
             return [prompts[i] for i in indices for _ in range(config.rollout.samples)]
 
         ownership = functools.lru_cache(maxsize=4)(functools.partial(owners, config, self.runtime.placement))
-        reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
-        rewards.check_truths(reward, prompts + held_out)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         return Shared(config, ownership, batch, held_out, reward, decode)
-
-    def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        config, longest = self.config, self.config.rollout.max_prompt_tokens
-        read = functools.partial(data.load_prompts, config.data, tokenizer=self.tokenizer, max_prompt_tokens=longest)
-        if config.data.files:
-            prompts = read(config.data.files)
-            held_out = read(config.data.validation_files) if config.data.validation_files else []
-        else:
-            generate = functools.partial(data.generated_prompts, config.data, self.tokenizer, seed=config.seed)
-            prompts, held_out = generate(split="train"), generate(split="validation")
-        return prompts, held_out[: config.data.validation_rows]
 
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)
@@ -252,9 +259,16 @@ class Run:
         return model
 
 
-def _write_run_files(config: Config, folder: Path) -> None:
+def _write_run_files(config: Config, folder: Path, resumed: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    path, text = folder / "config.toml", to_toml(config)
+    if resumed:
+        print(f"going on from {resumed}", flush=True)
+        before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for change in difflib.ndiff(before, text.splitlines()):
+            if change[0] in "+-":
+                print(f"  {'now' if change[0] == '+' else 'was'} {change[2:]}", flush=True)
+    path.write_text(text, encoding="utf-8")
     (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
 
 
@@ -278,3 +292,5 @@ def _log_to_file(path: Path) -> None:
     root.setLevel(logging.INFO)
     root.addHandler(handler)
     logging.captureWarnings(True)
+    # of the value model's output, on which nothing is done in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")

@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import transformers
+
 from splitppo.channel import Links
 from splitppo.config import check, parse
 from splitppo.placement import place
@@ -104,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after a failure, 2 for wrong input."""
     argv = sys.argv[1:] if argv is None else argv
     launch, runtime = Launch.from_env(), None
+    transformers.logging.disable_progress_bar()
     try:
-        config = parse(argv, quiet=launch.local_rank != 0)
+        # under torchrun a wrong flag is told as every other error is, once and last on the screen
+        config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
         check(config)
         if config.dry_run:
             print(preview(config, launch))

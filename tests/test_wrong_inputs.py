@@ -76,13 +76,13 @@ EARLY = [
     (["--config={d}/section.toml"], ["section.toml: steps is a section there", "write steps = value"]),
     (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
     # placement
-    (["--placement.actor=2"], ["placement.actor=2 on 1 ranks", "leave it unset or start more"]),
+    (["--placement.actor=2"], ["placement.actor=2: all 1 ranks play both", "start more ranks or leave it unset"]),
     (["--placement.mode=per_node"], ["placement.mode=per_node needs 2 ranks", "use colocated"]),
     (
         ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
         ["actor=5", "8 ranks", "give one"],
     ),
-    (["--dry-run", "--world-size=8", "--placement.actor=9"], ["placement.actor=9", "-1 of 8 ranks to the critic"]),
+    (["--dry-run", "--world-size=8", "--placement.actor=9"], ["actor=9", "no rank of 8 is left for the critic"]),
     (["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"], ["placement.actor=5", "a multiple of 2"]),
     (["--dry-run", "--world-size=7", "--nodes=2"], ["world_size=7", "use a multiple of 2"]),
     (["--dry-run", "--world-size=0"], ["world_size=0"]),
@@ -95,13 +95,10 @@ EARLY = [
     (["--data.files={d}/no.parquet"], ["no.parquet is no parquet file", "write it again"]),
     # model folders
     (["--policy.path={d}/none"], ["model folder {d}/none: no config.json there; give"]),
-    (["--policy.path={d}/config_only"], ["config_only: no model.safetensors; save the model as safetensors"]),
+    (["--policy.path={d}/config_only"], ["config_only: no model.safetensors; save it as safetensors"]),
     (["--policy.path={d}/config_only", "--policy.random-init"], ["config_only: no tokenizer there; save one"]),
-    (
-        ["--policy.path={d}/unknown"],
-        ["model folder {d}/unknown: config.json is not of a model that transformers knows"],
-    ),
-    (["--policy.path={d}/heads"], ["model folder {d}/heads: config.json is not of a model", "attention heads"]),
+    (["--policy.path={d}/unknown"], ["model folder {d}/unknown: config.json is of no model that transformers knows"]),
+    (["--policy.path={d}/heads"], ["model folder {d}/heads: config.json is of no model", "attention heads"]),
     (["--policy.path={d}/encoder"], ["'bert' is not a causal language model; choose another policy.path"]),
     (["--value.path={d}/encoder"], ["'bert' is not a causal language model; choose another value.path"]),
     (["--policy.path={d}/cut"], ["cut/model.safetensors is no safetensors file", "fetch it again"]),
@@ -116,7 +113,10 @@ EARLY = [
     # run folder and resume
     (["--run-dir={d}/rows.csv"], ["run_dir={d}/rows.csv", "choose another --run-dir"]),
     (["--resume={d}/run/checkpoints/step_000004"], ["needs --run-dir"]),
-    (["--resume={d}/nowhere", "--run-dir={d}/new"], ["--resume {d}/nowhere: no complete checkpoint", "name a step_*"]),
+    (
+        ["--resume={d}/nowhere", "--run-dir={d}/new"],
+        ["--resume {d}/nowhere: no complete checkpoint", "name a RUN/checkpoints/step_*"],
+    ),
     (["--resume=never", "--run-dir={d}/run"], ["--resume never, but {d}/run holds step_000004; choose another"]),
     (["--run-dir={d}/run", "--steps=4"], ["steps=4, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps"]),
 ]

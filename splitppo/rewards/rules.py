@@ -60,7 +60,8 @@ def _value(match: re.Match[str]) -> Decimal:
 
 def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any) -> float:
     """1 if the last of the numbers found is the truth; else 0, also if there is none."""
-    truth = _ANY_NUMBER.fullmatch(str(ground_truth).strip())
+    # GSM8K's own column is the whole solution, and ends in its number
+    truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())
     if truth is None:
         raise UserError(
             f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule} needs a "
