@@ -73,11 +73,6 @@ class Wire:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
 
-    def clear(self, hop: Hop) -> None:
-        """Receiver: says that it is ready for the hop."""
-        self._trace("clear to send", hop)
-        self.store.set(f"{hop.key}/clear", b"1")
-
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has said so. Doesn't wait."""
         return self.store.check([f"{hop.key}/clear"])
@@ -91,7 +86,9 @@ class Wire:
             self.transfer_out(payload, hop.receiver)
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
-        """Receiver: waits for the sender's go, then receives; `clear` must have been said.
+        """Receiver: says that it is ready, waits for the sender's go, then receives.
+
+        One hop at a time: a second sender that were clear to send would post, and wait for this one on its GPU.
 
         Args:
             check: header -> number of elements that it stands for; held against the number announced.
@@ -99,6 +96,8 @@ class Wire:
         Returns:
             The header and a 1-D CPU tensor.
         """
+        self._trace("clear to send", hop)
+        self.store.set(f"{hop.key}/clear", b"1")
         self._wait(hop, "go", hop.sender)
         numel, *header = array("q", self.store.get(f"{hop.key}/go"))
         for name in ("clear", "go"):
@@ -212,7 +211,6 @@ class RolloutLink(_Link):
         for i, rank in enumerate(self.placement.actor):
             if own.message_rows(i, me, self.chunks)[chunk]:
                 hops.append(self._hop(step, rank, chunk=chunk))
-                self.wire.clear(hops[-1])
         return [sample for hop in hops for sample in self._receive(hop)]
 
     def _begin(self, step: int) -> None:
@@ -257,11 +255,8 @@ class TensorLink(_Link):
 
     def recv(self, step: int, rollout: Rollout, *, fields: int) -> list[Tensor]:
         """`fields` packed tensors `[N]` for all rows of `rollout`."""
-        peers = self._peers(step)
-        for peer, _ in peers:
-            self.wire.clear(self._hop(step, peer))
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
-        for peer, rows in peers:
+        for peer, rows in self._peers(step):
             lengths = [rollout.lengths[rollout.index[row]] for row in rows]
             _, payload = self.wire.recv(self._hop(step, peer), torch.float32, lambda _, n=lengths: fields * sum(n))
             for field, values in zip(by_row, payload.view(fields, -1), strict=True):

@@ -24,13 +24,17 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def save(learner: Learner, mesh: DeviceMesh, folder: Path, role: str, *, step: int) -> None:
-    """Writes a group's weights and optimizer state; all its ranks must call it."""
-    target = folder / role
+def save(learner: Learner, mesh: DeviceMesh, folder: Path, role: str) -> None:
+    """Writes a group's weights and optimizer state, which count once `commit` says so; all its ranks must call it."""
+    if mesh.get_local_rank() == 0:  # DCP's coordinator, too: nobody writes before its plan is out
+        (folder / role / "COMPLETE").unlink(missing_ok=True)
     weights, optimizer = get_state_dict(learner.model, learner.optimizer)
-    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=target, process_group=mesh.get_group())
-    if mesh.get_local_rank() == 0:
-        (target / "COMPLETE").write_text(json.dumps({"step": step}))
+    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / role, process_group=mesh.get_group())
+
+
+def commit(folder: Path, role: str, *, step: int) -> None:
+    """Makes what `save` wrote count; called once, when the step's metrics are written, too."""
+    (folder / role / "COMPLETE").write_text(json.dumps({"step": step}))
 
 
 def load(learner: Learner, mesh: DeviceMesh, folder: Path, role: str) -> None:
@@ -67,6 +71,8 @@ def find(run_dir: Path, resume: str) -> Path | None:
     if missing:
         missed = f"no complete checkpoint there ({missing[0]}/COMPLETE is missing)"
         raise UserError(f"--resume {resume}: {missed}; name a RUN/checkpoints/step_* folder")
+    if found and read_step(found[-1]) > read_step(folder):
+        raise UserError(f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir")
     return folder
 
 

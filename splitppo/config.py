@@ -84,7 +84,7 @@ class ValueConfig:
     random_init: bool = False
     """Draw the body at random from the seed in place of reading it."""
     head: Literal["zero", "normal"] = "zero"
-    """How a fresh scalar head starts: all zero (the first values are 0) or N(0, 1/hidden size)."""
+    """How a scalar head starts that `path` doesn't hold: all zero (the first values are 0) or N(0, 1/hidden size)."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 

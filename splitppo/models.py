@@ -123,7 +123,7 @@ def fill(
     Args:
         folder: Hugging Face folder with safetensors.
         random_seed: draw the weights from this seed in place of reading them.
-        head: how the scalar head of a value model starts, drawn from `seed` if `normal`.
+        head: how a scalar head that isn't in the folder starts, drawn from `seed` if `normal`.
 
     Raises:
         UserError: a weight is missing in the folder or has another shape.
@@ -135,7 +135,7 @@ def fill(
     weights = _Weights(Path(folder)) if random_seed is None else None
     for name, parameter in model.named_parameters():
         name = clean(name)
-        if name in heads:
+        if name in heads and (weights is None or name not in weights.files):
             value = _fresh_head(name, parameter, head, seed)
         elif weights is None:
             value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))

@@ -236,10 +236,11 @@ class Critic:
             "critic/advantages": rollout.unpad(advantages),
             "critic/returns": packed_returns,
             "critic/values": scored.values,
-            "critic/error": packed_returns - scored.values,
+            "error": packed_returns - scored.values,
         }
-        figures |= {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
-        self.metrics = self._judged_metrics(figures)
+        extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
+        # the trainer's own figures win over a reward's of the same name
+        self.metrics = self._judged_metrics(extra | figures)
         return rollout.unpad(white), packed_returns
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
@@ -299,8 +300,8 @@ class Critic:
             metrics[f"{name}/min"] = min(low for _, low, _ in parts)
             metrics[f"{name}/max"] = max(high for _, _, high in parts)
         total = spread["critic/returns"]
-        metrics["critic/vf_explained_var"] = 1 - spread["critic/error"] / total if total > 0 else 0.0
-        return {name: value for name, value in metrics.items() if not name.startswith("critic/error")}
+        metrics["critic/vf_explained_var"] = 1 - spread["error"] / total if total > 0 else 0.0
+        return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
 def join(parts: Sequence[Scored]) -> Scored:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
+from splitppo.channel import WireError
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Placement, Role
@@ -73,15 +74,18 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
-            store, _, _ = next(rendezvous("env://", timeout=limit))
+            job, _, _ = next(rendezvous("env://", timeout=limit))
         else:
-            store = dist.HashStore()
+            job = dist.HashStore()
+        # torchrun's store outlives the workers, which it may start anew (--max-restarts)
+        attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = dist.PrefixStore(attempt, job)
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
         # a connection of its own: a wait here must not hold up the process groups' own use of the store
-        own: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
-        self.store = dist.PrefixStore("splitppo", own)
+        own: Any = job.clone() if isinstance(job, dist.TCPStore) else job  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore(f"splitppo/{attempt}", own)
         self.store.set_timeout(limit)
         self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
@@ -111,7 +115,17 @@ class Runtime:
 
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
-        self._everyone("done", "1")
+        me = self.launch.rank
+        self.store.set(f"done/{me}", "1")
+        for rank in range(self.launch.world):
+            try:
+                self.store.get(f"done/{rank}")
+            except dist.DistStoreError as error:
+                waited = f"{self.describe(me)} waited {self.timeout:g} s for {self.describe(rank)}"
+                raise RuntimeError(f"end of the run: {waited}; raise --timeout if that is only slow") from error
+        self.store.set(f"left/{me}", "1")
+        for rank in range(self.launch.world if me == 0 else 0):
+            self.store.get(f"left/{rank}")  # rank 0 may hold the store: it goes last
 
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
@@ -154,8 +168,11 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
         _for_torchrun(error.with_traceback(None))
         return 2
     if runtime is not None and not runtime.failed(error):
-        print(f"rank {launch.rank} stops: another rank failed ({type(error).__name__})", file=sys.stderr, flush=True)
+        why = error if isinstance(error, WireError) else type(error).__name__
+        print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
         return 1
+    if runtime is not None:
+        error.add_note(f"on {runtime.describe(launch.rank)}")
     traceback.print_exception(error)
     _for_torchrun(error)
     return 1

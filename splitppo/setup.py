@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -200,14 +201,23 @@ class Run:
             if metrics:
                 log.finish(0, metrics)
 
-    def checkpoint(self, role: Role, step: int, learner: Learner) -> None:
+    def save(self, role: Role, step: int, learner: Learner) -> None:
         """Writes the role's part of a checkpoint if one is due."""
+        if self._due(step):
+            checkpoint.save(learner, learner.runner.mesh, checkpoint.step_folder(self.folder, step), role)
+
+    def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
+        """Ends a step: its line, then the word that its checkpoint counts, so that a resumed run has every line."""
+        log = self.log(role)
+        log.finish(step, metrics)
+        if log.first and self._due(step):
+            checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
+            if role == "critic":
+                checkpoint.prune(self.folder, self.config.checkpoint.keep)
+
+    def _due(self, step: int) -> bool:
         every = self.config.checkpoint.every
-        if not every or (step % every and step != self.config.steps):
-            return
-        checkpoint.save(learner, learner.runner.mesh, checkpoint.step_folder(self.folder, step), role, step=step)
-        if role == "critic" and learner.runner.mesh.get_local_rank() == 0:
-            checkpoint.prune(self.folder, self.config.checkpoint.keep)
+        return bool(every) and (step % every == 0 or step == self.config.steps)
 
     def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Writes a step's samples; the critic group's first rank does."""
@@ -280,8 +290,8 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    revision = subprocess.run(git, capture_output=True, text=True, check=False)
-    return found | {"git": revision.stdout.strip() or "not a checkout"}
+    revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return found | {"git": revision or "not a checkout"}
 
 
 def _log_to_file(path: Path) -> None:

@@ -46,8 +46,8 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
-            run.checkpoint("actor", step, actor.policy)
-        log.finish(step, metrics)
+            run.save("actor", step, actor.policy)
+        run.finish("actor", step, metrics)
 
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
@@ -70,8 +70,8 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             metrics = critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.checkpoint("critic", step, critic.value)
-        log.finish(step, metrics)
+            run.save("critic", step, critic.value)
+        run.finish("critic", step, metrics)
 
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
@@ -96,10 +96,10 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.checkpoint("actor", step, actor.policy)
-            run.checkpoint("critic", step, critic.value)
-        log.finish(step, metrics)
-        critic_log.finish(step, critic_metrics)
+            run.save("actor", step, actor.policy)
+            run.save("critic", step, critic.value)
+        run.finish("actor", step, metrics)
+        run.finish("critic", step, critic_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,10 +30,18 @@ class QueueWire(Wire):
         self.queues, self.record = queues, record
 
     def transfer_out(self, payload, receiver):
+        # the peer must be at its recv, or nearly: a send that waits would spin on a GPU
+        deadline = time.monotonic() + 0.5
+        while ("ready", self.rank, receiver) not in self.record:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"rank {self.rank} posted to rank {receiver}, which does not receive")
+            time.sleep(0.001)
+        self.record.remove(("ready", self.rank, receiver))
         self.record.append(("send", self.rank, receiver, payload.numel()))
         self.queues[self.rank, receiver].put(payload.clone())
 
     def transfer_in(self, numel, dtype, sender):
+        self.record.append(("ready", sender, self.rank))
         payload = self.queues[sender, self.rank].get(timeout=self.timeout)
         self.record.append(("recv", sender, self.rank, payload.numel()))
         assert payload.numel() == numel
@@ -78,6 +86,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             rows = ownership(step).all_rows("actor", rank)
             finishing = make_samples(rows, step)
             random.Random(f"{rank}/{step}").shuffle(finishing)
+            time.sleep(0.8 if slow == "first actor" and rank == 0 else 0)
             for sample in finishing:
                 links.rollouts.offer(step, [sample])
                 links.rollouts.offer(step, [])
@@ -136,9 +145,9 @@ def test_sends_and_receives_match_for_any_sizes(actor, critic, chunks):
     assert store.num_keys() <= 1, "the handshake's keys are left in the store"
 
 
-@pytest.mark.parametrize("slow", ["actor", "critic"])
-def test_a_slow_column_changes_nothing(slow):
-    seen, _, _ = play(2, 2, chunks=3, slow=slow, steps=2)
+@pytest.mark.parametrize("slow", ["actor", "critic", "first actor"])
+def test_a_slow_column_changes_nothing_and_leaves_no_send_waiting(slow):
+    seen, _, _ = play(3, 1 if slow == "first actor" else 2, chunks=3, slow=slow, steps=2)
     assert all(seen.values())
 
 
@@ -167,7 +176,7 @@ def test_chunks_leave_before_the_rollout_is_over():
     thread = threading.Thread(target=lambda: got.append(receiver.rollouts.recv(1, 0)))
     thread.start()
     deadline = time.monotonic() + 10
-    while not record and time.monotonic() < deadline:
+    while not any(hop[0] == "send" for hop in record) and time.monotonic() < deadline:
         sender.rollouts.offer(1, [])
     thread.join(timeout=10)
     assert [sample.row for sample in got[0]] == [0, 1]

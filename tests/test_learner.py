@@ -210,7 +210,7 @@ def save_rank(rank, world, folder, target):
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
-    checkpoint.save(learner, learner.runner.mesh, target, "actor", step=1)
+    checkpoint.save(learner, learner.runner.mesh, target, "actor")
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
     return full_weights(learner)
 

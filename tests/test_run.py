@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from splitppo import checkpoint, train
 from splitppo.config import parse, to_toml
+from splitppo.errors import UserError
+from splitppo.models import build, fill, read_config
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
 
@@ -145,6 +147,65 @@ def test_prune_keeps_the_newest(tmp_path):
     assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step_000002", "step_000003"]
 
 
+def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
+    """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
+    folder = tmp_path / "run"
+    old = checkpoint.step_folder(folder, 1) / "actor"
+    old.mkdir(parents=True)
+    (old / "COMPLETE").write_text('{"step": 1}')
+
+    def dies_before_the_actors_word(rank: int) -> int:
+        commit = checkpoint.commit
+
+        def dying(folder: Path, role: str, *, step: int) -> None:
+            if role == "actor":
+                raise RuntimeError("killed")
+            commit(folder, role, step=step)
+
+        checkpoint.commit = dying
+        return train.main([*SMALL, "--steps=1", "--checkpoint.every=1", f"--run-dir={folder}"])
+
+    assert run_ranks(1, dies_before_the_actors_word) == [1]
+    assert checkpoint.complete(folder) == []
+
+
+def test_going_back_needs_another_folder(whole):
+    with pytest.raises(UserError, match="holds step_000004, a later one"):
+        checkpoint.find(whole, str(checkpoint.step_folder(whole, 2)))
+    assert checkpoint.find(whole.parent, str(checkpoint.step_folder(whole, 2))) == checkpoint.step_folder(whole, 2)
+
+
+def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}"]
+    run_ranks(1, main_rank, argv)
+    before = (tmp_path / "run" / "metrics" / "actor.jsonl").read_text()
+    with pytest.raises(RuntimeError, match="exit status 2"):
+        run_ranks(1, main_rank, argv)
+    assert (tmp_path / "run" / "metrics" / "actor.jsonl").read_text() == before
+
+
+def test_torchrun_may_start_the_workers_anew(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "import pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if not seen.exists():\n        seen.touch()\n        raise ValueError('once')\n    return 0.5\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    argv = [*SMALL, "--steps=1", "--log.validate-every=0", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1"]
+    reward = f"--reward.function={tmp_path / 'reward.py'}:score"
+    done = subprocess.run(
+        [*command, "-m", "splitppo.train", *argv, reward],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=150,
+        check=False,
+    )
+    assert "ValueError: once" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in records(tmp_path / "run", "critic")] == [1]
+
+
 def test_export_loads_with_from_pretrained(whole, tmp_path):
     command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
     subprocess.run(command, check=True, capture_output=True)
@@ -161,6 +222,10 @@ def test_export_loads_with_from_pretrained(whole, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     ids = torch.tensor([tokenizer("123=").input_ids])
     assert value(input_ids=ids).logits.shape == (1, 4, 1)
+    again = build(read_config(str(tmp_path / "value")), "value")
+    fill(again, str(tmp_path / "value"), device=torch.device("cpu"))
+    assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), "the head is lost"
+    assert value.state_dict()["score.weight"].any()
     # the trained policy's greedy score is what the run logged last
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
 
