@@ -2,6 +2,7 @@
 
 Shapes: `B` rows, `T` padded length, `V` vocabulary; a mask is bool or 0/1 and is 1 where the policy sampled a token.
 What lies outside the mask is never read: not-a-number there changes no result. Log-probs, KL and entropy are in nats.
+Shapes that don't fit and settings out of their range are a ValueError.
 Where a statistic or a mean may be over more rows than one call sees, the part that adds up is exported beside it
 (`moments` / `merge_moments`, `aggregate_weight`), so that the caller can cut the batch as it likes.
 
@@ -146,8 +147,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     `rewards`, `values`, `mask`: `[B, T]`; `values[:, t]` is of the state before token t. `gamma` and `lam` lie in
     [0, 1]. A position outside the mask is no time step: the successor of a token is the next masked one. After a
     row's last token the value is 0: every row ends there, and there is no bootstrap. Returns are advantages + values,
-    the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient. Raises ValueError for
-    tensors of different shapes.
+    the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient.
     """
     _check_shapes(2, rewards=rewards, values=values, mask=mask)
     inside = mask.bool()
@@ -213,7 +213,7 @@ def policy_loss(
     All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs) and advantage A, a token loses
     `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
     `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
-    Gradient flows into `logprobs` only. Raises ValueError for shapes, clips or an aggregate that make no sense.
+    Gradient flows into `logprobs` only.
 
     Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
     clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`.
@@ -253,7 +253,6 @@ def value_loss(
     All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2)`; `clip=None`
     leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9; the clip is not in the paper but in its
     code (openai/baselines, ppo2), and half of the square is that code's too. Gradient flows into `values` only.
-    Raises ValueError for shapes, a negative clip or an unknown aggregate.
 
     Metrics, detached means over the mask: `vf_clipfrac` share of tokens whose clipped term is the larger loss;
     `vpred_mean` mean value.
@@ -291,9 +290,7 @@ def learning_rate(
     """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
 
     Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a warm-up) `linear` and
-    `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`, and stay there. When the peak's step is
-    the last one, that step keeps the peak: a run of one step is to learn something. Raises ValueError for a step
-    below 1, a negative warm-up or an unknown schedule.
+    `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`; a run of one step keeps the peak.
     """
     if step < 1 or warmup_steps < 0:
         raise ValueError(f"want step >= 1 and warmup_steps >= 0, got {step} and {warmup_steps}")

@@ -183,8 +183,11 @@ class RolloutLink(_Link):
         own = self.ownership(step)
         for sample in finished:
             peer = self.placement.critic[own.critic_of[sample.row]]
-            self._filling[peer].append(sample)
-            self._fill(peer)
+            rows, due = self._filling[peer], self._due[peer]
+            rows.append(sample)
+            if len(rows) == due[0][1]:
+                chunk, _ = due.popleft()
+                self._ready.append((self._hop(step, peer, chunk=chunk), self._filling.pop(peer)))
         for _ in range(len(self._ready)):
             hop, samples = self._ready.popleft()
             if self.wire.is_clear(hop):
@@ -207,11 +210,8 @@ class RolloutLink(_Link):
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
         own, me = self.ownership(step), self.placement.critic.index(self.rank)
-        hops = []
-        for i, rank in enumerate(self.placement.actor):
-            if own.message_rows(i, me, self.chunks)[chunk]:
-                hops.append(self._hop(step, rank, chunk=chunk))
-        return [sample for hop in hops for sample in self._receive(hop)]
+        senders = [rank for i, rank in enumerate(self.placement.actor) if own.message_rows(i, me, self.chunks)[chunk]]
+        return [sample for rank in senders for sample in self._receive(self._hop(step, rank, chunk=chunk))]
 
     def _begin(self, step: int) -> None:
         own, me = self.ownership(step), self.placement.actor.index(self.rank)
@@ -219,13 +219,6 @@ class RolloutLink(_Link):
         for i, rank in enumerate(self.placement.critic):
             counts = own.message_rows(me, i, self.chunks)
             self._due[rank] = deque((chunk, count) for chunk, count in enumerate(counts) if count)
-
-    def _fill(self, peer: int) -> None:
-        due, rows = self._due[peer], self._filling[peer]
-        if due and len(rows) == due[0][1]:
-            chunk, _ = due.popleft()
-            self._ready.append((self._hop(self._step, peer, chunk=chunk), rows.copy()))
-            rows.clear()
 
     def _post(self, hop: Hop, samples: list[Sample]) -> None:
         header = [len(samples)]

@@ -273,6 +273,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
+    (lambda v: "" not in v, "holds an empty string, which would end every response at once", "rollout.stop"),
     (lambda v: v != "vllm", "is not in this version; use hf", "engine.kind"),
 )
 

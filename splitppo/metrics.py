@@ -35,13 +35,9 @@ SHOWN = {
 
 
 class ColumnLog:
-    """The spans and metrics of one role; only the first rank of its group writes and prints.
+    """The spans and metrics of one role; only the `first` rank of its group writes and prints.
 
-    Args:
-        run_dir: the run's folder.
-        first: whether this rank is the group's first.
-        phase: told each span as it begins.
-        start: the step resumed from; what an earlier run wrote of later steps is dropped.
+    `phase` is told each span as it begins; what an earlier run wrote of steps after `start` is dropped.
     """
 
     def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int):
@@ -52,7 +48,9 @@ class ColumnLog:
         self.began = time.time()
         if first:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            keep = [line for line in _lines(self.path) if json.loads(line)["step"] <= start] if start else []
+            lines = self.path.read_text().splitlines(keepends=True) if start and self.path.is_file() else []
+            # a crash may have torn the last one
+            keep = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
             self.path.write_text("".join(keep))
 
     @contextmanager
@@ -93,10 +91,3 @@ def _performance(metrics: Mapping[str, Any], seconds: float) -> dict[str, float]
     if torch.cuda.is_initialized():
         figures["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return figures
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a file that a crash may have torn; [] if there is none."""
-    if not path.is_file():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -136,7 +136,7 @@ def fill(
     for name, parameter in model.named_parameters():
         name = clean(name)
         if name in heads and (weights is None or name not in weights.files):
-            value = _fresh_head(name, parameter, head, seed)
+            value = _draw(name, parameter, seed, parameter.shape[-1] ** -0.5 if head == "normal" else 0.0)
         elif weights is None:
             value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))
         else:
@@ -273,17 +273,14 @@ def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
     return full[_bounds(parameter)]
 
 
-def _fresh_head(name: str, parameter: Tensor, head: str, seed: int) -> Tensor:
-    if head == "zero" or name.endswith("bias"):
-        return torch.zeros_like(_local(parameter))
-    return _draw(name, parameter, seed, parameter.shape[-1] ** -0.5)
-
-
 def _weight_files(folder: Path) -> dict[str, Path]:
     """weight name -> the safetensors file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {name: folder / file for name, file in _weight_map(index).items()}
+        try:
+            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
         if missing := sorted({path.name for path in files.values() if not path.is_file()}):
             raise UserError(f"model folder {folder}: {missing[0]} is in the index but not there; fetch it again")
         return files
@@ -291,13 +288,6 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if not single.is_file():
         raise UserError(f"model folder {folder}: no model.safetensors; save it as safetensors or set random_init")
     return dict.fromkeys(_open(single).keys(), single)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
 
 
 def _open(path: Path) -> Any:

@@ -117,8 +117,8 @@ class Actor:
         mini_batches = self.shared.ownership(step).rows("actor", self.rank)
         epochs = self.shared.config.ppo.epochs
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=epochs)
-        rate = {"actor/lr": self.policy.learning_rate(step)}
-        return self.metrics | learning_metrics("actor", "pg_loss", figures) | rate
+        metrics = self.metrics | learning_metrics("actor", "pg_loss", figures)
+        return metrics | {"actor/lr": self.policy.learning_rate(step)}
 
     def validate(self, step: int) -> dict[str, float]:
         """The greedy score on the held-out prompts, if one is due after this step."""
@@ -166,7 +166,7 @@ class Actor:
         kl = algo.kl_estimate(old, ref, self.shared.config.ppo.kl_kind)
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
         cut = sum(not sample.finished for sample in rollout.samples)
-        parts = [len(rollout), rollout.tokens, prompts, cut, entropy.sum(), difference.sum(), kl.sum()]
+        parts = [len(rollout.rows), rollout.tokens, prompts, cut, entropy.sum(), difference.sum(), kl.sum()]
         rows, tokens, prompts, cut, entropy_sum, difference_sum, kl_sum = all_sum(
             torch.tensor([float(part) for part in parts]), self.mesh
         ).tolist()
@@ -187,13 +187,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class Scored:
-    """Rows with the critic's first look at them.
-
-    Attributes:
-        values: packed `[N]`.
-        scores: `[B]`.
-        extra: further figures of the reward function, by name a list of numbers.
-    """
+    """Rows with the critic's first look: values `[N]`, scores `[B]`, and the reward's further figures by name."""
 
     rollout: Rollout
     values: Tensor

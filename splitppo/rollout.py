@@ -52,13 +52,10 @@ class Sample:
 
 
 class Rollout:
-    """The rows that one rank holds in a step, with their response tokens packed in ascending order of rows.
+    """The rows that one rank holds in a step, given in any order and kept in ascending order of rows.
 
     Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors `[N]` on the CPU,
     N = the sum of the response lengths.
-
-    Args:
-        samples: the rows, in any order.
     """
 
     def __init__(self, samples: Sequence[Sample]):
@@ -66,9 +63,6 @@ class Rollout:
         self.rows = [sample.row for sample in self.samples]
         self.lengths = [len(sample.response) for sample in self.samples]
         self.index = {row: i for i, row in enumerate(self.rows)}
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     @property
     def tokens(self) -> int:

@@ -154,10 +154,7 @@ def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> st
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
     """Tells a failure once: the user's own as a line, the first rank's with its traceback, the others in a word.
-
-    Returns:
-        The exit status.
-    """
+    Returns the exit status."""
     if isinstance(error, UserError):
         if runtime is None and launch.local_rank:
             # Most such errors are all ranks' own, and one is to tell them. torchrun ends the job as soon as one rank

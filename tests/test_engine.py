@@ -326,9 +326,6 @@ def test_bad_requests_are_refused(case: Case) -> None:
     assert run(case.engine, []) == {}
     with pytest.raises(ValueError, match="row 4 has an empty prompt"):
         run(case.engine, [Request(4, [])])
-    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"stop": ("",)}):
-        with pytest.raises(ValueError, match=r"must be|stop string"):
-            Sampling(**{"temperature": 1.0, "max_new_tokens": 4, **wrong})  # type: ignore[arg-type]
 
 
 # What follows reaches into the embedded engine: it slows down or breaks the model that the thread runs.
