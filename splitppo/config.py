@@ -266,8 +266,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam optim.min_lr_ratio"),
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
-    # what torch's generators take, and what its time-outs do
-    (lambda v: -(2**63) <= v < 2**63, f"must lie between {-(2**63)} and {2**63 - 1}", "seed"),
+    (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators have it", "seed"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (lambda v: v > 0, "must be above 0", "timeout rollout.temperature ppo.clip_high ppo.value_clip optim.eps"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
@@ -304,7 +303,6 @@ def _cli(args: Sequence[str], quiet: bool) -> Config:
     except SystemExit as stop:
         if not stop.code:
             raise
-        # what the box says first, below its title
         lines = [line.strip("│|╭╮─ ") for line in box.getvalue().splitlines() if re.search("[a-z]", line)]
         near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
         told = " ".join(takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:]))
