@@ -59,7 +59,7 @@ EARLY = [
     (["--ppo.dual-clip=nan"], ["ppo.dual_clip=nan must be a finite number"]),
     (["--ppo.clip-low=1"], ["ppo.clip_low=1.0 must lie between 0 and 1"]),
     (["--timeout=1e14"], ["timeout=100000000000000.0 must lie between 0 and 1000000000"]),
-    (["--seed=99999999999999999999"], ["seed=99999999999999999999 must lie between"]),
+    (["--seed=99999999999999999999"], ["seed=99999999999999999999 must fit into 64 bits"]),
     (["--data.digits=0", "--data.task=addition"], ["data.digits=0 must lie between 1 and 9"]),
     (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
     (["--engine.kind=vllm"], ["engine.kind=vllm is not in this version; use hf"]),
