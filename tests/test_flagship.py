@@ -241,3 +241,11 @@ def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes
 def test_aggregates(inputs, tmp_path, aggregate):
     seen = run(inputs, tmp_path, 3, placement__actor=2, ppo__aggregate=aggregate)
     compare(seen, reference(inputs, seen, fresh_head(inputs), aggregate=aggregate))
+
+
+def test_options_that_are_not_the_default(inputs, tmp_path):
+    """Dual clip on, whitening off, other KL estimators, the reference moved away between its uses."""
+    changes = {"dual_clip": 1.05, "kl_kind": "k3", "kl_loss_kind": "k2"}
+    argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
+    seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
+    compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
