@@ -124,6 +124,10 @@ class RolloutConfig:
     """A response is cut here if it has not ended."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are taken at it everywhere."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together. Below 1 it biases the ratio."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0: from all. Above 0 it biases the ratio."""
     stop: tuple[str, ...] = ()
     """Strings that end a response (they stay part of it), beside the end-of-sequence token."""
     chunks: int = 4
@@ -135,9 +139,20 @@ class EngineConfig:
     """What generates."""
 
     kind: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf`: the library's generate(). `vllm` is not in this version and refused. `auto`: hf."""
+    """`vllm`, in a process of its own on the actor's GPU; `hf`: the library's generate(), in the trainer's process.
+    `auto`: vllm on GPUs if it is installed, else hf."""
     max_rows: int = 512
-    """Rows that one actor rank generates at once; more are done one batch after the other."""
+    """Rows that one actor rank generates at once; more wait for their turn."""
+    tensor_parallel: int = 1
+    """Actor ranks (GPUs) that share an engine, each holding a part of its weights; on one node."""
+    memory_fraction: float = 0.5
+    """Share of a GPU that vLLM may hold at most. It takes its weights and the KV cache that its rows can fill."""
+    sleep: Literal["auto", "off", "1", "2"] = "auto"
+    """vLLM's memory while the trainer works: `off` keeps it, `1` moves the weights to the CPU and drops the KV cache,
+    `2` drops both (new weights come with the next sync). `auto`: 2, until what the trainer needs is known to fit
+    beside it."""
+    eager: bool = False
+    """Neither compile vLLM's model nor capture CUDA graphs: starts sooner, generates slower."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +288,10 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
     (lambda v: "" not in v, "holds an empty string, which would end every response at once", "rollout.stop"),
-    (lambda v: v != "vllm", "is not in this version; use hf", "engine.kind"),
+    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel"),
+    (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
+    (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
+    (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
 )
 
 

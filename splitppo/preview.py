@@ -23,10 +23,10 @@ def preview(config: Config, launch: Launch) -> str:
     if world < 1 or world % config.nodes:
         raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; use a multiple of {config.nodes}")
     placement = place(config.placement, world=world, local_world=world // config.nodes)
-    preflight(config)
     hosts = [f"node {rank // (world // config.nodes)}" for rank in range(world)]
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = found if config.compute.device == "auto" else config.compute.device
+    preflight(config, placement, device, world // config.nodes)
     parts = [to_toml(config), format_map(placement, hosts, [device] * world)]
     parts += ["" if placement.colocated else _messages(config, placement), _memory(config, placement, device)]
     return "\n".join(parts)

@@ -1,5 +1,6 @@
 """What a rank of each group holds and can do: the verbs of the loops in train.py."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from splitppo.rollout import MicroBatch, Prompt, Request, Rollout, Sample
 
 # the rows of a validation draw their noise (if any) apart from those of training
 VALIDATION_STEP = 0
+PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,25 @@ class Actor:
 
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
-        if self.synced != self.policy.updates:
+        if self.synced != self.policy.updates or not self.engine.loaded:
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
 
     def generate(self, step: int) -> Iterator[list[Sample]]:
-        """This rank's rows as they finish; empty lists in between."""
+        """This rank's rows as they finish; empty lists in between. Says how far it is if it takes long."""
         rollout, batch = self.shared.config.rollout, self.shared.batch(step)
         rows = self.shared.ownership(step).all_rows("actor", self.rank)
         requests = [Request(row, batch[row].tokens) for row in rows]
-        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, rollout.stop)
-        return self.engine.generate(requests, sampling, seed=self.shared.config.seed, step=step)
+        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
+        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
+        done, told = 0, time.monotonic()
+        for finished in self.engine.generate(requests, sampling, seed=self.shared.config.seed, step=step):
+            done += len(finished)
+            if self.rank == 0 and time.monotonic() > told + PROGRESS_S:
+                print(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows", flush=True)
+                told = time.monotonic()
+            yield finished
+        self.engine.rest()
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Old and reference log-probs `[N]`; without a reference, the old ones twice: a KL of 0."""
@@ -163,12 +173,15 @@ class Actor:
     def _rollout_metrics(self, rollout: Rollout, old: Tensor, ref: Tensor, entropy: Tensor) -> dict[str, float]:
         engine = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         difference = (engine - old).abs()
+        ratio = (old - engine).exp()
+        k3 = algo.kl_estimate(engine, old, "k3")
         kl = algo.kl_estimate(old, ref, self.shared.config.ppo.kl_kind)
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
         cut = sum(not sample.finished for sample in rollout.samples)
-        parts = [len(rollout.rows), rollout.tokens, prompts, cut, entropy.sum(), difference.sum(), kl.sum()]
-        rows, tokens, prompts, cut, entropy_sum, difference_sum, kl_sum = all_sum(
-            torch.tensor([float(part) for part in parts]), self.mesh
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut]
+        sums = [entropy.sum(), difference.sum(), ratio.sum(), k3.sum(), kl.sum()]
+        rows, tokens, prompts, cut, entropy_sum, difference_sum, ratio_sum, k3_sum, kl_sum = all_sum(
+            torch.tensor([float(part) for part in counts + sums]), self.mesh
         ).tolist()
         longest = all_objects(
             (max(rollout.lengths, default=0), float(difference.max()) if len(difference) else 0.0), self.mesh
@@ -180,6 +193,8 @@ class Actor:
             "prompt_length/mean": prompts / rows,
             "actor/entropy": entropy_sum / tokens,
             "actor/mismatch_mean": difference_sum / tokens,
+            "actor/mismatch_ratio": ratio_sum / tokens,
+            "actor/mismatch_k3": k3_sum / tokens,
             "actor/mismatch_max": max(worst for _, worst in longest),
             "tokens": tokens + prompts,
         } | ({"actor/ref_kl": kl_sum / tokens} if self.reference else {})

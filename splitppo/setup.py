@@ -21,7 +21,8 @@ import torch
 from splitppo import checkpoint, data, models, rewards
 from splitppo.channel import Links, Wire
 from splitppo.config import Config, to_toml
-from splitppo.engine.hf import HFEngine
+from splitppo.engine.start import check_engine, finish_start, start_engine
+from splitppo.engine.start import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
@@ -33,8 +34,9 @@ from splitppo.runtime import Runtime, dtype_of, format_map
 from splitppo.tiny import VOCABULARY, build_tiny
 
 
-def preflight(config: Config) -> None:
-    """All that can be told wrong about files, folders and functions before a process group or GPU is touched."""
+def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
+    """All that can be told wrong about files, folders, functions and the engine before a process group or GPU is
+    touched."""
     rewards.check_reward(config.reward.function)
     if config.data.files:
         data.check_files(config.data)
@@ -43,6 +45,7 @@ def preflight(config: Config) -> None:
     else:
         data.check_task(config.data.task)
     _check_models(config)
+    check_engine(config, placement, device, local_world)
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), config.resume)
@@ -127,6 +130,8 @@ def prepare(config: Config, runtime: Runtime) -> "Run":
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
     if runtime.launch.rank == 0:
         print(format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
+        for warning in engine_warnings(config, runtime.device.type):
+            print(f"warning: {warning}", flush=True)
         _write_run_files(config, folder, found)
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
@@ -154,6 +159,8 @@ class Run:
         self.dtype = dtype_of(config, runtime.device)
         self.shared = self._shared()
         self.logs: dict[Role, ColumnLog] = {}
+        self.took: list[tuple[str, float]] = []  # seconds of each phase of the start
+        self._began: tuple[str, float] | None = None
 
     def log(self, role: Role) -> ColumnLog:
         """The role's log, made on first use."""
@@ -172,15 +179,22 @@ class Run:
     def actor(self) -> Actor:
         """The actor role's models, from the checkpoint if the run resumes."""
         config, runner = self.config, self._runner("actor")
+        log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
+        where: Any = {"longest_prompt": self.longest_prompt, "log": log}
+        folder = Path(self.folders["policy"])
+        # a process of its own, which starts while the models are loaded
+        engine = start_engine(config, self.runtime, runner.mesh, folder, self.tokenizer, self.dtype, **where)
         policy = self._learner("policy", runner)
         reference = None
         if "reference" in self.folders:
             model = self._model("reference", runner)
             temperature = config.rollout.temperature
             reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
-        folder = self.folders["policy"]
-        where: Any = {"device": self.runtime.device, "dtype": self.dtype, "folder": Path(folder)}
-        engine = HFEngine(models.read_config(folder), self.tokenizer, max_rows=config.engine.max_rows, **where)
+        self._phase("the engine's start")
+        told = finish_start(engine)
+        self._phase("")
+        if self.runtime.mesh["actor"].get_local_rank() == 0:
+            print(f"{told}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.took)}", flush=True)
         return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
 
     def critic(self) -> Critic:
@@ -235,6 +249,7 @@ class Run:
     def _shared(self) -> Shared:
         config = self.config
         prompts, held_out, reward = load_data(config, self.tokenizer)
+        self.longest_prompt = max(len(prompt.tokens) for prompt in prompts + held_out)
         per_step = config.rollout.batch_size // config.rollout.samples
 
         @functools.lru_cache(maxsize=4)
@@ -254,9 +269,16 @@ class Run:
         steps, aggregate = self.config.steps, self.config.ppo.aggregate
         return Learner(self._model(name, runner), runner, optim, steps=steps, aggregate=aggregate)
 
+    def _phase(self, name: str) -> None:
+        """Times the phases of the start, and tells the other ranks; "" ends the last."""
+        if self._began:
+            self.took.append((self._began[0], time.monotonic() - self._began[1]))
+        self._began = (name, time.monotonic()) if name else None
+        self.runtime.phase(name or "started")
+
     def _model(self, name: str, runner: Runner) -> Any:
         """Builds, shards and fills a model; the reference is held in the precision it runs in."""
-        self.runtime.phase(f"loading the {name}")
+        self._phase(f"loading the {name}")
         frozen, folder = name == "reference", self.folders[name]
         config = models.read_config(folder)
         model = models.build(config, "value" if name == "value" else "policy", self.dtype if frozen else torch.float32)

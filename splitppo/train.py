@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         placement = place(config.placement, world=launch.world, local_world=launch.local_world)
         device = pick_device(config.compute.device, launch)
-        preflight(config)
+        preflight(config, placement, device.type, launch.local_world)
         runtime = Runtime(launch, placement, device, config.timeout)
         train(prepare(config, runtime))
     except Exception as error:

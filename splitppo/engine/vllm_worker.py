@@ -1,0 +1,79 @@
+"""What vLLM's worker processes do for us: take weights out of the trainer's buckets, and say what they hold.
+
+vLLM imports this module in each worker before it builds the model.
+"""
+
+# pyright: reportMissingImports=false
+# (vLLM is not installed everywhere)
+
+import ctypes
+import signal
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.platforms import current_platform
+
+# a worker ends with the process that started it, also when that is killed (PR_SET_PDEATHSIG)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
+
+
+if current_platform.is_cpu():
+    from vllm.model_executor.layers import utils
+
+    # vLLM packs the weights for the CPU once, after which new ones could not be loaded
+    utils.dispatch_cpu_unquantized_gemm = _plain_linear
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """As `splitppo.engine.vllm.bit_sum`: the sum of bit patterns as integers."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class; its methods are called through collective_rpc."""
+
+    rank: int
+    device: Any
+    get_model: Any
+
+    def splitppo_attach(self, handles: list[list[Any]]) -> None:
+        """Maps this worker's buckets: `handles[rank]` are paths of files, or what CUDA IPC needs."""
+        self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
+
+    def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
+        """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
+        bucket = self._splitppo_buckets[slot]
+
+        def views() -> Any:
+            for name, dtype_name, shape, start in entries:
+                dtype = getattr(torch, dtype_name)
+                size = torch.Size(shape).numel() * dtype.itemsize
+                yield name, bucket[start : start + size].view(dtype).view(shape)
+
+        with torch.no_grad():
+            self.get_model().load_weights(views())
+        if bucket.is_cuda:
+            torch.cuda.synchronize()  # the trainer fills the bucket anew
+
+    def splitppo_sums(self) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+        """Numbers and bit sum of each parameter, and which of the sender's tensors are one here."""
+        model = self.get_model()
+        named = dict(model.named_parameters())
+        sums = torch.stack([bit_sum(parameter) for parameter in named.values()]).tolist()
+        held = {name: (p.numel(), total) for (name, p), total in zip(named.items(), sums, strict=True)}
+        return held, {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+
+    def _splitppo_map(self, handle: Any) -> Tensor:
+        if self.device.type == "cuda":
+            # of torch.multiprocessing's arguments the seventh is the device's index, as the sender numbers them
+            rebuild: Any = rebuild_cuda_tensor
+            return rebuild(*handle[:6], self.device.index, *handle[7:])
+        size, path = handle
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
