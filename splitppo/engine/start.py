@@ -1,5 +1,6 @@
 """Which engine a run has, what must hold for it, and how a rank gets its own."""
 
+import functools
 import os
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -149,9 +150,9 @@ def start_engine(
         store.set(f"engine/address/{first}", address)
     else:
         address = store.get(f"engine/address/{first}").decode()
-    return VLLMEngine(
-        model_config, address, index, process, device=device, dtype=dtype, sleep=sleep, timeout=config.timeout
-    )
+    tell: Any = functools.partial(print, flush=True) if rank == 0 else None
+    where: Any = {"device": device, "dtype": dtype}
+    return VLLMEngine(model_config, address, index, process, sleep=sleep, tell=tell, timeout=config.timeout, **where)
 
 
 def finish_start(engine: RolloutEngine) -> str:

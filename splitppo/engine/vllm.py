@@ -9,7 +9,7 @@ mapped file on the CPU. vLLM itself is never imported here: it sets up its proce
 import shutil
 import subprocess
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class VLLMEngine:
         address: the socket's path, the same for all ranks of the engine.
         index: of this rank among them; 0 has the `process`.
         sleep: `off`, `1`, `2` (vLLM's levels) or `auto`: as `2` while trainer and engine do not fit the GPU together.
+        tell: takes a line for the user: who holds what of the GPU, whenever the engine goes over to sleeping or waking.
         timeout: seconds that an answer may take.
         tick: seconds between two empty lists of `generate`.
     """
@@ -60,15 +61,17 @@ class VLLMEngine:
         device: torch.device,
         dtype: torch.dtype,
         sleep: str = "off",
+        tell: Callable[[str], None] | None = None,
         timeout: float = 1800.0,
         tick: float = 0.005,
     ):
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.timeout, self.tick = sleep, timeout, tick
+        self.sleep, self.tell, self.timeout, self.tick = sleep, tell, timeout, tick
         self.names = weight_names(config)
         self.loaded = self._running = self._dead = False
         self._level = 0  # how deep it sleeps
         self._rested = 0
+        self._slept: bool | None = None
         self.peak = 0  # bytes that the trainer had allocated at most, an update included
         self._conn: Connection | None = None
 
@@ -143,10 +146,14 @@ class VLLMEngine:
             return
         level = 1 if self.sleep == "1" else 2
         # before the first update, nobody knows what the trainer needs
-        stay = self.sleep == "auto" and self._rested > 0 and self._fits()
+        fits, told = self._fits()
+        stay = self.sleep == "auto" and self._rested > 0 and fits
         self._rested += 1
         self._level = self._ask("sleep", 0 if stay else level)
         self.loaded = self._level < 2
+        if self.tell and (self._level > 0) != self._slept:
+            self.tell(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {told}")
+        self._slept = self._level > 0
 
     def close(self) -> None:
         self.loaded = False
@@ -225,12 +232,14 @@ class VLLMEngine:
         self._ask("wake", list(tags))
         self._level = 0 if "kv_cache" in tags else self._level
 
-    def _fits(self) -> bool:
+    def _fits(self) -> tuple[bool, str]:
         """Whether the trainer's peak fits beside what all others hold of this GPU now, while the engine is awake."""
         peak = torch.cuda.max_memory_allocated(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        return others + FRAGMENTS * peak <= HEADROOM * total
+        sizes = f"of {total / 2**30:.1f} GiB the engine holds {others / 2**30:.1f} awake, the trainer "
+        sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak so far"
+        return others + FRAGMENTS * peak <= HEADROOM * total, sizes
 
     @property
     def _connection(self) -> Connection:

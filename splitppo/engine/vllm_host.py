@@ -59,7 +59,8 @@ def build_llm(plan: Plan) -> Any:
         _without_a_port(Path(plan.address).parent)
         sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
         # its memory is given in bytes; the fraction is only compared with what is free
-        place = {"gpu_memory_utilization": 0.01, "enable_sleep_mode": plan.sleep, **sizes}
+        place: dict[str, Any] = {"gpu_memory_utilization": 0.01, "enable_sleep_mode": plan.sleep, **sizes}
+        place["max_num_batched_tokens"] = max(8192, plan.max_rows)  # a rollout begins with all its prompts
     else:
         import torch
 
@@ -149,6 +150,7 @@ class Host:
         self.open: list[dict[str, Request]] = [{} for _ in conns]  # rows being generated, by request id
         self.generating = [False for _ in conns]
         self.stale = False  # whether the prefix cache holds keys of other weights
+        self.asleep: set[str] = set()  # what of its memory is given back
         self.closing = False
 
     def serve(self) -> None:
@@ -205,10 +207,14 @@ class Host:
         if level := max(levels):
             self._settle()
             self.llm.sleep(level)
+            self.asleep = {"weights", "kv_cache"}
         return level
 
     def _wake(self, tags: Sequence[list[str]]) -> None:
-        self.llm.wake_up(tags[0])
+        """One after the other, and only what sleeps: vLLM leaves all as it is if it is told of another."""
+        for tag in [tag for tag in tags[0] if tag in self.asleep]:
+            self.llm.wake_up([tag])
+            self.asleep.remove(tag)
 
     def _close(self, _: Sequence[None]) -> None:
         self.closing = True

@@ -101,9 +101,16 @@ def kv_cache_bytes(
 
 
 def child_environment(devices: Sequence[str]) -> dict[str, str]:
-    """The environment without torchrun's variables, and with the GPUs (as CUDA_VISIBLE_DEVICES names them) alone."""
+    """The environment without torchrun's variables, and with the GPUs (as CUDA_VISIBLE_DEVICES names them) alone.
+
+    Each engine of a machine has a cache of its own for what it compiles: several that start at once write to it.
+    """
     own = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(("TORCHELASTIC_", "ROLE_"))}
-    return own | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+    if devices:
+        cache = Path(own.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
+        own["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{os.environ.get('LOCAL_RANK', '0')}")
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return own
 
 
 def visible_device(local: int) -> str:
