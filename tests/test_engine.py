@@ -25,7 +25,7 @@ from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
 GPUS = int(os.environ.get("SPLITPPO_TEST_GPUS", "0"))  # run vLLM's part on this many GPUs, as one engine
-CLOSE = 1e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
+CLOSE = 5e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-= "
 PAD, EOS, OTHER_EOS = 0, 1, 2
 FIRST = 3  # the first letter's id

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, LlamaConfig
 
 from splitppo import models, train
+from splitppo.engine.vllm_process import vllm_version
 from splitppo.tiny import build_tiny
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
@@ -62,7 +63,17 @@ EARLY = [
     (["--seed=99999999999999999999"], ["seed=99999999999999999999 must fit into 64 bits"]),
     (["--data.digits=0", "--data.task=addition"], ["data.digits=0 must lie between 1 and 9"]),
     (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
-    (["--engine.kind=vllm"], ["engine.kind=vllm is not in this version; use hf"]),
+    pytest.param(
+        ["--engine.kind=vllm"],
+        ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
+        marks=pytest.mark.skipif(vllm_version() is not None, reason="vLLM is installed"),
+    ),
+    (["--engine.tensor-parallel=0"], ["engine.tensor_parallel=0 must be at least 1"]),
+    (["--engine.memory-fraction=1.5"], ["engine.memory_fraction=1.5 must lie between 0 and 1"]),
+    (["--engine.kind=hf", "--engine.tensor-parallel=2"], ["engine.tensor_parallel=2 is vLLM's; use 1 with"]),
+    (["--engine.kind=hf", "--engine.sleep=1"], ["engine.sleep=1 is vLLM's; use auto with engine.kind hf, or"]),
+    (["--rollout.top-p=0"], ["rollout.top_p=0.0 must be above 0 and at most 1; 1 turns it off"]),
+    (["--rollout.top-k=-1"], ["rollout.top_k=-1 must be at least 0; 0 turns it off"]),
     (["--world-size=2"], ["world_size=2 is for --dry-run", "--nproc_per_node"]),
     # presets
     (["--config={d}/none.toml"], ["--config {d}/none.toml: no such file"]),

@@ -317,7 +317,8 @@ def main() -> int:
         for conn in conns:
             conn.send(("done", facts))
         Host(llm, conns, plan.eos).serve()
-        llm.engine_core.shutdown()
+        if plan.clients > 1:
+            llm.engine_core.shutdown()  # its workers; alone, the process just ends, which is quicker
     except (EOFError, ConnectionResetError, BrokenPipeError):
         print("a rank of this engine is gone", file=sys.stderr)
         return 1

