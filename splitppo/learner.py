@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from splitppo import algo
 from splitppo.config import OptimConfig
 from splitppo.models import clean
-from splitppo.parallel import all_max, all_sum
+from splitppo.parallel import all_max, all_sum, gather_full
 from splitppo.rollout import MicroBatch, Rollout, cut_micro_batches, micro_batch, pad_rows
+
+GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 
 # (model, rows) -> `[B, T]` tensors
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]
@@ -125,13 +127,22 @@ class Learner:
         return [figures | step for figures, step in zip(self._over_group(sums), steps, strict=True)]
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The full weights by Hugging Face name, one at a time, in `dtype`. All ranks of the group must consume it.
+        """The full weights by Hugging Face name, in `dtype`. All ranks of the group must consume it.
 
-        A tensor may share memory with the weight: copy what is to be kept.
+        A tensor may share memory with the weight, and is good until the next is asked for: copy what is to be kept.
         """
+        named: list[tuple[str, Tensor]] = []
         for name, parameter in self.model.named_parameters():
-            weight = parameter.detach().to(dtype)
-            yield clean(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
+            named.append((clean(name), parameter))
+            if sum(weight.numel() for _, weight in named) * dtype.itemsize >= GATHER_BYTES:
+                yield from self._gathered(named, dtype)
+                named = []
+        yield from self._gathered(named, dtype)
+
+    def _gathered(self, named: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        if named:
+            full = gather_full([weight for _, weight in named], dtype, self.runner.mesh)
+            yield from zip([name for name, _ in named], full, strict=True)
 
     def _plan(
         self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]

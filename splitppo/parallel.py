@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
@@ -38,6 +39,32 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of layers to shard by")
     return max(lists, key=len)
+
+
+def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype, mesh: DeviceMesh) -> list[Tensor]:
+    """The full tensors, in `dtype`, of parameters that `parallelize` has sharded, in one message. All ranks call it.
+
+    They may share memory with the parameters (in a group of one) or with each other.
+    """
+    ranks = mesh.size()
+    if ranks == 1:
+        return [_local(parameter).to(dtype) for parameter in parameters]
+    rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
+    sizes = [row * parameter.shape[1:].numel() for row, parameter in zip(rows, parameters, strict=True)]
+    shards = _local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
+    for part, parameter in zip(shards.split(sizes), parameters, strict=True):
+        part[: _local(parameter).numel()].copy_(_local(parameter).reshape(-1))
+    gathered = shards.new_empty(ranks * len(shards))
+    dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group())
+    return [
+        part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
+        for part, parameter in zip(gathered.view(ranks, -1).split(sizes, dim=1), parameters, strict=True)
+    ]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:

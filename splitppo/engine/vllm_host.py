@@ -53,8 +53,13 @@ def graph_sizes(rows: int) -> list[int]:
 def build_llm(plan: Plan) -> Any:
     """The engine, with weights that mean nothing until the first load."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if plan.clients == 1:
+        # vLLM looks at the model's class in a process of its own, lest this one touch the GPU before it forks workers;
+        # without workers that only costs time (12 s where nothing is cached yet)
+        registry._run_in_subprocess = lambda inspect: inspect()
     if plan.device == "cuda":
         _without_a_port(Path(plan.address).parent)
         sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
