@@ -7,6 +7,7 @@ from step t, and takes the first rows of t+1 when it is through.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -106,6 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after a failure, 2 for wrong input."""
     argv = sys.argv[1:] if argv is None else argv
     launch, runtime = Launch.from_env(), None
+    if launch.world > 1:
+        # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     transformers.logging.disable_progress_bar()
     try:
         # under torchrun a wrong flag is told as every other error is, once and last on the screen

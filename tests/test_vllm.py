@@ -387,7 +387,7 @@ def test_an_engine_stays_on_one_node(installed) -> None:
 def test_an_engine_divides_the_attention_heads(installed, tmp_path: Path) -> None:
     installed("0.32.0")
     llama_config().save_pretrained(tmp_path)  # 4 heads
-    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the policy's 4 attention heads"):
+    with pytest.raises(UserError, match="tensor_parallel=3 does not cut the policy's 4 attention heads"):
         start.check_engine(settings("--engine.tensor-parallel=3", f"--policy.path={tmp_path}"), SPLIT, "cuda", 4)
 
 

@@ -82,10 +82,14 @@ def check_engine(config: Config, placement: Placement, device: str, local_world:
                 f"engine.tensor_parallel={size}: actor ranks {list(ranks[first : first + size])} are on several nodes; "
                 "use a size that divides the actor ranks of each node"
             )
+    heads = shared = 2  # of the embedded model
     if config.policy.path != "tiny":
-        heads = models.read_config(config.policy.path).get_text_config(decoder=True).num_attention_heads
-        if heads % size:
-            raise UserError(f"engine.tensor_parallel={size} does not divide the policy's {heads} attention heads")
+        text = models.read_config(config.policy.path).get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        shared = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (shared % size and size % shared):
+        what = f"the policy's {heads} attention heads ({shared} of keys and values)"
+        raise UserError(f"engine.tensor_parallel={size} does not cut {what} evenly; use a smaller one")
 
 
 def _check_installed(device: str) -> None:

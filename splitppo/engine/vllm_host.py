@@ -60,8 +60,8 @@ def build_llm(plan: Plan) -> Any:
         # vLLM looks at the model's class in a process of its own, lest this one touch the GPU before it forks workers;
         # without workers that only costs time (12 s where nothing is cached yet)
         registry._run_in_subprocess = lambda inspect: inspect()
+    _without_a_port(Path(plan.address).parent)
     if plan.device == "cuda":
-        _without_a_port(Path(plan.address).parent)
         sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
         # its memory is given in bytes; the fraction is only compared with what is free
         place: dict[str, Any] = {"gpu_memory_utilization": 0.01, "enable_sleep_mode": plan.sleep, **sizes}
@@ -93,13 +93,13 @@ def build_llm(plan: Plan) -> Any:
 
 
 def _without_a_port(folder: Path) -> None:
-    """Lets the workers meet through a file; vLLM before 0.27 takes a TCP port for it."""
-    from vllm.utils import network_utils
+    """Lets the workers meet through a file in the engine's own folder: vLLM before 0.27 takes a TCP port for it, later
+    versions leave a file behind. They name their shared memory after it, so it has a name of its own."""
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    if not hasattr(network_utils, "get_file_store_init_method"):
-        for module in (multiproc_executor, uniproc_executor):
-            module.get_distributed_init_method = lambda ip, port: f"file://{folder}/rendezvous"
+    for module in (multiproc_executor, uniproc_executor):
+        module.get_distributed_init_method = lambda ip, port: f"file://{folder}/{folder.name}"
+        module.get_file_store_init_method = lambda: f"file://{folder}/{folder.name}"
 
 
 def compare(
@@ -304,7 +304,7 @@ def connect(plan: Plan) -> list[Connection]:
 def main() -> int:
     plan = Plan(**json.loads(sys.argv[1]))
     end_with_parent(plan.parent)
-    os.environ.update(SETTINGS)
+    os.environ.update(SETTINGS, VLLM_RPC_BASE_PATH=str(Path(plan.address).parent))
     start = time.monotonic()
     conns = connect(plan)
     try:

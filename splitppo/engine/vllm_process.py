@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,7 +129,7 @@ class Process:
     """The engine's process, seen by the rank that started it. Its death is an EngineError in the main thread."""
 
     def __init__(self, plan: Plan, devices: Sequence[str], log: Path):
-        self.log, self.told = log, False
+        self.log, self.folder, self.told = log, Path(plan.address).parent, False
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "splitppo.engine.vllm_host", json.dumps(asdict(plan))]
         with log.open("ab") as out:
@@ -144,6 +145,8 @@ class Process:
         self.told = True
         status = self.popen.poll()
         how = "is not answering" if status is None else f"ended with status {status}"
+        if status is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)  # if it ended before all were connected
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         lines = self.log.read_text(errors="replace").splitlines()
