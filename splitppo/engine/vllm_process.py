@@ -145,14 +145,14 @@ class Process:
         self.told = True
         status = self.popen.poll()
         how = "is not answering" if status is None else f"ended with status {status}"
-        if status is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)  # if it ended before all were connected
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         lines = self.log.read_text(errors="replace").splitlines()
         # what a worker process says of its error stands before what its parent makes of it
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
         tail = "\n".join([*errors, *lines[-30:]])
+        if status is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)  # its socket, if it ended before all were connected
         return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:\n{tail}")
 
     def end(self) -> None:
