@@ -184,18 +184,22 @@ class Run:
         folder = Path(self.folders["policy"])
         # a process of its own, which starts while the models are loaded
         engine = start_engine(config, self.runtime, runner.mesh, folder, self.tokenizer, self.dtype, **where)
-        policy = self._learner("policy", runner)
-        reference = None
-        if "reference" in self.folders:
-            model = self._model("reference", runner)
-            temperature = config.rollout.temperature
-            reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
-        self._phase("the engine's start")
-        told = finish_start(engine)
-        self._phase("")
-        if self.runtime.mesh["actor"].get_local_rank() == 0:
-            print(f"{told}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.took)}", flush=True)
-        return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
+        try:
+            policy = self._learner("policy", runner)
+            reference = None
+            if "reference" in self.folders:
+                model = self._model("reference", runner)
+                temperature = config.rollout.temperature
+                reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
+            self._phase("the engine's start")
+            told = finish_start(engine)
+            self._phase("")
+            if self.runtime.mesh["actor"].get_local_rank() == 0:
+                print(f"{told}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.took)}", flush=True)
+            return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
+        except BaseException:
+            engine.close()
+            raise
 
     def critic(self) -> Critic:
         """The critic role's models, from the checkpoint if the run resumes."""

@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime = Runtime(launch, placement, device, config.timeout)
         train(prepare(config, runtime))
     except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
         return report_failure(error, runtime, launch)
     runtime.close()
     return 0

@@ -364,7 +364,7 @@ def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, m
         (["--engine.tensor-parallel=2"], "cuda", "tensor_parallel=2 does not divide 3 actor ranks; use one of [1, 3]"),
         (["--engine.sleep=2"], "cpu", "engine.sleep=2 needs a GPU; use auto or off"),
         (["--engine.sleep=1"], "cpu", "engine.sleep=1 needs a GPU"),
-        (["--rollout.temperature=3"], "cuda", "rollout.temperature=3.0 is above 2, the most vLLM takes"),
+        (["--rollout.temperature=3"], "cuda", "rollout.temperature=3.0 is not in vLLM's range, 0.01 to 2.0"),
     ],
 )
 def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:

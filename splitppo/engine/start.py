@@ -29,7 +29,7 @@ from splitppo.placement import Placement
 from splitppo.runtime import Runtime
 
 SUPPORTED = ((0, 26), (0, 34))  # of vLLM: from, and below
-HOTTEST = 2.0  # vLLM refuses higher temperatures
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM takes the first for anything below, silently, and nothing above the second
 
 
 def engine_kind(config: Config, device: str) -> Literal["hf", "vllm"]:
@@ -68,8 +68,10 @@ def check_engine(config: Config, placement: Placement, device: str, local_world:
                 )
         return
     _check_installed(device)
-    if config.rollout.temperature > HOTTEST:
-        raise UserError(f"rollout.temperature={config.rollout.temperature} is above {HOTTEST:g}, the most vLLM takes")
+    if not COLDEST <= config.rollout.temperature <= HOTTEST:
+        raise UserError(
+            f"rollout.temperature={config.rollout.temperature} is not in vLLM's range, {COLDEST} to {HOTTEST}"
+        )
     if device == "cpu" and engine.sleep not in ("auto", "off"):
         raise UserError(f"engine.sleep={engine.sleep} needs a GPU; use auto or off")
     size, ranks = engine.tensor_parallel, placement.actor

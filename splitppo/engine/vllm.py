@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -157,12 +158,15 @@ class VLLMEngine:
 
     def close(self) -> None:
         self.loaded = False
+        if self.process:
+            self.process.told = True  # its end is no death from here on
         if self._conn is not None and not self._dead:
-            self._send(("close", None))
+            with suppress(EngineError):  # it has ended already, which is what is asked for
+                self._send(("close", None))
             self._conn.close()
             self._dead = True
         if self.process:
-            self.process.end()
+            self.process.end(at_once=self._conn is None)
 
     def _stream(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, step: int
@@ -188,8 +192,10 @@ class VLLMEngine:
         finally:
             if not done and not self._dead:
                 self._send(("halt", None))
-                while self._receive()[0] != "done":
-                    pass
+                while not done:
+                    if not self._connection.poll(self.timeout):
+                        raise self._silent("the end of a rollout that was broken off")
+                    done = self._receive()[0] == "done"
             self._running = False
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:

@@ -33,6 +33,7 @@ from splitppo.rollout import Request, Sample
 EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
 # in-process: this process is the engine's own already. The rest: nothing goes out, nothing is read from elsewhere.
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+SETTINGS |= {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0"}  # what comes late of an aborted row is told apart by it
 SETTINGS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer's ranks share the cores
 
 
@@ -149,8 +150,8 @@ def _replicated(numbers: int, local: int, workers: int, name: str) -> bool:
 class Host:
     """The engine and the ranks that it serves."""
 
-    def __init__(self, llm: Any, conns: Sequence[Connection], eos: Sequence[int]):
-        self.llm, self.conns, self.eos = llm, conns, list(eos)
+    def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
+        self.llm, self.conns, self.eos, self.dtype = llm, conns, list(plan.eos), plan.dtype
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
         self.open: list[dict[str, Request]] = [{} for _ in conns]  # rows being generated, by request id
         self.generating = [False for _ in conns]
@@ -160,11 +161,15 @@ class Host:
 
     def serve(self) -> None:
         """Until all ranks have said `close`."""
+        left = list(self.conns)  # a rank that has said `close` hangs up, and the others may need a while yet
         while not self.closing:
             busy = self.llm.has_unfinished_requests()
-            said: Any = wait(self.conns, timeout=0 if busy else None)
+            said: Any = wait(left, timeout=0 if busy else None)
             for conn in said:
-                self._hear(self.conns.index(conn), conn.recv())
+                message = conn.recv()
+                if message[0] == "close":
+                    left.remove(conn)
+                self._hear(self.conns.index(conn), message)
             if self.llm.has_unfinished_requests():
                 self._route(self.llm.step())
 
@@ -197,7 +202,7 @@ class Host:
 
     def _verify(self, sent: Sequence[dict[str, tuple[int, int]]]) -> str:
         """Empty, or what is wrong."""
-        held = self.llm.collective_rpc("splitppo_sums")
+        held = self.llm.collective_rpc("splitppo_sums", args=(self.dtype,))
         checked, wrong = compare(sent[0], [sums for sums, _ in held], held[0][1])
         if wrong:
             return f"{len(wrong)} tensors differ, among them {', '.join(wrong[:3])}"
@@ -306,8 +311,9 @@ def main() -> int:
     end_with_parent(plan.parent)
     os.environ.update(SETTINGS, VLLM_RPC_BASE_PATH=str(Path(plan.address).parent))
     start = time.monotonic()
-    conns = connect(plan)
+    conns: list[Connection] = []
     try:
+        conns = connect(plan)
         importlib.import_module("vllm")
         imported = time.monotonic()
         llm = build_llm(plan)
@@ -321,7 +327,7 @@ def main() -> int:
         }
         for conn in conns:
             conn.send(("done", facts))
-        Host(llm, conns, plan.eos).serve()
+        Host(llm, conns, plan).serve()
         if plan.clients > 1:
             llm.engine_core.shutdown()  # its workers; alone, the process just ends, which is quicker
     except (EOFError, ConnectionResetError, BrokenPipeError):

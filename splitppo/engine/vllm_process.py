@@ -155,14 +155,17 @@ class Process:
             shutil.rmtree(self.folder, ignore_errors=True)  # its socket, if it ended before all were connected
         return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:\n{tail}")
 
-    def end(self) -> None:
-        """Waits for a process that was told to close, and makes sure."""
+    def end(self, *, at_once: bool = False) -> None:
+        """Waits for a process that was told to close, and makes sure; `at_once`: it was never connected."""
         self.told = True
+        if at_once:
+            self.popen.kill()
         try:
             self.popen.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # its socket, if it ended before all were connected
         signal.signal(signal.SIGCHLD, self._former or signal.SIG_DFL)
 
     def _on_child(self, *_: Any) -> None:

@@ -62,11 +62,12 @@ class WeightReceiver:
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket anew
 
-    def splitppo_sums(self) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
-        """Numbers and bit sum of each parameter, and which of the sender's tensors are one here."""
+    def splitppo_sums(self, dtype: str) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+        """Numbers and bit sum of each parameter, in the dtype it was sent in (vLLM may keep a wider one, exactly), and
+        which of the sender's tensors are one here."""
         model = self.get_model()
         named = dict(model.named_parameters())
-        sums = torch.stack([bit_sum(parameter) for parameter in named.values()]).tolist()
+        sums = torch.stack([bit_sum(parameter.to(getattr(torch, dtype))) for parameter in named.values()]).tolist()
         held = {name: (p.numel(), total) for (name, p), total in zip(named.items(), sums, strict=True)}
         return held, {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
 
