@@ -38,6 +38,14 @@ def row_seed(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def check_requests(requests: Sequence[Request], *, loaded: bool) -> None:
+    """What every engine refuses: to generate without weights (RuntimeError), a row without a prompt (ValueError)."""
+    if not loaded:
+        raise RuntimeError("generate before a complete load_weights")
+    if empty := [request.row for request in requests if not request.prompt]:
+        raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
+
+
 class RolloutEngine(Protocol):
     """Generates the rows of one actor rank.
 

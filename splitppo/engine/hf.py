@@ -24,7 +24,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import Sampling
+from splitppo.engine import Sampling, check_requests
 from splitppo.rollout import Request, Sample
 
 THREAD_NAME = "splitppo-generate"
@@ -217,10 +217,7 @@ class HFEngine:
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
         """See `RolloutEngine`. The arguments are checked here and now; the work begins with the first `next`."""
-        if not self.loaded:
-            raise RuntimeError("generate before a complete load_weights")
-        if empty := [request.row for request in requests if not request.prompt]:
-            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
+        check_requests(requests, loaded=self.loaded)
         if sampling.stop not in self._stop:
             # Not in the thread: a fast tokenizer refuses to be used by two threads at once.
             self._stop[sampling.stop] = StopStringCriteria(self.tokenizer, list(sampling.stop))

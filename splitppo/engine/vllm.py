@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import Sampling
-from splitppo.engine.vllm_process import EngineError, Process
+from splitppo.engine import Sampling, check_requests
+from splitppo.engine.vllm_process import EngineError, Process, bit_sum
 from splitppo.models import build
 from splitppo.rollout import Request, Sample
 
@@ -135,10 +135,7 @@ class VLLMEngine:
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
         """See `RolloutEngine`. The arguments are checked here and now; the work begins with the first `next`."""
-        if not self.loaded:
-            raise RuntimeError("generate before a complete load_weights")
-        if empty := [request.row for request in requests if not request.prompt]:
-            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
+        check_requests(requests, loaded=self.loaded)
         return self._stream(requests, sampling, seed, step)
 
     def rest(self) -> None:
@@ -299,12 +296,6 @@ class VLLMEngine:
         if self.process:
             why.add_note(str(self.process.obituary()))
         return why
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of the elements' bit patterns as integers, modulo 2**64: int64, on the tensor's device."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(integers).sum(dtype=torch.int64)
 
 
 def _bucket(name: str, size: int, device: torch.device) -> Tensor:

@@ -128,18 +128,14 @@ def compare(
         total = sum(sent[member][1] for member in members)
         local, sums = held[0][name][0], [part[name][1] for part in held]
         if local >= numbers:  # a whole tensor, the same on each worker; padding is zero
-            right = all(_same(part, total) for part in sums)
+            right = all((part - total) % 2**64 == 0 for part in sums)
         elif local * len(held) >= numbers and not _replicated(numbers, local, len(held), name):
-            right = _same(sum(sums), total)
+            right = (sum(sums) - total) % 2**64 == 0
         else:
             continue  # heads that several workers hold
         checked += len(members)
         wrong += [] if right else [name]
     return checked, wrong
-
-
-def _same(a: int, b: int) -> bool:
-    return (a - b) % 2**64 == 0
 
 
 def _replicated(numbers: int, local: int, workers: int, name: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from splitppo.errors import UserError
@@ -118,6 +119,12 @@ def visible_device(local: int) -> str:
     """How CUDA_VISIBLE_DEVICES names this process's GPU of index `local`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return visible.split(",")[local].strip() if visible else str(local)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of the elements' bit patterns as integers, modulo 2**64: int64, on the tensor's device."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
 def socket_path() -> str:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.platforms import current_platform
 
+from splitppo.engine.vllm_process import bit_sum
+
 # a worker ends with the process that started it, also when that is killed (PR_SET_PDEATHSIG)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -28,12 +30,6 @@ if current_platform.is_cpu():
 
     # vLLM packs the weights for the CPU once, after which new ones could not be loaded
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """As `splitppo.engine.vllm.bit_sum`: the sum of bit patterns as integers."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
 class WeightReceiver:
