@@ -23,6 +23,7 @@ from splitppo.channel import Links, Wire
 from splitppo.config import Config, to_toml
 from splitppo.engine.start import check_engine, finish_start, start_engine
 from splitppo.engine.start import warnings as engine_warnings
+from splitppo.engine.vllm_process import Process
 from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
@@ -123,8 +124,12 @@ def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt
     return prompts, held_out, reward
 
 
-def prepare(config: Config, runtime: Runtime) -> "Run":
-    """Agrees on the run's folder and where it starts, and reads the data; all ranks call it."""
+def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> "Run":
+    """Agrees on the run's folder and where it starts, and reads the data; all ranks call it.
+
+    Args:
+        engine: the process of this rank's engine (`launch_engine`).
+    """
     runtime.phase("reading the data")
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
@@ -138,7 +143,7 @@ def prepare(config: Config, runtime: Runtime) -> "Run":
         runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     _log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
-    return Run(config, runtime, folder, Path(found) if found else None)
+    return Run(config, runtime, folder, Path(found) if found else None, engine)
 
 
 class Run:
@@ -150,7 +155,10 @@ class Run:
         steps: the steps to do, counted from 1.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None):
+    def __init__(
+        self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None, engine: Process | None = None
+    ):
+        self.engine_process = engine
         self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
         self.start = checkpoint.read_step(resumed) if resumed else 0
         self.steps = range(self.start + 1, config.steps + 1)
@@ -182,8 +190,9 @@ class Run:
         log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
         where: Any = {"longest_prompt": self.longest_prompt, "log": log}
         folder = Path(self.folders["policy"])
-        # a process of its own, which starts while the models are loaded
-        engine = start_engine(config, self.runtime, runner.mesh, folder, self.tokenizer, self.dtype, **where)
+        # in a process of its own, where it is built while the models are loaded
+        where |= {"tokenizer": self.tokenizer, "dtype": self.dtype, "process": self.engine_process}
+        engine = start_engine(config, self.runtime, runner.mesh, folder, **where)
         try:
             policy = self._learner("policy", runner)
             reference = None

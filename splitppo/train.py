@@ -15,6 +15,7 @@ import transformers
 
 from splitppo.channel import Links
 from splitppo.config import check, parse
+from splitppo.engine.start import launch_engine
 from splitppo.placement import place
 from splitppo.preview import preview
 from splitppo.roles import Actor, Critic, join
@@ -121,8 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         placement = place(config.placement, world=launch.world, local_world=launch.local_world)
         device = pick_device(config.compute.device, launch)
         preflight(config, placement, device.type, launch.local_world)
+        engine = launch_engine(config, placement, launch, device)
         runtime = Runtime(launch, placement, device, config.timeout)
-        train(prepare(config, runtime))
+        train(prepare(config, runtime, engine))
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
         return report_failure(error, runtime, launch)

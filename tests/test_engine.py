@@ -15,6 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.engine import RolloutEngine, Sampling
@@ -26,6 +27,7 @@ from splitppo.rollout import Request, Sample
 CPU = torch.device("cpu")
 GPUS = int(os.environ.get("SPLITPPO_TEST_GPUS", "0"))  # run vLLM's part on this many GPUs, as one engine
 CLOSE = 5e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
+SLACK = 2e-2 if GPUS else 1e-6  # of the probability that top-p keeps
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-= "
 PAD, EOS, OTHER_EOS = 0, 1, 2
 FIRST = 3  # the first letter's id
@@ -132,6 +134,7 @@ def start_vllm(
     tokenizer.save_pretrained(folder)
     plan = Plan(
         folder=str(folder),
+        log=str(folder / "engine.log"),
         address=socket_path(),
         clients=max(GPUS, 1),
         dtype="float32",
@@ -143,10 +146,12 @@ def start_vllm(
         eager=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
-        parent=os.getpid(),
     )
-    process = Process(plan, [visible_device(i) for i in range(GPUS)], folder / "engine.log")
+    process = Process([visible_device(i) for i in range(GPUS)])
+    process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
+    for device in devices if GPUS else []:
+        reduce_tensor(torch.zeros(1, device=device))  # CUDA and its IPC are not begun by several threads at once
     engines = [
         VLLMEngine(config, plan.address, i, process if i == 0 else None, device=device, dtype=torch.float32, **changes)
         for i, device in enumerate(devices)
@@ -252,12 +257,14 @@ def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k
             probs, order = line.softmax(-1).sort(descending=True)
             likely = len(probs) if top_k == 0 else top_k
             probs, order = probs[:likely] / probs[:likely].sum(), order[:likely]
-            kept = int((probs.cumsum(-1) < top_p).sum()) + 1
-            kept = min(kept, likely)
-            assert token in order[:kept].tolist()
-            expected = (probs[:kept] / probs[:kept].sum())[order[:kept].tolist().index(token)].log()
-            assert logprob == pytest.approx(float(expected), abs=CLOSE)
-            cut += kept < VOCAB
+            # where the engine's probabilities differ a little, its cut may fall a token earlier or later
+            cuts = {min(int((probs.cumsum(-1) < near).sum()) + 1, likely) for near in (top_p - SLACK, top_p + SLACK)}
+            assert token in order[: max(cuts)].tolist()
+            kept_of_it = [probs[:kept] / probs[:kept].sum() for kept in range(min(cuts), max(cuts) + 1)]
+            place = order.tolist().index(token)
+            expected = [float(kept[place].log()) for kept in kept_of_it if place < len(kept)]
+            assert any(logprob == pytest.approx(value, abs=CLOSE) for value in expected), (logprob, expected)
+            cut += max(cuts) < VOCAB
     assert cut > 100
 
 

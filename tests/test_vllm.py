@@ -40,7 +40,6 @@ from splitppo.engine.vllm_host import compare, graph_sizes
 from splitppo.engine.vllm_process import (
     RESERVE,
     EngineError,
-    Plan,
     Process,
     child_environment,
     kv_bytes_per_token,
@@ -268,13 +267,12 @@ def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -
     assert [visible_device(local) for local in range(3)] == ["4", "GPU-abc", "6"]
 
 
-def stillborn(tmp_path: Path) -> Process:
-    """An engine whose process ends at once: its plan names another parent. It gets as far without vLLM."""
-    plan = Plan(
-        folder="", address=str(tmp_path / "socket"), clients=1, dtype="float32", max_rows=1, max_tokens=1, kv_bytes=1,
-        eos=(1,), sleep=False, eager=True, device="cpu", threads=1, parent=1,
-    )  # fmt: skip
-    return Process(plan, [], tmp_path / "logs" / "engine.log")
+@pytest.fixture
+def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
+    """An engine whose process ends at once: it is told of another parent. It gets as far without vLLM."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 1)
+        return Process([])
 
 
 def wait_a_minute(*_: Any) -> None:
@@ -282,28 +280,27 @@ def wait_a_minute(*_: Any) -> None:
 
 
 @pytest.mark.timeout(50)
-def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(tmp_path: Path) -> None:
+def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(request: pytest.FixtureRequest) -> None:
     before = signal.getsignal(signal.SIGCHLD)
-    process = stillborn(tmp_path)
+    process = request.getfixturevalue("stillborn")
     try:
         with pytest.raises(EngineError) as told:
             wait_a_minute()
     finally:
         process.end()
     assert f"the vLLM engine (process {process.popen.pid}) ended with status 1" in str(told.value)
-    assert str(told.value).endswith("engine.log:\nthe rank that started this engine is gone")  # the end of its log
+    assert str(told.value).endswith("what it said:\nthe rank that started this engine is gone")
     assert signal.getsignal(signal.SIGCHLD) == before
 
 
 @pytest.mark.timeout(50)
-def test_another_child_may_end(tmp_path: Path) -> None:
-    process = stillborn(tmp_path)
+def test_another_child_may_end(stillborn: Process) -> None:
     try:
-        process.told = True  # it was told to close
+        stillborn.told = True  # it was told to close
         subprocess.run(["true"], check=True)
-        assert process.popen.wait(40) == 1
+        assert stillborn.popen.wait(40) == 1
     finally:
-        process.end()
+        stillborn.end()
 
 
 # What is refused before anything starts
@@ -434,6 +431,10 @@ class Proc:
     def argv(self) -> list[str]:
         return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
 
+    @property
+    def parent(self) -> str:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1]
+
 
 def living() -> dict[Proc, int]:
     """All processes that are no zombies, and their parents' ids."""
@@ -489,9 +490,9 @@ class Job:
             time.sleep(0.05)
 
     def engine(self) -> Proc:
-        """The engine's process; its plan names the model's folder."""
-        name, folder = "splitppo.engine.vllm_host", json.dumps(str(self.run_dir / "tiny"))
-        (found,) = [p for p in family(self.popen.pid) if name in p.argv and folder in p.argv[-1]]
+        """The engine's process, a child of the rank that it names; its workers may have the same command line."""
+        name = "splitppo.engine.vllm_host"
+        (found,) = [proc for proc in family(self.popen.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
         return found
 
     def ends(self, within: float) -> int:
@@ -523,7 +524,10 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def socket_folder(engine: Proc) -> Path:
-    return Path(json.loads(engine.argv[-1])["address"]).parent
+    """Where the buckets were that the engine, or its workers, have mapped."""
+    maps = "".join(Path(f"/proc/{proc.pid}/maps").read_text() for proc in {engine, *family(engine.pid)})
+    (folder,) = set(re.findall(r"(/tmp/splitppo-\w+)/bucket", maps))
+    return Path(folder)
 
 
 def assert_gone(procs: set[Proc], within: float) -> None:

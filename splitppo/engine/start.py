@@ -26,7 +26,7 @@ from splitppo.engine.vllm_process import (
 )
 from splitppo.errors import UserError
 from splitppo.placement import Placement
-from splitppo.runtime import Runtime
+from splitppo.runtime import Launch, Runtime
 
 SUPPORTED = ((0, 26), (0, 34))  # of vLLM: from, and below
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM takes the first for anything below, silently, and nothing above the second
@@ -111,6 +111,17 @@ def _check_installed(device: str) -> None:
         )
 
 
+def launch_engine(config: Config, placement: Placement, launch: Launch, device: torch.device) -> Process | None:
+    """The process of this rank's engine, if it has one to start: vLLM is imported there while the run gets ready."""
+    size = config.engine.tensor_parallel
+    ranks = placement.actor
+    if engine_kind(config, device.type) == "hf" or launch.rank not in ranks or ranks.index(launch.rank) % size:
+        return None
+    first = ranks.index(launch.rank)
+    on_gpu = ranks[first : first + size] if device.type == "cuda" else ()
+    return Process([visible_device(rank % launch.local_world) for rank in on_gpu])
+
+
 def start_engine(
     config: Config,
     runtime: Runtime,
@@ -118,6 +129,7 @@ def start_engine(
     folder: Path,
     tokenizer: Any,
     dtype: torch.dtype,
+    process: Process | None,
     *,
     longest_prompt: int,
     log: Path,
@@ -128,17 +140,15 @@ def start_engine(
         max_rows = config.engine.max_rows
         return HFEngine(model_config, tokenizer, device=device, dtype=dtype, max_rows=max_rows, folder=folder)
     rank, size, store = mesh.get_local_rank(), config.engine.tensor_parallel, runtime.store
-    index, first, process = rank % size, rank - rank % size, None
+    index, first = rank % size, rank - rank % size
     sleep = config.engine.sleep if device.type == "cuda" else "off"
-    if device.type == "cuda":
-        store.set(f"engine/gpu/{rank}", visible_device(device.index))
-    if index == 0:
-        address = socket_path()
+    if process:
         rows = min(config.engine.max_rows, _most_rows(config, mesh.size())) * size
         tokens = longest_prompt + config.rollout.max_new_tokens
         plan = Plan(
             folder=str(folder),
-            address=address,
+            log=str(log),
+            address=socket_path(),
             clients=size,
             dtype=str(dtype).removeprefix("torch."),
             max_rows=rows,
@@ -149,13 +159,10 @@ def start_engine(
             eager=config.engine.eager or device.type == "cpu",
             device=device.type,
             threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-            parent=os.getpid(),
         )
-        on_gpu = range(first, first + size) if device.type == "cuda" else ()
-        process = Process(plan, [store.get(f"engine/gpu/{member}").decode() for member in on_gpu], log)
-        store.set(f"engine/address/{first}", address)
-    else:
-        address = store.get(f"engine/address/{first}").decode()
+        process.begin(plan)
+        store.set(f"engine/address/{first}", plan.address)
+    address = store.get(f"engine/address/{first}").decode()
     tell: Any = functools.partial(print, flush=True) if rank == 0 else None
     where: Any = {"device": device, "dtype": dtype}
     return VLLMEngine(model_config, address, index, process, sleep=sleep, tell=tell, timeout=config.timeout, **where)

@@ -1,10 +1,11 @@
 """The engine's process: vLLM, stepped here, for the ranks that are connected to it.
 
-    python -m splitppo.engine.vllm_host PLAN     (started by vllm_process.Process; PLAN is its Plan as JSON)
+    python -m splitppo.engine.vllm_host PARENT     (started by vllm_process.Process of the process PARENT)
 
-A rank says `hello`, then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; `halt`,
-`sleep`, `wake` and `close` where needed. Rows come back as `samples` when they finish, `done` answers everything.
-What changes the engine as a whole is done when all its ranks have said it.
+It imports vLLM, reads its Plan from its input, builds the engine and lets the ranks connect. A rank says `hello`, then
+`attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; `halt`, `sleep`, `wake` and `close`
+where needed. Rows come back as `samples` when they finish, `done` answers everything. What changes the engine as a
+whole is done when all its ranks have said it.
 """
 
 # pyright: reportMissingImports=false
@@ -302,25 +303,44 @@ def connect(plan: Plan) -> list[Connection]:
     return [by_rank[rank] for rank in range(plan.clients)]
 
 
+def read_plan() -> Plan | None:
+    """The plan from the input, once it is there; what is said from here on goes to its log. None: the rank is gone."""
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    plan = Plan(**json.loads(line))
+    early = os.pread(1, 2**24, 0)
+    with open(plan.log, "ab", buffering=0) as log:
+        log.write(early)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return plan
+
+
 def main() -> int:
-    plan = Plan(**json.loads(sys.argv[1]))
-    end_with_parent(plan.parent)
-    os.environ.update(SETTINGS, VLLM_RPC_BASE_PATH=str(Path(plan.address).parent))
+    end_with_parent(int(sys.argv[1]))
+    os.environ.update(SETTINGS)
     start = time.monotonic()
+    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
+        importlib.import_module(module)
+    imported = time.monotonic()
+    plan = read_plan()
+    if plan is None:
+        return 1
+    os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
+    planned = time.monotonic()
     conns: list[Connection] = []
     try:
-        conns = connect(plan)
-        importlib.import_module("vllm")
-        imported = time.monotonic()
         llm = build_llm(plan)
         facts = {
             "version": vllm_version(),
             "import_s": imported - start,
-            "build_s": time.monotonic() - imported,
+            "build_s": time.monotonic() - planned,
             "compile_s": llm.vllm_config.compilation_config.compilation_time,
             "graphs": len(llm.vllm_config.compilation_config.cudagraph_capture_sizes or []),
             "kv_tokens": (llm.vllm_config.cache_config.num_gpu_blocks or 0) * llm.vllm_config.cache_config.block_size,
         }
+        conns = connect(plan)
         for conn in conns:
             conn.send(("done", facts))
         Host(llm, conns, plan).serve()

@@ -31,20 +31,21 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine's process is told at its start, as JSON.
+    """What the engine's process is told when the run is known, as a line of JSON.
 
     Attributes:
         folder: config and tokenizer of the model; weights come from the trainer.
+        log: the file that its output goes to.
         address: the socket's path; `clients` ranks connect to it.
         max_rows: rows generated at once. max_tokens: of a row, prompt and response.
         kv_bytes: of the KV cache, on each GPU.
         sleep: whether it must be able to give its memory back.
         eager: neither compile nor capture CUDA graphs.
         device: `cuda` or `cpu`; threads: of the CPU's engine.
-        parent: process id of the rank that starts it, with which it ends.
     """
 
     folder: str
+    log: str
     address: str
     clients: int
     dtype: str
@@ -56,7 +57,6 @@ class Plan:
     eager: bool
     device: str
     threads: int
-    parent: int
 
 
 def vllm_version() -> str | None:
@@ -133,19 +133,42 @@ def socket_path() -> str:
 
 
 class Process:
-    """The engine's process, seen by the rank that started it. Its death is an EngineError in the main thread."""
+    """The engine's process, seen by the rank that started it. Its death is an EngineError in the main thread.
 
-    def __init__(self, plan: Plan, devices: Sequence[str], log: Path):
-        self.log, self.folder, self.told = log, Path(plan.address).parent, False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "splitppo.engine.vllm_host", json.dumps(asdict(plan))]
-        with log.open("ab") as out:
-            # a session of its own: Ctrl-C reaches the trainer alone, with which it ends
-            self.popen = subprocess.Popen(
-                command, env=child_environment(devices), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True,
-            )  # fmt: skip
+    It is started before the run is known, and imports vLLM meanwhile; `begin` tells it what to build.
+
+    Args:
+        devices: its GPUs, as CUDA_VISIBLE_DEVICES names them; none on the CPU.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        self.log: Path | None = None
+        self.folder: Path | None = None
+        self.told = False
+        self._early = os.memfd_create("engine")  # what it says before it has a log; no file to tidy up
+        command = [sys.executable, "-m", "splitppo.engine.vllm_host", str(os.getpid())]
+        # a session of its own: Ctrl-C reaches the trainer alone, with which it ends
+        self.popen = subprocess.Popen(
+            command, env=child_environment(devices), stdin=subprocess.PIPE, stdout=self._early, stderr=self._early,
+            start_new_session=True, text=True,
+        )  # fmt: skip
         self._former: Any = signal.signal(signal.SIGCHLD, self._on_child)
+
+    def begin(self, plan: Plan) -> None:
+        """Has it build its engine.
+
+        Raises:
+            EngineError: it has ended.
+        """
+        self.log, self.folder = Path(plan.log), Path(plan.address).parent
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch()
+        pipe: Any = self.popen.stdin
+        try:
+            with pipe:
+                pipe.write(json.dumps(asdict(plan)) + "\n")
+        except BrokenPipeError:
+            raise self.obituary() from None
 
     def obituary(self) -> EngineError:
         """How it ended, with the end of its log."""
@@ -154,13 +177,16 @@ class Process:
         how = "is not answering" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        lines = self.log.read_text(errors="replace").splitlines()
+        said = os.pread(self._early, 2**24, 0).decode(errors="replace").splitlines()
+        lines = self.log.read_text(errors="replace").splitlines() if self.log else []
+        lines = lines or said
         # what a worker process says of its error stands before what its parent makes of it
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
         tail = "\n".join([*errors, *lines[-30:]])
         if status is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)  # its socket, if it ended before all were connected
-        return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:\n{tail}")
+            self._tidy()
+        where = self.log or "what it said"
+        return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {where}:\n{tail}")
 
     def end(self, *, at_once: bool = False) -> None:
         """Waits for a process that was told to close, and makes sure; `at_once`: it was never connected."""
@@ -172,8 +198,12 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)  # its socket, if it ended before all were connected
+        self._tidy()
         signal.signal(signal.SIGCHLD, self._former or signal.SIG_DFL)
+
+    def _tidy(self) -> None:
+        if self.folder:  # its socket, if it ended before all were connected
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _on_child(self, *_: Any) -> None:
         if not self.told and self.popen.poll() is not None:
