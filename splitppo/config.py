@@ -1,20 +1,19 @@
-"""The configuration: frozen dataclasses with a docstring per field, read from flags and presets, and its rules."""
+"""The configuration: frozen dataclasses with a docstring per field, read from flags and presets; limits.py has its rules."""
 
 import argparse
 import io
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
 from splitppo.errors import UserError
-from splitppo.presets import as_flag, leaves, read_preset, toml_value
+from splitppo.presets import as_flag, read_preset, toml_value
 from splitppo.presets import to_toml as to_toml
 
 
@@ -97,13 +96,24 @@ class DataConfig:
     digits: int = 1
     """Digits of the operands of the generated task `addition`."""
     files: tuple[str, ...] = ()
-    """Training files: .parquet, .json or .jsonl; read in order as one data set. Empty: the generated task."""
+    """Training files: .parquet, .json, .jsonl, or folders of the library `datasets` (save_to_disk); read in order as
+    one data set. Empty: the generated task."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the ground truth; a dot goes into a nested column."""
     chat: bool = True
     """Put string prompts through the tokenizer's chat template (as one user message) if it has one."""
+    system: str | None = None
+    """System message put before prompts that have none. Unset: what the chat template puts there."""
+    chat_kwargs: str = "{}"
+    """Further arguments of the chat template, a JSON object: '{"enable_thinking": false}'."""
+    weights: tuple[float, ...] = ()
+    """One weight a file: its share of the prompts. Empty: all rows alike, each once an epoch."""
+    max_rows: int | None = None
+    """Training prompts to use at most, drawn from all of them."""
+    overlong: Literal["refuse", "filter", "cut"] = "refuse"
+    """A prompt over `rollout.max_prompt_tokens`: refuse the run, leave the row out, or cut it on the left."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the generated task's held-out part, or none."""
     validation_rows: int = 256
@@ -119,7 +129,7 @@ class RolloutConfig:
     samples: int = 1
     """Responses sampled for each prompt; `batch_size / samples` prompts a step."""
     max_prompt_tokens: int = 512
-    """A longer prompt is refused when the data is read."""
+    """What `data.overlong` calls too long."""
     max_new_tokens: int = 512
     """A response is cut here if it has not ended."""
     temperature: float = 1.0
@@ -157,12 +167,41 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The score of a row."""
+    """The score of a row: a weighted sum of functions and of a reward model."""
 
-    function: str = "auto"
-    """`exact_match`, `last_number`, `gsm8k`, or `path/to/file.py:name` of a function
+    function: tuple[str, ...] = ("auto",)
+    """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name` of a function
     (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`, whose other numbers become
-    metrics. `auto`: the generated task's own, or by the rows' data_source."""
+    metrics; it may be async. `auto`: the generated task's own, or by the rows' data_source. `none`: a model alone."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the score. Empty: 1 each."""
+    workers: int = 1
+    """Processes on each critic rank that run the functions."""
+    timeout: float = 60.0
+    """Seconds that a function may take for a row; then the row failed, and its process is replaced."""
+    failed_score: float = 0.0
+    """What a function's failure (time-out, exception, not a finite number) counts as."""
+    model: str | None = None
+    """Folder of a reward model: a sequence-classification checkpoint with one label, on the critic ranks."""
+    model_weight: float = 1.0
+    """Weight of the reward model in the score."""
+    model_offload: bool = False
+    """Keep its shards on the CPU between its uses."""
+    model_chat: bool = True
+    """Give it prompt and response through its own chat template, if it has one; else as plain text."""
+    validation: tuple[str, ...] = ()
+    """Functions that score the held-out rows. Empty: `function` with its weights."""
+    normalize: Literal["off", "batch", "running"] = "off"
+    """Subtract the mean of the scores and divide by their deviation: the batch's, or that of all steps so far."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest score, after normalising."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
+    overlong_tokens: int = 0
+    """Of the last so many tokens before `rollout.max_new_tokens`, each one used costs an equal part of
+    `overlong_penalty` (Yu et al. 2025, DAPO, eq. 13). 0: off."""
+    overlong_penalty: float = 1.0
+    """What a row of `rollout.max_new_tokens` loses if `overlong_tokens` is set."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +212,17 @@ class PPOConfig:
     """Discount."""
     lam: float = 0.95
     """GAE's lambda."""
+    lam_value: float | None = None
+    """Lambda of the value model's targets (Yuan et al. 2025, VC-PPO). Unset: `lam`."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference, subtracted from the reward at each token."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
+    kl_target: float | None = None
+    """The KL of a row (nats, summed over its tokens) towards which `kl_coef` is steered from step to step (Ziegler et
+    al. 2019, section 2.2). Unset: it stays."""
+    kl_horizon: int = 10000
+    """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2, 0.2)."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference in the policy's loss."""
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -197,6 +243,19 @@ class PPOConfig:
     """Passes over the rollout."""
     mini_batches: int = 1
     """Optimizer steps a pass; must divide `rollout.batch_size`."""
+    value_epochs: int | None = None
+    """Passes of the value model. Unset: `epochs`."""
+    value_mini_batches: int | None = None
+    """Optimizer steps a pass of the value model; divides `mini_batches` or is a multiple. Unset: `mini_batches`."""
+    critic_warmup: int = 0
+    """Steps in which only the value model learns."""
+    importance: Literal["off", "token", "sequence"] = "off"
+    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`) of each token or of the whole
+    response (Yao et al. 2025, truncated importance sampling)."""
+    importance_cap: float = 2.0
+    """Where these weights are cut off."""
+    mask_truncated: bool = False
+    """Leave rows that were cut at `rollout.max_new_tokens` out of both losses."""
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
     """How token losses become one number, over the whole mini-batch."""
 
@@ -232,7 +291,21 @@ class LogConfig:
     samples: int = 4
     """Generations of each step written to RUN/samples."""
     validate_every: int = 0
-    """Greedy score on held-out prompts before the first, every n-th and after the last step; 0: never."""
+    """Score held-out prompts before the first, every n-th and after the last step; 0: never."""
+    validate_samples: int = 1
+    """Responses to each held-out prompt; above 1: also pass@k and the majority's answer."""
+    validate_temperature: float = 0.0
+    """Their sampling temperature; 0: greedy, one sample."""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where metrics go beside RUN/metrics: Weights & Biases (WANDB_MODE=offline works), TensorBoard (RUN/tensorboard)."""
+    project: str = "splitppo"
+    """Project of wandb."""
+    name: str | None = None
+    """The run's name in wandb. Unset: its folder's."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps that the torch profiler records, into RUN/profile."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that it records."""
 
 
 @dataclass(frozen=True)
@@ -269,30 +342,6 @@ class Config:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-
-
-# What a value must do (None: the setting is off), in words, and the settings that must; `optim.`: both models'.
-RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda v: v >= 1, "must be at least 1", "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples"),
-    (lambda v: v >= 1, "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens"),
-    (lambda v: v >= 1, "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
-    (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
-    (lambda v: v >= 0, "must be at least 0", "checkpoint.keep log.samples log.validate_every"),
-    (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam optim.min_lr_ratio"),
-    (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
-    (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators have it", "seed"),
-    (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
-    (lambda v: v > 0, "must be above 0", "timeout rollout.temperature ppo.clip_high ppo.value_clip optim.eps"),
-    (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
-    (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
-    (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
-    (lambda v: "" not in v, "holds an empty string, which would end every response at once", "rollout.stop"),
-    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel"),
-    (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
-    (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
-    (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
-)
 
 
 def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
@@ -341,27 +390,3 @@ def _preset_flags(path: str) -> list[str]:
                 raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
         raise
     return flags
-
-
-def check(config: Config) -> None:
-    """A UserError for what can be told to be wrong before any file, model, GPU or process group is touched."""
-    values = dict(leaves(asdict(config)))
-    for name, value in values.items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise UserError(f"{name}={number} must be a finite number; its default is in --help")
-    for holds, rule, names in RULES:
-        for short in names.split():
-            for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
-                if values[name] is not None and not holds(values[name]):
-                    raise UserError(f"{name}={values[name]} {rule}")
-    rows, samples, mini_batches = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
-    unit = math.lcm(samples, mini_batches)  # what a batch size must be a multiple of, both rules together
-    below = rows // unit * unit
-    use = f"use {below} or {below + unit}" if below else f"use {unit}"
-    if rows % samples:
-        raise UserError(f"rollout.batch_size={rows} is not a multiple of rollout.samples={samples}; {use}")
-    if rows % mini_batches:
-        raise UserError(f"rollout.batch_size={rows} does not cut into {mini_batches} mini-batches; {use}")
-    if (size := config.world_size) is not None and not config.dry_run:
-        raise UserError(f"world_size={size} is for --dry-run; in a run torchrun's --nproc_per_node says how many ranks")

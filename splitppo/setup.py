@@ -38,7 +38,7 @@ from splitppo.tiny import VOCABULARY, build_tiny
 def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
     """All that can be told wrong about files, folders, functions and the engine before a process group or GPU is
     touched."""
-    rewards.check_reward(config.reward.function)
+    rewards.check_reward(config.reward.function[0])
     if config.data.files:
         data.check_files(config.data)
         if config.log.validate_every and not config.data.validation_files:
@@ -119,7 +119,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt
         generate = functools.partial(data.generated_prompts, config.data, tokenizer, seed=config.seed)
         prompts, held_out = generate(split="train"), generate(split="validation")
     held_out = held_out[: config.data.validation_rows]
-    reward = rewards.load_reward(config.reward.function, {prompt.data_source for prompt in prompts + held_out})
+    reward = rewards.load_reward(config.reward.function[0], {prompt.data_source for prompt in prompts + held_out})
     rewards.check_truths(reward, prompts + held_out)
     return prompts, held_out, reward
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import transformers
 
 from splitppo.channel import Links
-from splitppo.config import check, parse
+from splitppo.config import parse
 from splitppo.engine.start import launch_engine
+from splitppo.limits import check
 from splitppo.placement import place
 from splitppo.preview import preview
 from splitppo.roles import Actor, Critic, join
