@@ -1,4 +1,4 @@
-"""The configuration: frozen dataclasses with a docstring per field, read from flags and presets; limits.py has its rules."""
+"""The configuration: frozen dataclasses with a docstring per field, read from flags and presets. Rules: limits.py."""
 
 import argparse
 import io
@@ -297,7 +297,7 @@ class LogConfig:
     validate_temperature: float = 0.0
     """Their sampling temperature; 0: greedy, one sample."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Where metrics go beside RUN/metrics: Weights & Biases (WANDB_MODE=offline works), TensorBoard (RUN/tensorboard)."""
+    """Where metrics go beside RUN/metrics: Weights & Biases (WANDB_MODE=offline works); RUN/tensorboard."""
     project: str = "splitppo"
     """Project of wandb."""
     name: str | None = None
