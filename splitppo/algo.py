@@ -207,13 +207,14 @@ def policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
     aggregate: Aggregate,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
 
     All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs) and advantage A, a token loses
     `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
     `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
-    Gradient flows into `logprobs` only.
+    `weights` `[B, T]`, if given, multiply the tokens' losses (importance weights). Gradient flows into `logprobs` only.
 
     Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
     clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`.
@@ -235,6 +236,9 @@ def policy_loss(
         bound = -advantages * dual_clip
         bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(bounded, bound, losses)
+    if weights is not None:
+        _check_shapes(2, weights=weights, mask=mask)
+        losses = losses * weights.detach()
     with torch.no_grad():
         metrics = {
             "ppo_kl": masked_mean(-log_ratio, mask),

@@ -9,10 +9,10 @@ They reshard on loading, so a run may go on under another placement. Everything 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
@@ -24,12 +24,16 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def save(learner: Learner, mesh: DeviceMesh, folder: Path, role: str) -> None:
-    """Writes a group's weights and optimizer state, which count once `commit` says so; all its ranks must call it."""
+def save(learner: Learner, state: dict[str, Any], folder: Path, role: str) -> None:
+    """Writes a group's weights, optimizer state and `state` (JSON, the same on all ranks), which count once `commit`
+    says so; all its ranks must call it."""
+    mesh = learner.runner.mesh
     if mesh.get_local_rank() == 0:  # DCP's coordinator, too: nobody writes before its plan is out
         (folder / role / "COMPLETE").unlink(missing_ok=True)
     weights, optimizer = get_state_dict(learner.model, learner.optimizer)
     dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / role, process_group=mesh.get_group())
+    if mesh.get_local_rank() == 0:
+        (folder / role / "state.json").write_text(json.dumps(state))
 
 
 def commit(folder: Path, role: str, *, step: int) -> None:
@@ -37,14 +41,16 @@ def commit(folder: Path, role: str, *, step: int) -> None:
     (folder / role / "COMPLETE").write_text(json.dumps({"step": step}))
 
 
-def load(learner: Learner, mesh: DeviceMesh, folder: Path, role: str) -> None:
-    """Reads what `save` wrote, for any number of ranks."""
+def load(learner: Learner, folder: Path, role: str) -> dict[str, Any]:
+    """Reads what `save` wrote, for any number of ranks; returns its `state`."""
+    mesh = learner.runner.mesh
     weights, optimizer = get_state_dict(learner.model, learner.optimizer)
     state = {"model": weights, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=folder / role, process_group=mesh.get_group())
     set_state_dict(
         learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
+    return json.loads((folder / role / "state.json").read_text())
 
 
 def complete(run_dir: Path) -> list[Path]:

@@ -79,7 +79,8 @@ class ValueConfig:
     """The value model: a causal language model's body with a scalar head."""
 
     path: str | None = None
-    """Folder of the body. Unset: the policy's. It must read the policy's token ids."""
+    """Folder of the body, or of a reward model, whose head it then starts with. Unset: the policy's. It must read the
+    policy's token ids."""
     random_init: bool = False
     """Draw the body at random from the seed in place of reading it."""
     head: Literal["zero", "normal"] = "zero"
@@ -185,6 +186,8 @@ class RewardConfig:
     """Folder of a reward model: a sequence-classification checkpoint with one label, on the critic ranks."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
+    model_random_init: bool = False
+    """Draw its weights at random from the seed in place of reading them: for benchmarks on a real shape."""
     model_offload: bool = False
     """Keep its shards on the CPU between its uses."""
     model_chat: bool = True

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from splitppo import algo
@@ -45,7 +46,7 @@ class Runner:
         """
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         cut = cut_micro_batches(rollout.samples, self.budget)
-        for rows in _padded(cut, all_max([len(cut)], self.mesh)[0]):
+        for rows in padded(cut, all_max([len(cut)], self.mesh)[0]):
             batch = micro_batch([rollout.samples[i] for i in rows], self.device)
             for field, out in zip(by_row, outputs(model, batch), strict=True):
                 for i, line in zip(rows, out.float().cpu(), strict=False):
@@ -107,7 +108,7 @@ class Learner:
 
         Args:
             rollout: this rank's rows.
-            mini_batches: this rank's rows of each mini-batch; may be empty.
+            mini_batches: this rank's rows of each mini-batch; may be empty. One that is empty on all ranks is no step.
             fields: packed tensors `[N]` that the objective needs.
 
         Returns:
@@ -131,6 +132,7 @@ class Learner:
 
         A tensor may share memory with the weight, and is good until the next is asked for: copy what is to be kept.
         """
+        cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the outermost weights whole
         named: list[tuple[str, Tensor]] = []
         for name, parameter in self.model.named_parameters():
             named.append((clean(name), parameter))
@@ -158,8 +160,9 @@ class Learner:
             sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
         counts = all_max([len(plan) for plan in plans], self.runner.mesh)
         totals = all_sum(torch.tensor(sums), self.runner.mesh)
-        plans = [_padded(plan, count) for plan, count in zip(plans, counts, strict=True)]
-        return plans, [(float(weight), float(tokens)) for weight, tokens in totals]
+        plans = [padded(plan, count) for plan, count in zip(plans, counts, strict=True)]
+        kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # no rank may have a row to learn from
+        return [plans[i] for i in kept], [(float(totals[i][0]), float(totals[i][1])) for i in kept]
 
     def _accumulate(
         self,
@@ -200,10 +203,10 @@ class Learner:
     def _over_group(self, sums: list[dict[str, Any]]) -> list[dict[str, float]]:
         """Sums the ranks' parts of the figures of all optimizer steps in one message."""
         parts = [[float(part) for part in figures.values()] for figures in sums]
-        totals = all_sum(torch.tensor(parts, dtype=torch.float64), self.runner.mesh).tolist()
+        totals = all_sum(torch.tensor(parts, dtype=torch.float64), self.runner.mesh).tolist() if parts else []
         return [dict(zip(sums[0], row, strict=True)) for row in totals]
 
 
-def _padded(cut: list[list[int]], count: int) -> list[list[int]]:
+def padded(cut: list[list[int]], count: int) -> list[list[int]]:
     """As many micro-batches as every rank runs; the added ones have no rows."""
     return cut + [[] for _ in range(count - len(cut))]

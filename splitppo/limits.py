@@ -29,6 +29,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
     (lambda v: len(v) == len(set(v)), "holds a function twice", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
+    (lambda v: _is_for_template(v), "says how to tokenise; it is for the chat template alone", "data.chat_kwargs"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam ppo.lam_value optim.min_lr_ratio"),
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators have it", "seed"),
@@ -127,3 +128,9 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
+
+
+def _is_for_template(text: str) -> bool:
+    """Whether a JSON object holds none of the other arguments of transformers' apply_chat_template."""
+    names = ("conversation", "tokeniz", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_")
+    return not any(name.startswith(names) for name in json.loads(text))

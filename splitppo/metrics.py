@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from splitppo.placement import Role
 
@@ -58,7 +59,8 @@ class ColumnLog:
         """A stretch of the step's time; names that begin with `wait_` are waits for the other column."""
         start = time.time()
         self.phase(f"{self.role} step {self.step + 1} {name}")
-        yield
+        with record_function(name):  # a block of that name in the torch profiler's trace
+            yield
         if (end := time.time()) - start > 0.0005:  # else there was nothing to do
             self.spans.append([name, start, end])
 

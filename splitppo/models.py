@@ -1,4 +1,4 @@
-"""Policy and value models out of Hugging Face folders: built without memory, sharded, then filled shard by shard."""
+"""Policy, value and reward models of Hugging Face folders: built without memory, sharded, filled shard by shard."""
 
 import json
 import zlib
@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -28,6 +29,7 @@ from splitppo.rollout import MicroBatch
 
 # logits turned into float32 at once: bounds the memory of a large vocabulary
 LOGIT_PIECE = 2048
+Kind = Literal["policy", "value", "reward"]
 # without a file like these, transformers makes up an empty tokenizer
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
@@ -68,18 +70,34 @@ def read_tokenizer(folder: str) -> Any:
         raise UserError(f"model folder {folder}: its tokenizer can't be read: {error}; save it again") from error
 
 
-def check_folder(folder: str, kind: Literal["policy", "value"], *, random_init: bool) -> None:
+def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
     """That a model can be built from the folder and, unless its weights are drawn, read from it.
 
     Raises:
         UserError: it can't.
     """
-    _check_type(read_config(folder), kind, folder)
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise UserError(
+            f"model folder {folder}: a LoRA adapter; this version trains and reads whole models: merge it into its "
+            "base (peft's merge_and_unload) and save that"
+        )
+    (_check_reward if kind == "reward" else _check_type)(read_config(folder), kind, folder)
     if not random_init:
         _weight_files(Path(folder))
 
 
-def _check_type(config: PretrainedConfig, kind: Literal["policy", "value"], folder: str) -> None:
+def _check_reward(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    auto: Any = AutoModelForSequenceClassification
+    if type(config) not in auto._model_mapping:
+        raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
+    if config.num_labels != 1:
+        raise UserError(
+            f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward is one; use a "
+            "checkpoint with num_labels 1 in its config.json"
+        )
+
+
+def _check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     kinds: Any = (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForMaskedLM)
     causal, token, masked = (kind._model_mapping for kind in kinds)
     # encoders such as BERT are in the causal mapping, too, for those who turn them into decoders
@@ -95,14 +113,15 @@ def _check_type(config: PretrainedConfig, kind: Literal["policy", "value"], fold
         raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
 
 
-def build(config: PretrainedConfig, kind: Literal["policy", "value"], dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real; for `fully_shard`, then `fill`.
 
     A value model is the library's token-classification model of one label, so that `from_pretrained` loads what
-    is exported: the causal model's body and a scalar head.
+    is exported: the causal model's body and a scalar head. A reward model is a sequence-classification model.
     """
-    auto: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
-    if kind == "value":
+    autos = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
+    auto: Any = autos.get(kind, AutoModelForSequenceClassification)
+    if kind != "policy":
         config.num_labels = 1
     with _parameters_on_meta():
         model = auto.from_config(config, dtype=dtype)
@@ -157,7 +176,7 @@ def head_names(model: nn.Module) -> list[str]:
     return [clean(name) for name, _ in model.named_parameters() if is_value and not name.startswith(body)]
 
 
-def count_parameters(config: PretrainedConfig, kind: Literal["policy", "value"]) -> int:
+def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
     """Parameters of the model, tied ones once."""
     return sum(parameter.numel() for parameter in build(config, kind).parameters())
 

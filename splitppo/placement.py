@@ -111,6 +111,24 @@ class Ownership:
         size = self.actor_size if role == "actor" else self.critic_size
         return [list(rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]) for rows in self.mini_batches]
 
+    def critic_rows(self, rank: int, count: int) -> list[list[int]]:
+        """The rows that a critic rank owns, by mini-batch, for a value model with `count` mini-batches of its own.
+
+        `count` divides the mini-batches, whose neighbours are then joined, or is a multiple of them: each is then dealt
+        out in turn, so that every rank has its part of each. Which rows are together does not depend on the ranks.
+        """
+        own = self.rows("critic", rank)
+        joined = len(own) // count
+        if joined:
+            return [[row for rows in own[i * joined : (i + 1) * joined] for row in rows] for i in range(count)]
+        parts = count // len(own)
+        place = [{row: i for i, row in enumerate(rows)} for rows in self.mini_batches]
+        return [
+            [row for row in rows if places[row] % parts == part]
+            for rows, places in zip(own, place, strict=True)
+            for part in range(parts)
+        ]
+
     def all_rows(self, role: Role, rank: int) -> list[int]:
         """The rows that a group rank owns, ascending."""
         return sorted(row for rows in self.rows(role, rank) for row in rows)

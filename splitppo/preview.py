@@ -10,7 +10,7 @@ from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
 from splitppo.placement import Placement, place
 from splitppo.runtime import Launch, dtype_of, format_map
-from splitppo.setup import load_data, model_folders, owners, preflight
+from splitppo.setup import MODEL_KINDS, load_data, model_folders, owners, preflight
 from splitppo.tiny import build_tiny
 
 # float32 master weight, gradient and AdamW's two moments
@@ -56,18 +56,19 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
         folders, policy = model_folders(config), config.policy.path
         if "tiny" in folders.values():
             build_tiny(Path(tiny), seed=config.seed)
-        prompts, held_out, _ = load_data(config, models.read_tokenizer(tiny if policy == "tiny" else policy))
+        training, validation = load_data(config, models.read_tokenizer(tiny if policy == "tiny" else policy))
         counts = {
             name: models.count_parameters(models.read_config(tiny if path == "tiny" else path), kind)
             for name, path in folders.items()
-            for kind in (("value",) if name == "value" else ("policy",))
+            for kind in (MODEL_KINDS[name],)
         }
     width = dtype_of(config, torch.device(device)).itemsize
     actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
     actor += counts.get("reference", 0) * width / len(placement.actor)
-    critic = counts["value"] * LEARNER_BYTES / len(placement.critic)
-    lengths = sorted(len(prompt.tokens) for prompt in prompts)
-    lines = [f"data: {len(prompts):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {len(held_out):,} held out"]
+    critic = (counts["value"] * LEARNER_BYTES + counts.get("reward", 0) * width) / len(placement.critic)
+    lengths, held_out = sorted(len(prompt.tokens) for prompt in training.prompts), len(validation.prompts)
+    lines = [f"data: {len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {held_out:,} held out"]
+    lines += training.told + validation.told
     lines += [f"parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"]
     lines.append("memory a rank, without activations and KV cache (weights, gradients, optimizer, engine's copy):")
     if placement.colocated:

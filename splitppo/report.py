@@ -1,15 +1,15 @@
 """The report of a run: its curves, and the timeline of one step that shows the two columns at work at once.
 
-    python -m splitppo.report [RUN] [--step N] [--out PATH]
+    python -m splitppo.report [RUN] [--step N] [--out PATH]    a picture, RUN/report.png
+    python -m splitppo.report [RUN] --html                     a page that opens offline, RUN/report.html (html.py)
+    python -m splitppo.report [RUN] --trace STEP               trace events for Perfetto (chrome.py)
 
-Reads nothing but `RUN/metrics/{actor,critic}.jsonl` and needs no torch, so it runs anywhere, also during the run.
+Reads nothing but `RUN/metrics/{actor,critic}.jsonl`, for the page also the run's settings, versions and samples, and
+needs no torch, so it runs anywhere, also during the run.
 """
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from splitppo.chrome import trace_events, trace_name
 from splitppo.errors import UserError
-
-Span = tuple[str, float, float]  # name, start and end in seconds
+from splitppo.html import build_page
+from splitppo.timeline import Column, Timeline, build_timeline, choose_step, curves, read_column, seconds, span_colours
+from splitppo.timeline import overlap as overlap
 
 CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
-SPAN_COLOURS = {"rollout": "#4878b8", "logprobs": "#3fa7a3", "update": "#e08a3c", "score": "#8a6bbf"}
-SPAN_COLOURS |= {"advantages": "#5aa454", "sync": "#d8b93a", "validate": "#cf6f9f", "checkpoint": "#97705a"}
-OTHER_COLOURS = ("#c94f4f", "#6f8f2f", "#3d9bd1", "#b08ad0", "#a8763e", "#5f7f95")
 DARK, GREY = "#2b2f36", "#80868f"
 ABOVE: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "borderaxespad": 0.1, "frameon": False}
 ABOVE |= {"columnspacing": 1.2, "handlelength": 1.7, "handletextpad": 0.5}
@@ -49,119 +48,6 @@ PANELS = {  # title: (label, metric, axis)
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
 }
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one column recorded of one step."""
-
-    metrics: dict[str, float]
-    spans: list[Span]
-
-
-Column = dict[int, Step]
-
-
-def read_column(path: Path) -> Column:
-    """The steps of a metrics file, none without a file: a colocated run may have the actor's alone. A step that a
-    resumed run did again counts as it was done last."""
-    column: Column = {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            spans = [(str(name), float(start), float(end)) for name, start, end in record.get("spans", [])]
-            numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}  # some are lists
-            column[int(record["step"])] = Step(numbers, spans)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, json.JSONDecodeError) and number == len(lines):  # killed as it wrote, or writing now
-                print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
-                break
-            rule = "a line must be a JSON object of `step`, numbers and `spans` (only the last may be torn)"
-            raise UserError(f"{path}:{number}: {line[:40]!r} is no step; {rule}: mend or remove that line") from error
-    return column
-
-
-def shared_work(actor_spans: Iterable[Span], critic_spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The intervals in which both columns are at work. Spans of one column don't overlap, so neither do these."""
-    actor, critic = ([s for s in spans if not s[0].startswith("wait_")] for spans in (actor_spans, critic_spans))
-    cuts = [(max(a[1], c[1]), min(a[2], c[2])) for a in actor for c in critic]
-    return sorted((start, end) for start, end in cuts if start < end)
-
-
-def overlap(actor_spans: Iterable[Span], critic_spans: Iterable[Span]) -> float:
-    """Seconds in which both columns are in a span that is no wait."""
-    return sum(end - start for start, end in shared_work(actor_spans, critic_spans))
-
-
-def duration(step: Step) -> float:
-    """Seconds from the first span's start to the last one's end."""
-    return max(end for _, _, end in step.spans) - min(start for _, start, _ in step.spans)
-
-
-def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
-    """The step to draw: the wanted one, or one of median duration among the last half; None if none has spans."""
-    timed = sorted(number for number, step in actor.items() if step.spans)
-    steps = [number for number in timed if number in critic and critic[number].spans] or timed
-    if wanted is not None:
-        if wanted not in steps:
-            known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            raise UserError(f"--step {wanted} has no recorded spans; steps with spans: {known}: name one of them")
-        return wanted
-    if not steps:
-        return None
-    late = sorted(steps[len(steps) // 2 :], key=lambda number: duration(actor[number]))  # the first ones warm up
-    return late[(len(late) - 1) // 2]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One step and its two neighbours, in seconds since the actor began the step."""
-
-    step: int
-    length: float
-    lanes: dict[str, list[tuple[int, Span]]]
-    """By lane: the spans with the step that they belong to."""
-    shared: list[tuple[float, float]]
-    """Work of both lanes at once within the step, whichever step the critic's work belongs to: in a steady run the
-    update of the step before is under this rollout, as this step's update is under the next one."""
-
-    def title(self) -> str:
-        """The step, its seconds, and the overlap."""
-        if not self.shared:  # also a colocated run that wrote both columns: they take turns
-            return f"Step {self.step}: {seconds(self.length)}, in which nothing overlaps"
-        both = sum(end - start for start, end in self.shared)
-        share = f"{seconds(both)} of {seconds(self.length)} ({both / self.length:.0%})"
-        return f"Step {self.step}: both columns worked at once for {share}"
-
-
-def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
-    """Lay out a step. Columns with the same spans are one column that was written down twice (colocated)."""
-    origin, length = min(start for _, start, _ in actor[step].spans), max(duration(actor[step]), 1e-6)
-    near: list[list[tuple[int, Span]]] = [
-        [(n, (name, a - origin, b - origin)) for n in range(step - 1, step + 2) if n in c for name, a, b in c[n].spans]
-        for c in (actor, critic)
-    ]
-    if step not in critic or critic[step].spans in ([], actor[step].spans):
-        return Timeline(step, length, {"all ranks": near[0]}, [])
-    inside = ([(name, max(a, 0.0), min(b, length)) for _, (name, a, b) in spans] for spans in near)
-    return Timeline(step, length, {"actor": near[0], "critic": near[1]}, shared_work(*inside))
-
-
-def seconds(value: float) -> str:
-    """Seconds with as many digits as help."""
-    return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 3}f} s"
-
-
-def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
-    """The values of each metric by step. A colocated run may write the critic's metrics into actor.jsonl: the column
-    is in the name, and put there where both columns have a metric."""
-    found: dict[str, dict[int, float]] = {}
-    for prefix, column in (("", actor), ("critic/", critic)):
-        for number, step in sorted(column.items()):
-            for name, value in step.metrics.items():
-                found.setdefault(prefix + name.removeprefix(prefix), {})[number] = value
-    return found
 
 
 def draw_panel(ax: Axes, title: str, series: dict[str, dict[int, float]]) -> None:
@@ -226,11 +112,9 @@ def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     """The lanes, and between two of them a strip where both are at work."""
     length, lanes, split = timeline.length, list(timeline.lanes), len(timeline.lanes) > 1
     own = [span for spans in timeline.lanes.values() for step, span in spans if step == timeline.step]
-    last = max(end for _, _, end in own)  # the critic's update ends in the next step: show it whole
-    ax.set_xlim(-0.06 * length if split else -0.01 * length, min(max(last + 0.05 * length, 1.02 * length), 2 * length))
+    ax.set_xlim(*timeline.view())
     ax.set_ylim((-0.68 if split else 0.0), 1.8)
-    names = {name for spans in timeline.lanes.values() for _, (name, *_) in spans}
-    colours = dict(zip(sorted(names - SPAN_COLOURS.keys()), cycle(OTHER_COLOURS), strict=False)) | SPAN_COLOURS
+    colours = span_colours(name for spans in timeline.lanes.values() for _, (name, *_) in spans)
     unlabelled = set().union(*(draw_lane(ax, 1.0 - i, timeline, lane, colours) for i, lane in enumerate(lanes)))
     ax.broken_barh([(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK)
     ax.axvspan(0, length, color="#f6f7f9", zorder=0)
@@ -261,32 +145,76 @@ def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | N
     return figure
 
 
-def report(run: Annotated[Path | None, tyro.conf.Positional] = None, step: int | None = None, out: Path | None = None):
-    """Draw a run's report: its curves, and the timeline of one step.
+def newest_run() -> Path:
+    """The run under ./runs whose metrics were written last."""
+    found = sorted(Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError("./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder")
+    return found[-1].parent.parent
 
-    Args:
-        run: The run's folder. Unset: the newest one under ./runs.
-        step: The step of the timeline. Unset: a typical one of the run's last half.
-        out: Where the picture goes. Unset: RUN/report.png.
+
+def write(out: Path, text: str) -> None:
+    """Writes a page or a trace to where `--out` says.
+
+    Raises:
+        UserError: it can't be written there.
     """
-    if run is None:
-        found = sorted(Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise UserError("./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder")
-        run = found[-1].parent.parent
-    actor, critic = (read_column(run / "metrics" / f"{name}.jsonl") for name in ("actor", "critic"))
-    if not actor:
-        raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out} can't be written ({error}): name a file in a folder that exists") from error
+
+
+def draw_picture(run: Path, actor: Column, critic: Column, step: int | None, out: Path) -> None:
+    """Draws the picture and prints what its timeline shows."""
     chosen = choose_step(actor, critic, step)
     timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-    out = out or run / "report.png"
     figure = draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline)
     try:
         figure.savefig(out, format=out.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise UserError(f"--out {out} can't be written ({error}): name a picture in a folder that exists") from error
     print(timeline.title() if timeline else "no spans recorded: no timeline")
-    print(f"run folder: {run}\nreport: {out}")
+
+
+def report(
+    run: Annotated[Path | None, tyro.conf.Positional] = None,
+    step: int | None = None,
+    out: Path | None = None,
+    html: bool = False,
+    trace: int | None = None,
+):
+    """Draw a run's report: its curves, and the timeline of one step; or write it as a page or as trace events.
+
+    Args:
+        run: The run's folder. Unset: the newest one under ./runs.
+        step: The step of the timeline. Unset: a typical one of the run's last half.
+        out: Where the picture, page or trace goes. Unset: RUN/report.png, report.html, trace_step_NNNNNN.json.
+        html: Write a page in place of the picture: curves, timelines, samples, in one file that needs no network.
+        trace: Write this step's spans, in place of the picture, as trace events for Perfetto or chrome://tracing.
+    """
+    if out and html and trace is not None:
+        raise UserError(
+            f"--out {out} names one file, and --html and --trace write one each: leave out one of the three"
+        )
+    run = newest_run() if run is None else run
+    actor, critic = (read_column(run / "metrics" / f"{name}.jsonl") for name in ("actor", "critic"))
+    if not actor:
+        raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
+    written: dict[str, Path] = {}
+    if trace is not None:
+        choose_step(actor, critic, trace, flag="--trace")
+        written["trace"] = out or run / trace_name(trace)
+        write(written["trace"], json.dumps(trace_events(actor, critic, trace)) + "\n")
+    if html:
+        written["page"] = out or run / "report.html"
+        write(written["page"], build_page(run, actor, critic, choose_step(actor, critic, step)))
+    if not written:
+        written["report"] = out or run / "report.png"
+        draw_picture(run, actor, critic, step, written["report"])
+    print(f"run folder: {run}")
+    for name, path in written.items():
+        print(f"{name}: {path}")
 
 
 def main() -> None:

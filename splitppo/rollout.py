@@ -16,6 +16,8 @@ class Prompt:
         text: the prompt as text, after the chat template.
         tokens: its token ids.
         data_source, ground_truth, extra_info: what the reward function gets beside the response.
+        messages: the conversation as messages, if the data has it or the prompt is a string that went through the chat
+            template; a reward model with a template of its own reads it.
     """
 
     text: str
@@ -23,6 +25,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,13 @@ def cut_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[int]]
 
     Rows of like length go together (longest first, so that memory peaks at once); a row over the budget goes alone.
     """
-    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+    return cut_lengths([len(sample.prompt) + len(sample.response) for sample in samples], budget)
+
+
+def cut_lengths(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """`cut_micro_batches` for rows of these lengths."""
     cut: list[list[int]] = []
-    for i in sorted(range(len(samples)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         # the first row of a micro-batch is its longest
         if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget:
             cut[-1].append(i)

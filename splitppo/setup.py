@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from splitppo import checkpoint, data, models, rewards
+from splitppo import checkpoint, data, models
+from splitppo.actor import Actor, Reference
 from splitppo.channel import Links, Wire
 from splitppo.config import Config, to_toml
+from splitppo.critic import Critic
+from splitppo.engine import RolloutEngine
 from splitppo.engine.start import check_engine, finish_start, start_engine
 from splitppo.engine.start import warnings as engine_warnings
 from splitppo.engine.vllm_process import Process
@@ -29,22 +33,33 @@ from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
-from splitppo.roles import Actor, Critic, Reference, Shared
+from splitppo.profiler import Profiler, check_profiler
+from splitppo.rewards.functions import check_prompts, check_rewards
+from splitppo.rewards.model import RewardModel, RewardText, longest_text
+from splitppo.rewards.pool import Scorer
+from splitppo.roles import Shared
 from splitppo.rollout import Prompt
 from splitppo.runtime import Runtime, dtype_of, format_map
 from splitppo.tiny import VOCABULARY, build_tiny
+from splitppo.trackers import Trackers, check_trackers
+from splitppo.validation import Validator, write_rows
+
+MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 
 
 def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
     """All that can be told wrong about files, folders, functions and the engine before a process group or GPU is
     touched."""
-    rewards.check_reward(config.reward.function[0])
+    check_rewards(config.reward.function)
+    check_rewards(config.reward.validation, "reward.validation")
     if config.data.files:
         data.check_files(config.data)
         if config.log.validate_every and not config.data.validation_files:
             raise UserError(f"log.validate_every={config.log.validate_every} needs held-out data.validation_files")
     else:
         data.check_task(config.data.task)
+    check_trackers(config)
+    check_profiler(config, placement)
     _check_models(config)
     check_engine(config, placement, device, local_world)
     if config.run_dir is not None:
@@ -62,11 +77,12 @@ def _check_models(config: Config) -> None:
     folders = model_folders(config)
     for name, path in folders.items():
         if path != "tiny":
-            kind = "value" if name == "value" else "policy"
-            models.check_folder(path, kind, random_init=is_drawn(config, name))
+            models.check_folder(path, MODEL_KINDS[name], random_init=is_drawn(config, name))
+    if config.reward.model:
+        models.read_tokenizer(config.reward.model)
     policy = folders["policy"]
     needed = len(VOCABULARY) if policy == "tiny" else len(models.read_tokenizer(policy))
-    for name, path in folders.items():
+    for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
         size = len(VOCABULARY) if path == "tiny" else models.read_config(path).get_text_config().vocab_size
         if size < needed:
             raise UserError(
@@ -86,11 +102,15 @@ def model_folders(config: Config) -> dict[str, str]:
     folders = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
     if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
         folders["reference"] = config.reference.path or config.policy.path
+    if config.reward.model:
+        folders["reward"] = config.reward.model
     return folders
 
 
 def is_drawn(config: Config, name: str) -> bool:
     """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
+    if name == "reward":
+        return config.reward.model_random_init
     own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
     return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
 
@@ -108,20 +128,15 @@ def owners(config: Config, placement: Placement, step: int) -> Ownership:
     )
 
 
-def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], rewards.RewardFunction]:
-    """Training prompts, held-out prompts, and what scores them, all checked."""
+def load_data(config: Config, tokenizer: Any) -> tuple[data.PromptSet, data.PromptSet]:
+    """Training prompts and held-out prompts, checked against what scores them."""
     longest = config.rollout.max_prompt_tokens
-    read = functools.partial(data.load_prompts, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
-    if config.data.files:
-        prompts = read(config.data.files)
-        held_out = read(config.data.validation_files) if config.data.validation_files else []
-    else:
-        generate = functools.partial(data.generated_prompts, config.data, tokenizer, seed=config.seed)
-        prompts, held_out = generate(split="train"), generate(split="validation")
-    held_out = held_out[: config.data.validation_rows]
-    reward = rewards.load_reward(config.reward.function[0], {prompt.data_source for prompt in prompts + held_out})
-    rewards.check_truths(reward, prompts + held_out)
-    return prompts, held_out, reward
+    read = functools.partial(data.load_prompts, config.data, tokenizer, max_prompt_tokens=longest, seed=config.seed)
+    training, validation = read(split="train"), read(split="validation")
+    check_prompts(config.reward.function, training.prompts)
+    setting = "reward.validation" if config.reward.validation else "reward.function"
+    check_prompts(config.reward.validation or config.reward.function, validation.prompts, setting)
+    return training, validation
 
 
 def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> "Run":
@@ -134,10 +149,11 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
     found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
     if runtime.launch.rank == 0:
-        print(format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
+        print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         for warning in engine_warnings(config, runtime.device.type):
             print(f"warning: {warning}", flush=True)
         _write_run_files(config, folder, found)
+        (folder / "placement.txt").write_text(placed + "\n")
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
         runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
@@ -205,33 +221,64 @@ class Run:
             self._phase("")
             if self.runtime.mesh["actor"].get_local_rank() == 0:
                 print(f"{told}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.took)}", flush=True)
-            return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype)
+            validator = self._validator(engine, runner.mesh)
+            return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype, validator=validator)
         except BaseException:
             engine.close()
             raise
 
     def critic(self) -> Critic:
         """The critic role's models, from the checkpoint if the run resumes."""
-        return Critic(self.shared, self._learner("value", self._runner("critic")))
+        runner = self._runner("critic")
+        scorer = self._scorer(self.config.reward.function, self.config.reward.weights)
+        return Critic(self.shared, self._learner("value", runner), scorer, self._reward_model(runner))
+
+    def _scorer(self, functions: Sequence[str], weights: Sequence[float]) -> Scorer:
+        """What runs reward functions, in processes of its own."""
+        reward = self.config.reward
+        limits: Any = {"workers": reward.workers, "timeout": reward.timeout, "failed_score": reward.failed_score}
+        return Scorer(functions, weights, self.data_sources, **limits)
+
+    def _validator(self, engine: RolloutEngine, mesh: DeviceMesh) -> Validator:
+        reward, shared = self.config.reward, self.shared
+        functions, weights = (reward.validation, ()) if reward.validation else (reward.function, reward.weights)
+        if not self.config.log.validate_every:
+            functions, weights = ("none",), ()  # no workers for nothing
+        scorer = self._scorer(functions, weights)
+        return Validator(self.config, shared.held_out, shared.decode, engine, mesh, scorer, self.folder)
+
+    def _reward_model(self, runner: Runner) -> RewardModel | None:
+        reward = self.config.reward
+        if reward.model is None:
+            return None
+        tokenizer, config = models.read_tokenizer(reward.model), models.read_config(reward.model)
+        longest = longest_text(config, tokenizer)
+        text = RewardText(tokenizer, self.tokenizer, chat=reward.model_chat, longest=longest)
+        return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and validates before the first step."""
+        steps, ranks = self.config.log.profile_steps, self.config.log.profile_ranks
+        self.profiler = Profiler(steps, ranks, self.runtime.launch.rank, self.folder / "profile")
+        first = "actor" in self.runtime.mesh and self.runtime.mesh["actor"].get_local_rank() == 0
+        self.trackers = Trackers(self.config, self.folder, self.start, active=first)
         if self.resumed:
-            for role, learner in (("actor", actor and actor.policy), ("critic", critic and critic.value)):
-                if learner:
-                    checkpoint.load(learner, learner.runner.mesh, self.resumed, role)
-                    learner.updates = self.start
+            for role, holder in (("actor", actor), ("critic", critic)):
+                if holder:
+                    holder.load_state(checkpoint.load(holder.learner, self.resumed, role))
+                    holder.learner.updates = self.start
         elif actor:
             log = self.log("actor")
             with log.span("validate"):
                 metrics = actor.validate(0)
             if metrics:
                 log.finish(0, metrics)
+        self.profiler.boundary(self.start + 1)
 
-    def save(self, role: Role, step: int, learner: Learner) -> None:
+    def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Writes the role's part of a checkpoint if one is due."""
         if self._due(step):
-            checkpoint.save(learner, learner.runner.mesh, checkpoint.step_folder(self.folder, step), role)
+            checkpoint.save(holder.learner, holder.state(), checkpoint.step_folder(self.folder, step), role)
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: its line, then the word that its checkpoint counts, so that a resumed run has every line."""
@@ -241,6 +288,9 @@ class Run:
             checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
             if role == "critic":
                 checkpoint.prune(self.folder, self.config.checkpoint.keep)
+        if role == "actor":
+            self.trackers.update()
+        self.profiler.boundary(step + 1)
 
     def _due(self, step: int) -> bool:
         every = self.config.checkpoint.every
@@ -249,30 +299,38 @@ class Run:
     def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Writes a step's samples; the critic group's first rank does."""
         if self.runtime.mesh["critic"].get_local_rank() == 0 and samples:
-            path = self.folder / "samples" / f"step_{step:06d}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples))
+            write_rows(self.folder / "samples", step, samples)
 
     def end(self) -> None:
         """Waits for the other column's last update and names the run's folder."""
         self.runtime.wait_for_all()
+        self.trackers.close()
         if self.runtime.launch.rank == 0:
             print(f"run folder: {self.folder}", flush=True)
 
     def _shared(self) -> Shared:
         config = self.config
-        prompts, held_out, reward = load_data(config, self.tokenizer)
+        training, validation = load_data(config, self.tokenizer)
+        prompts, held_out = training.prompts, validation.prompts
+        if self.runtime.launch.rank == 0:
+            for line in training.told + validation.told:
+                print(line, flush=True)
+        self.data_sources = {prompt.data_source for prompt in prompts + held_out}
         self.longest_prompt = max(len(prompt.tokens) for prompt in prompts + held_out)
         per_step = config.rollout.batch_size // config.rollout.samples
 
         @functools.lru_cache(maxsize=4)
         def batch(step: int) -> list[Prompt]:
-            indices = data.batch_indices(len(prompts), per_step, step, config.seed)
+            weights, seed = config.data.weights, config.seed
+            if weights:
+                indices = data.mixed_indices(training.sizes, weights, per_step, step, seed)
+            else:
+                indices = data.batch_indices(len(prompts), per_step, step, seed)
             return [prompts[i] for i in indices for _ in range(config.rollout.samples)]
 
         ownership = functools.lru_cache(maxsize=4)(functools.partial(owners, config, self.runtime.placement))
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        return Shared(config, ownership, batch, held_out, reward, decode)
+        return Shared(config, ownership, batch, held_out, decode)
 
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)
@@ -292,9 +350,9 @@ class Run:
     def _model(self, name: str, runner: Runner) -> Any:
         """Builds, shards and fills a model; the reference is held in the precision it runs in."""
         self._phase(f"loading the {name}")
-        frozen, folder = name == "reference", self.folders[name]
+        frozen, folder = name in ("reference", "reward"), self.folders[name]
         config = models.read_config(folder)
-        model = models.build(config, "value" if name == "value" else "policy", self.dtype if frozen else torch.float32)
+        model = models.build(config, MODEL_KINDS[name], self.dtype if frozen else torch.float32)
         model.requires_grad_(not frozen)
         checkpointing = self.config.compute.activation_checkpointing and not frozen
         parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing)

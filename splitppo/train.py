@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 import transformers
 
+from splitppo.actor import Actor
 from splitppo.channel import Links
 from splitppo.config import parse
+from splitppo.critic import Critic, join
 from splitppo.engine.start import launch_engine
 from splitppo.limits import check
 from splitppo.placement import place
 from splitppo.preview import preview
-from splitppo.roles import Actor, Critic, join
 from splitppo.rollout import Rollout
 from splitppo.runtime import Launch, Runtime, pick_device, report_failure
 from splitppo.setup import Run, preflight, prepare
@@ -49,7 +50,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
-            run.save("actor", step, actor.policy)
+            run.save("actor", step, actor)
         run.finish("actor", step, metrics)
 
 
@@ -73,7 +74,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             metrics = critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.save("critic", step, critic.value)
+            run.save("critic", step, critic)
         run.finish("critic", step, metrics)
 
 
@@ -99,8 +100,8 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.save("actor", step, actor.policy)
-            run.save("critic", step, critic.value)
+            run.save("actor", step, actor)
+            run.save("critic", step, critic)
         run.finish("actor", step, metrics)
         run.finish("critic", step, critic_metrics)
 
@@ -140,16 +141,18 @@ def train(run: Run) -> None:
         actor, critic = run.actor(), run.critic()
         run.begin(actor=actor, critic=critic)
         colocated_loop(run, actor, critic)
-        actor.engine.close()
+        actor.close()
+        critic.close()
     elif "actor" in runtime.mesh:
         actor = run.actor()
         run.begin(actor=actor)
         actor_loop(run, actor, run.links())
-        actor.engine.close()
+        actor.close()
     else:
         critic = run.critic()
         run.begin(critic=critic)
         critic_loop(run, critic, run.links())
+        critic.close()
     run.end()
 
 

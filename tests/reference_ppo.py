@@ -17,12 +17,15 @@ class Row:
     prompt: list[int]
     response: list[int]
     score: float
+    engine: list[float]  # log-probs of the response as they were when it was sampled
+    finished: bool
 
 
 @dataclass(frozen=True)
 class Step:
     rows: list[Row]
     mini_batches: list[list[int]]  # indices into rows, in the order of the optimizer's steps; the same each epoch
+    value_mini_batches: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class Hyper:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    lam_value: float | None = None
+    value_epochs: int | None = None
+    critic_warmup: int = 0
+    importance: str = "off"
+    importance_cap: float = 2.0
+    mask_truncated: bool = False
+    kl_target: float | None = None
+    kl_horizon: int = 10000
 
 
 @dataclass
@@ -56,6 +67,7 @@ class StepResult:
     value_losses: list[float]
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
+    kl: float  # mean over the rows of the KL to the reference, summed over a row's tokens
 
 
 def run(model: Any, row: Row) -> Tensor:
@@ -129,36 +141,62 @@ def descend(model: Any, optimizer: torch.optim.AdamW, loss: Tensor, h: Hyper) ->
     return norm.item()
 
 
-def ppo_step(policy: Any, reference: Any, value: Any, optimizers: Any, step: Step, h: Hyper) -> StepResult:
+def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
+    """min(trainer's / engine's probability, cap) of each token, or of the response as a whole."""
+    log = old - engine
+    kinds = {"off": torch.zeros_like(log), "token": log, "sequence": log.sum() * torch.ones_like(log)}
+    return torch.clip(kinds[h.importance].exp(), max=h.importance_cap)
+
+
+def ppo_step(
+    policy: Any, reference: Any, value: Any, optimizers: Any, step: Step, h: Hyper, *, kl_coef: float, learns: bool
+) -> StepResult:
     with torch.no_grad():
         old = [act(policy, row, h.temperature)[0] for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
         old_values = [run(value, row)[:, 0] for row in step.rows]
-        adv = []
+        adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
-            rewards = -h.kl_coef * kl(old[i], ref[i], h.kl_kind)
+            penalty = kl(old[i], ref[i], h.kl_kind)
+            kls.append(penalty.sum().item())
+            rewards = -kl_coef * penalty
             rewards[-1] += row.score
             adv.append(advantages_of(rewards, old_values[i], h.gamma, h.lam))
-        returns = [a + v for a, v in zip(adv, old_values, strict=True)]
+            lam_value = h.lam if h.lam_value is None else h.lam_value
+            returns.append(advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i])
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
 
-    result = StepResult([], [], [], [])
-    for rows in step.mini_batches * h.epochs:
-        token_losses, value_losses = [], []
-        for i in rows:
+    weights = [truncated_weights(o, torch.tensor(row.engine), h) for o, row in zip(old, step.rows, strict=True)]
+    result = StepResult([], [], [], [], sum(kls) / len(kls))
+    for rows in step.mini_batches * h.epochs if learns else []:
+        token_losses = []
+        if not kept(rows, step, h):
+            continue
+        for i in kept(rows, step, h):
             logp, entropy = act(policy, step.rows[i], h.temperature)
             bonus = h.kl_loss_coef * kl(logp, ref[i], h.kl_loss_kind) - h.entropy_coef * entropy
-            token_losses.append(policy_loss(logp, old[i], adv[i], h) + bonus)
-            value_losses.append(value_loss(run(value, step.rows[i])[:, 0], old_values[i], returns[i], h))
-        loss, v_loss = aggregate(token_losses, h.aggregate), aggregate(value_losses, h.aggregate)
+            token_losses.append(policy_loss(logp, old[i], adv[i], h) * weights[i] + bonus)
+        loss = aggregate(token_losses, h.aggregate)
         result.policy_losses.append(loss.item())
-        result.value_losses.append(v_loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
-        result.value_grad_norms.append(descend(value, optimizers[1], v_loss, h))
+    for rows in step.value_mini_batches * (h.value_epochs or h.epochs):
+        value_losses = [
+            value_loss(run(value, step.rows[i])[:, 0], old_values[i], returns[i], h) for i in kept(rows, step, h)
+        ]
+        if not value_losses:
+            continue
+        loss = aggregate(value_losses, h.aggregate)
+        result.value_losses.append(loss.item())
+        result.value_grad_norms.append(descend(value, optimizers[1], loss, h))
     return result
+
+
+def kept(rows: list[int], step: Step, h: Hyper) -> list[int]:
+    """The rows that the losses are over."""
+    return [i for i in rows if step.rows[i].finished or not h.mask_truncated]
 
 
 def reference_ppo(policy: Any, reference: Any, value: Any, steps: list[Step], hyper: Hyper) -> list[StepResult]:
@@ -172,4 +210,11 @@ def reference_ppo(policy: Any, reference: Any, value: Any, steps: list[Step], hy
     for model in (policy, reference, value):
         model.eval()  # no dropout
     optimizers = adamw(policy, hyper.policy_lr, hyper), adamw(value, hyper.value_lr, hyper)
-    return [ppo_step(policy, reference, value, optimizers, step, hyper) for step in steps]
+    results, kl_coef = [], hyper.kl_coef
+    for number, step in enumerate(steps, 1):
+        learns = number > hyper.critic_warmup
+        results.append(ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, learns=learns))
+        if hyper.kl_target is not None:  # Ziegler et al. 2019, section 2.2
+            error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
+            kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon
+    return results

@@ -6,6 +6,7 @@ is recorded and handed to the reference, with the scores; the rest the reference
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ranks import run_ranks
 from reference_ppo import Hyper, Row, Step, reference_ppo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from splitppo import roles, train
+from splitppo import actor, critic, train
 from splitppo.placement import own
 from splitppo.tiny import build_tiny
 
@@ -85,10 +86,19 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
 
 def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
     """One rank of a training run that also notes its rows, scores and last weights."""
-    update, judge, score = roles.Actor.update, roles.Critic.update, roles.Critic.score
+    update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
+    generate = actor.Actor.generate
+
+    def actor_generate(self: Any, step: int) -> Any:
+        """Rows of an engine that is a little off."""
+        for finished in generate(self, step):
+            yield [
+                replace(s, logprobs=[p + 0.1 * ((s.row + i) % 5 - 2) for i, p in enumerate(s.logprobs)])
+                for s in finished
+            ]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
-        rows = {s.row: (s.prompt, s.response) for s in rollout.samples}
+        rows = {s.row: (s.prompt, s.response, s.logprobs, s.finished) for s in rollout.samples}
         torch.save(rows, record / f"rows_{step}_{self.rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)
@@ -114,9 +124,10 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
         return score(self, step, rollout)
 
     for owner, name, wrapper in (
-        (roles.Actor, "update", actor_update),
-        (roles.Critic, "update", critic_update),
-        (roles.Critic, "score", critic_score),
+        (actor.Actor, "generate", actor_generate),
+        (actor.Actor, "update", actor_update),
+        (critic.Critic, "update", critic_update),
+        (critic.Critic, "score", critic_score),
     ):
         setattr(owner, name, wrapper)
     if train.main(argv) != 0:
@@ -139,7 +150,7 @@ def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **chang
 
     def optimizer_steps(role: str) -> list:
         lines = (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()
-        return [json.loads(line)["optimizer_steps"] for line in lines]
+        return [json.loads(line).get("optimizer_steps", []) for line in lines]
 
     return {
         "rows": [merged("rows", step) for step in range(1, STEPS + 1)],
@@ -151,8 +162,10 @@ def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **chang
     }
 
 
-def reference(inputs: Path, seen: dict, value_head: dict, **changes) -> dict:
-    """The paper's PPO over the recorded rows."""
+def reference(
+    inputs: Path, seen: dict, value_head: dict, *, value_mini_batches: int = MINI, penalty: float = 0.0, **changes
+) -> dict:
+    """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its score."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
@@ -163,8 +176,12 @@ def reference(inputs: Path, seen: dict, value_head: dict, **changes) -> dict:
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
         cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, actor_size=1, critic_size=1)
-        made = [Row(rows[row][0], rows[row][1], scores[row]) for row in range(BATCH)]
-        steps.append(Step(made, [list(mini) for mini in cut.mini_batches]))
+        made = [
+            Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
+            for row, (prompt, response, engine, finished) in sorted(rows.items())
+        ]
+        value_rows = cut.critic_rows(0, value_mini_batches)
+        steps.append(Step(made, [list(mini) for mini in cut.mini_batches], value_rows))
     hyper = Hyper(
         **HYPER | changes,
         temperature=0.8,
@@ -233,7 +250,8 @@ def test_one_rank_is_the_paper(baseline):
 )
 def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes):
     seen = run(inputs, tmp_path, world, **changes)
-    assert seen["rows"] == baseline[0]["rows"], "samples depend on the placement"
+    drawn = [[{row: sample[:2] for row, sample in rows.items()} for rows in it["rows"]] for it in (seen, baseline[0])]
+    assert drawn[0] == drawn[1], "samples depend on the placement"
     compare(seen, baseline[1])
 
 
@@ -249,3 +267,39 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
     argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
     compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
+
+
+PRACTICE = {
+    "lam_value": 1.0,
+    "value_epochs": 1,
+    "critic_warmup": 1,
+    "importance": "token",
+    "importance_cap": 1.05,
+    "mask_truncated": True,
+    "kl_target": 0.002,
+    "kl_horizon": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "placement", "value_mini_batches", "changes"),
+    [
+        (1, {}, 1, {}),
+        (3, {"placement__actor": 2}, 1, {}),
+        (3, {"placement__actor": 1}, 2, {"importance": "sequence"}),
+        (2, {"placement__mode": "colocated"}, 1, {"importance": "sequence", "mask_truncated": False}),
+    ],
+)
+def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement, value_mini_batches, changes):
+    """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head start, truncated
+    importance weights, truncated rows left out, a KL coefficient that is steered, a penalty for rows without an end."""
+    practice = PRACTICE | changes
+    argv = {f"ppo__{name}": value for name, value in practice.items() if value is not True and value is not False}
+    argv |= {"ppo__mask_truncated": ""} if practice["mask_truncated"] else {}
+    extra = {"ppo__value_mini_batches": value_mini_batches, "reward__missing_eos_penalty": 0.3}
+    seen = run(inputs, tmp_path, world, **placement, **argv, **extra)
+    finished = [row[3] for rows in seen["rows"] for row in rows.values()]
+    assert 3 < sum(finished) < len(finished) - 3  # both kinds are there
+    due = reference(inputs, seen, fresh_head(inputs), value_mini_batches=value_mini_batches, penalty=0.3, **practice)
+    assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
+    compare(seen, due)

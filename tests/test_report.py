@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from splitppo.chrome import trace_events
 from splitppo.errors import UserError
-from splitppo.report import SPAN_COLOURS, Span, Step, build_timeline, choose_step, main, overlap, read_column
+from splitppo.report import main
+from splitppo.timeline import SPAN_COLOURS, Span, Step, build_timeline, choose_step, overlap, read_column
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,6 +132,46 @@ def test_command_without_a_critic_has_one_lane(tmp_path: Path):
     assert not (run / "report.png").exists()
 
 
+def test_trace_holds_what_reaches_into_the_step():
+    actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
+    critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
+    critic[2].spans.append(("checkpoint", 1013.0, 1013.5))  # after the actor's step 2, which ends at 1012
+    trace = trace_events(actor, critic, 2)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {1: "actor", 2: "critic"}
+    assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "splitppo"}]
+    # the actor's step 2 is second 1008 to 1012; the critic's update 1, from 1007, is the first to reach into it
+    assert trace["otherData"] == {"step": 2, "origin_unix_s": 1007.0}
+    told = [(threads[e["tid"]], e["args"]["step"], e["name"], e["cat"], e["ts"], e["dur"]) for e in events]
+    assert told == [
+        ("actor", 2, "sync", "work", 1_000_000, 20_000),
+        ("actor", 2, "rollout", "work", 1_020_000, 1_980_000),
+        ("actor", 2, "wait_advantages", "wait", 3_000_000, 500_000),
+        ("actor", 2, "update", "work", 3_500_000, 1_500_000),
+        ("critic", 1, "update", "work", 0, 2_000_000),
+        ("critic", 2, "wait_rollouts", "wait", 2_000_000, 500_000),
+        ("critic", 2, "score", "work", 2_500_000, 1_000_000),
+        ("critic", 2, "novel_work", "work", 3_500_000, 500_000),
+        ("critic", 2, "update", "work", 4_000_000, 2_000_000),
+    ]
+    assert {e["pid"] for e in trace["traceEvents"]} == {1}
+
+
+def test_commands_for_the_page_and_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--trace", "3"])
+    main()
+    page, trace = run / "report.html", run / "trace_step_000003.json"
+    assert capsys.readouterr().out == f"run folder: {run}\ntrace: {trace}\npage: {page}\n"
+    assert json.loads(trace.read_text())["otherData"]["step"] == 3
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert not (run / "report.png").exists(), "in place of the picture"
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--step", "2", "--out", str(tmp_path / "x.html")])
+    main()
+    assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     run = write_run(tmp_path / "run", steps=2)
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
@@ -142,6 +184,10 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
         ([str(run), "--out", "no/folder.png"], "no/folder.png can't be written"),
         ([str(run), "--out", "picture.doc"], "picture.doc can't be written"),
+        ([str(run), "--html", "--out", "no/page.html"], "no/page.html can't be written"),
+        ([str(run), "--html", "--step", "9"], "--step 9 has no recorded spans; steps with spans: 1 to 2"),
+        ([str(run), "--trace", "9"], "--trace 9 has no recorded spans; steps with spans: 1 to 2"),
+        ([str(run), "--html", "--trace", "1", "--out", "x"], "--out x names one file"),
     ):
         monkeypatch.setattr(sys, "argv", ["report", *args])
         with pytest.raises(SystemExit) as end:

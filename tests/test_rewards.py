@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from splitppo.errors import UserError
-from splitppo.rewards import check_reward, load_reward, rules, score
+from splitppo.rewards import rules
+from splitppo.rewards.functions import (
+    InvalidResult,
+    check_prompts,
+    check_rewards,
+    check_sources,
+    display_names,
+    find_function,
+    read_result,
+    row_of,
+)
 from splitppo.rollout import Prompt
 
 
@@ -70,7 +80,69 @@ def test_gsm8k(text: str, truth: str, expected: float) -> None:
     assert rules.gsm8k("openai/gsm8k", text, truth, {}) == expected
 
 
-@pytest.mark.parametrize("rule", [rules.last_number, rules.gsm8k])
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("48/2 = 24\n#### 72", 1, 1),
+        ("The answer is 72", 0, 1),
+        ("It costs $72.00.", 0, 1),
+        ("It is **72**", 0, 1),
+        ("#### 72 dollars, and 5 left", 1, 0),
+        ("#### 71, no: 72", 0, 1),
+        ("72 of 100", 0, 0),
+        ("7 2", 0, 0),
+        ("1,072", 0, 0),
+        ("80-72", 0, 1),
+        ("it is -72", 0, 0),
+        ("no number", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_gsm8k_strict_and_flexible(text: str, strict: float, flexible: float) -> None:
+    assert rules.gsm8k("gsm8k", text, "72", {}) == strict
+    assert rules.gsm8k_flexible("gsm8k", text, "72", {}) == flexible
+    assert rules.gsm8k_flexible("gsm8k", text, "6*12 = 72\n#### 72", {}) == flexible
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        (r"\boxed{1/2}", "0.5", 1),
+        (r"So the answer is $\boxed{\frac{1}{2}}$.", "1/2", 1),
+        (r"The answer is 0.5", r"\frac{1}{2}", 1),
+        (r"\boxed{0.51}", r"\frac{1}{2}", 0),
+        (r"\boxed{0.5}", r"$\frac{1}{2}$", 1),
+        (r"\boxed{0.5}", r"It is half: \boxed{1}, no \boxed{\frac12}", 1),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
+        (r"\boxed{\{2, 3\}}", r"\{1,2\}", 0),
+        (r"\boxed{(1,2)}", "(1,2)", 1),
+        (r"\boxed{(2,1)}", "(1,2)", 0),
+        (r"\boxed{[0,1)}", "[0,1)", 1),
+        (r"\boxed{[0,1]}", "[0,1)", 0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"\boxed{x^2+2x}", "(x+1)^2", 0),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
+        (r"\boxed{\text{Carla}}", r"\text{Evelyn}", 0),
+        (r"\boxed{18.90}", r"\$18.90", 1),
+        (r"First \boxed{3}. No: \boxed{4}", "4", 1),
+        (r"First \boxed{3}. No: \boxed{4}", "3", 0),
+        (r"\boxed{4}. Check: 2 + 1 = 3", 4, 1),
+        (r"\boxed{4", "4", 0),
+        (r"\boxed{}", "4", 0),
+        ("I do not know", "4", 0),
+        ("", "4", 0),
+    ],
+)
+def test_math(text: str, truth: Any, expected: float) -> None:
+    assert rules.math("lighteval/MATH", text, truth, {}) == expected
+
+
+def test_mathematics_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_MATH_TIMEOUT", 1)
+    assert rules.math("lighteval/MATH", r"\boxed{9^{9^{9^{9}}}}", "3", {}) == 0
+
+
+@pytest.mark.parametrize("rule", [rules.last_number, rules.gsm8k, rules.gsm8k_flexible])
 def test_number_rules_refuse_a_truth_that_is_no_number(rule: Any) -> None:
     with pytest.raises(UserError, match=r"'blue' of data_source 'colours'.*needs a number; set --reward\.function"):
         rule("colours", "7", "blue", {})
@@ -91,18 +163,39 @@ def test_exact_match_strips_both_ends() -> None:
     assert rules.exact_match("x", "Yes", "yes", {}) == 0
 
 
-def test_auto_scores_each_row_by_its_data_source() -> None:
-    function = load_reward("auto", {"echo", "addition", "openai/gsm8k", "gsm8k"})
-    assert score(function, _prompt("echo", "314"), "31") == (pytest.approx(2 / 3), {})
-    assert score(function, _prompt("addition", "7"), "3+4=7") == (1.0, {})
-    assert score(function, _prompt("openai/gsm8k", "7"), "7") == (0.0, {})
-    assert score(function, _prompt("gsm8k", "7"), "#### 7") == (1.0, {})
-
-
 def test_auto_names_the_data_source_without_a_rule() -> None:
-    with pytest.raises(UserError, match=r"no rule for data_source 'mine'.*set --reward\.function"):
-        load_reward("auto", {"echo", "mine"})
-    assert load_reward("exact_match", {"mine"}) is rules.exact_match
+    with pytest.raises(
+        UserError, match=r"reward\.function=auto: no rule for data_source 'mine'.*set --reward\.function"
+    ):
+        check_sources(["exact_match", "auto"], {"echo", "mine"})
+    with pytest.raises(UserError, match=r"--reward\.validation"):
+        check_sources(["auto"], {"mine"}, "reward.validation")
+    check_sources(["auto"], {"echo", "addition", "openai/gsm8k", "gsm8k", "lighteval/MATH"})
+    check_sources(["exact_match"], {"mine"})
+
+
+@pytest.mark.parametrize("function", ["auto", "gsm8k", "gsm8k_flexible", "last_number"])
+def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) -> None:
+    prompts = [_prompt("gsm8k", "7"), _prompt("gsm8k", "blue")]
+    with pytest.raises(UserError, match="prompt 2 of 2: ground truth 'blue'"):
+        check_prompts(["exact_match", function], prompts)
+    check_prompts([function], prompts[:1])
+    check_prompts(["exact_match"], prompts)
+
+
+def test_mathematics_needs_a_truth() -> None:
+    check_prompts(["auto", "math"], [_prompt("lighteval/MATH", "x^2")])
+    with pytest.raises(UserError, match=r"prompt 1 of 1: ground truth None .* the reward rule math needs an answer"):
+        check_prompts(["auto"], [_prompt("lighteval/MATH", None)])
+
+
+def test_mathematics_names_its_library_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"reward\.function=math: .*pip install math-verify"):
+        check_rewards(["exact_match", "math"])
+    with pytest.raises(UserError, match="pip install math-verify"):
+        check_sources(["auto"], {"echo", "lighteval/MATH"})
+    check_sources(["auto"], {"echo"})
 
 
 def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
@@ -115,11 +208,11 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
         "    assert (data_source, solution_str, ground_truth, extra_info) == ('echo', 'yes', '314', {'index': 7})\n"
         "    return {'score': len(solution_str), 'calls': count}\n"
     )
-    check_reward(f"{file}:compute_score")
-    function = load_reward(f"{file}:compute_score", {"anything"})
-    assert score(function, _prompt(), "yes") == (3.0, {"calls": 1.0})
-    again = load_reward(f"{file}:compute_score", {"anything"})
-    assert score(again, _prompt(), "yes") == (3.0, {"calls": 2.0}), "the file was imported twice"
+    check_rewards([f"{file}:compute_score"])
+    row = row_of(_prompt(), "yes")
+    assert read_result(find_function(f"{file}:compute_score")(**row)) == (3.0, {"calls": 1.0})
+    again = find_function(f"{file}:compute_score")
+    assert read_result(again(**row)) == (3.0, {"calls": 2.0}), "the file was imported twice"
 
 
 @pytest.mark.parametrize(
@@ -133,13 +226,14 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
         ("{tmp}/good.py:one", "missing a required argument|does not take"),
     ],
 )
-def test_check_reward_refuses_early(function: str, message: str, tmp_path: Path) -> None:
+def test_check_rewards_refuses_early(function: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info): return 1\ndef one(text): return 1\nnumber = 3\n"
+        "without_signature = dict\n"
     )
-    check_reward(f"{tmp_path}/good.py:f")
+    check_rewards(["auto", "none", "gsm8k", f"{tmp_path}/good.py:f", f"{tmp_path}/good.py:without_signature"])
     with pytest.raises(UserError, match=message) as caught:
-        check_reward(function.format(tmp=tmp_path))
+        check_rewards(["exact_match", function.format(tmp=tmp_path)])
     assert "\n" not in str(caught.value)
 
 
@@ -157,7 +251,7 @@ def test_a_reward_file_that_fails_to_import_shows_its_cause(
 ) -> None:
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(UserError, match=message) as caught:
-        check_reward(f"{tmp_path}/bad.py:f")
+        check_rewards([f"{tmp_path}/bad.py:f"])
     assert isinstance(caught.value.__cause__, cause)
     assert "\n" not in str(caught.value)
 
@@ -177,8 +271,8 @@ def test_a_reward_file_that_fails_to_import_shows_its_cause(
         ({"score": 1, "acc": True, "pred": "[INVALID]", "why": None}, (1.0, {"acc": 1.0})),
     ],
 )
-def test_score_accepts_numbers_of_all_kinds(result: Any, expected: tuple[float, dict[str, float]]) -> None:
-    value, extra = score(lambda **row: result, _prompt(), "x")
+def test_numbers_of_all_kinds_are_results(result: Any, expected: tuple[float, dict[str, float]]) -> None:
+    value, extra = read_result(result)
     assert (value, extra) == expected
     assert type(value) is float
     assert all(type(number) is float for number in extra.values())
@@ -204,20 +298,23 @@ def test_score_accepts_numbers_of_all_kinds(result: Any, expected: tuple[float, 
         {"score": 1.0, "acc": [1.0]},
     ],
 )
-def test_score_refuses_anything_else_and_says_what_came_back(result: Any) -> None:
-    def my_reward(**row: Any) -> Any:
-        return result
-
-    with pytest.raises(UserError, match=r"test_rewards\.py:.*my_reward returned .* data_source 'echo'") as caught:
-        score(my_reward, _prompt(), "x")
+def test_anything_else_is_none_and_is_told(result: Any) -> None:
+    with pytest.raises(InvalidResult, match=r"^returned .*: .*; return a number, or a dict") as caught:
+        read_result(result)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 300
 
 
-def test_an_exception_in_the_reward_comes_through_with_a_note() -> None:
-    def my_reward(**row: Any) -> float:
-        raise KeyError("absent")
-
-    with pytest.raises(KeyError, match="absent") as caught:
-        score(my_reward, _prompt("mine"), "x")
-    assert any("my_reward" in note and "'mine'" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize(
+    ("functions", "names"),
+    [
+        (["auto"], ["auto"]),
+        (["gsm8k", "my/a.py:f"], ["gsm8k", "f"]),
+        (["my/a.py:f", "my/b.py:f", "my/b.py:g"], ["a.f", "b.f", "g"]),
+        (["my/a.py:f", "your/a.py:f"], ["my/a.py:f", "your/a.py:f"]),
+        (["math", "math.py:math"], ["math", "math.math"]),
+        ([], []),
+    ],
+)
+def test_display_names(functions: list[str], names: list[str]) -> None:
+    assert display_names(functions) == names

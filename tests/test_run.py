@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,10 @@ def figures(run_dir: Path, role: str) -> dict[int, dict]:
     }
 
 
-def torchrun(ranks: int, *argv: str, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "-m", "splitppo.train"]
+def torchrun(ranks: int, *argv: str, program: Sequence[str] = ("-m", "splitppo.train"), **env: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     return subprocess.Popen(
-        [*command, *argv],
+        [*command, *program, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -184,11 +186,20 @@ def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "metrics" / "actor.jsonl").read_text() == before
 
 
+def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
+    config = parse(["--ppo.value-clip", "None", "--reward.clip", "-1", "1", "--data.chat-kwargs", '{"a": 1}'])
+    assert config.ppo.value_clip is None
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    again = replace(parse(["--config", str(tmp_path / "again.toml")]), config=None)
+    assert again == config
+
+
 def test_torchrun_may_start_the_workers_anew(tmp_path):
     (tmp_path / "reward.py").write_text(
-        "import pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
+        "import os, pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if not seen.exists():\n        seen.touch()\n        raise ValueError('once')\n    return 0.5\n"
+        "    if not seen.exists():\n        seen.touch()\n        os.kill(os.getppid(), 9)  # the critic's rank\n"
+        "    return 0.5\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
     argv = [*SMALL, "--steps=1", "--log.validate-every=0", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1"]
@@ -201,7 +212,7 @@ def test_torchrun_may_start_the_workers_anew(tmp_path):
         timeout=150,
         check=False,
     )
-    assert "ValueError: once" in done.stderr
+    assert (tmp_path / "seen").exists()
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in records(tmp_path / "run", "critic")] == [1]
 
@@ -267,29 +278,32 @@ def test_trace_prints_every_hop(tmp_path):
 
 
 CRASH = """
-import os
-count = 0
-def score(data_source, solution_str, ground_truth, extra_info):
-    global count
-    count += 1
-    if count == 15:
-        if os.environ.get("DIE") == "kill":
+import os, sys
+from splitppo import train
+from splitppo.critic import Critic
+
+judge = Critic.judge
+
+def crash(self, *scored):
+    if self.value.updates == 1:
+        if os.environ["DIE"] == "kill":
             os.kill(os.getpid(), 9)
-        raise ValueError("the reward's own trouble")
-    return 0.5
+        raise ValueError("the critic's own trouble")
+    return judge(self, *scored)
+
+Critic.judge = crash
+status = train.main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
 """
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path, how):
-    (tmp_path / "reward.py").write_text(CRASH)
-    argv = [
-        *SMALL,
-        "--steps=1000",
-        f"--run-dir={tmp_path / 'run'}",
-        f"--reward.function={tmp_path / 'reward.py'}:score",
-    ]
-    process = torchrun(3, *argv, "--log.validate-every=0", DIE=how)
+    (tmp_path / "crash.py").write_text(CRASH)
+    argv = [*SMALL, "--steps=1000", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0"]
+    process = torchrun(3, *argv, program=[str(tmp_path / "crash.py")], DIE=how)
     out, _ = process.communicate(timeout=100)
     ended = time.time()
     assert process.returncode != 0
@@ -297,7 +311,7 @@ def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path, how):
     assert ended - last < 20
     tail = out[out.rindex("Root Cause") :]
     if how == "raise":
-        assert "ValueError: the reward's own trouble" in tail
+        assert "ValueError: the critic's own trouble" in tail
         assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
     else:
         assert "Signal 9" in tail

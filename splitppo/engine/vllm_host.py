@@ -11,13 +11,11 @@ whole is done when all its ranks have said it.
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
-import ctypes
 import importlib
 import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -27,6 +25,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from splitppo.child import end_with_parent
 from splitppo.engine import Sampling, row_seed
 from splitppo.engine.vllm_process import Plan, vllm_version
 from splitppo.rollout import Request, Sample
@@ -36,13 +35,6 @@ EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
 SETTINGS |= {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0"}  # what comes late of an aborted row is told apart by it
 SETTINGS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer's ranks share the cores
-
-
-def end_with_parent(parent: int) -> None:
-    """Linux ends this process when the one that started it is gone, however it went."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit("the rank that started this engine is gone")
 
 
 def graph_sizes(rows: int) -> list[int]:
@@ -318,7 +310,7 @@ def read_plan() -> Plan | None:
 
 
 def main() -> int:
-    end_with_parent(int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
     start = time.monotonic()
     for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):

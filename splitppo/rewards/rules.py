@@ -4,6 +4,7 @@ Each takes (data_source, solution_str, ground_truth, extra_info), where `solutio
 special tokens, and returns a score. A truth that the rule can't use is a UserError.
 """
 
+import logging
 import re
 from decimal import Decimal
 from typing import Any
@@ -18,6 +19,8 @@ _NUMBER = (
 )
 _ANY_NUMBER = re.compile(_NUMBER)
 _MARKED_NUMBER = re.compile(rf"#### +{_NUMBER}")
+_BOXED = "\\boxed"
+_MATH_TIMEOUT = 3  # whole seconds for one formula or comparison, such as 9^9^9^9; then the answer is wrong
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -36,6 +39,37 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     return _last_equals("gsm8k", list(_MARKED_NUMBER.finditer(solution_str)), data_source, ground_truth)
 
 
+def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the last number of the response equals the truth as a number, as verl's flexible GSM8K; else 0."""
+    return _last_equals("gsm8k_flexible", list(_ANY_NUMBER.finditer(solution_str)), data_source, ground_truth)
+
+
+def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the response's answer is mathematically the truth, as the library math-verify sees it; else 0.
+
+    The answer is the last `\\boxed{}`; without one, what the library takes for it (after "the answer is", the last
+    formula, the last number). The truth is LaTeX, bare or in a solution with a `\\boxed{}`. To be called in the main
+    thread: the library keeps its time limits by signals.
+    """
+    truth = "" if ground_truth is None else str(ground_truth).strip()
+    if not truth:
+        raise UserError(
+            f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule math needs an answer in "
+            "LaTeX; set --reward.function or --data.answer_key"
+        )
+    if not solution_str.strip():
+        return 0.0
+    from math_verify import parse, verify  # an optional dependency, and slow to import
+
+    # it would print each response that it takes too long for
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = _last_boxed(truth) if _BOXED in truth else f"{_BOXED}{{{truth.strip('$')}}}"
+    # of two boxes the library makes a set
+    answer = _last_boxed(solution_str) if _BOXED in solution_str else solution_str
+    truth_parsed, answer_parsed = (parse(text, parsing_timeout=_MATH_TIMEOUT) for text in (gold, answer))
+    return float(verify(truth_parsed, answer_parsed, timeout_seconds=_MATH_TIMEOUT))
+
+
 def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """Share of the characters that stand right, in [0, 1]; 1 only if the response is the truth.
 
@@ -50,6 +84,11 @@ def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
 def addition(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """The generated task `addition`: last_number."""
     return last_number(data_source, solution_str, ground_truth, extra_info)
+
+
+def _last_boxed(text: str) -> str:
+    """`text` from its last `\\boxed` on."""
+    return text[text.rindex(_BOXED) :]
 
 
 def _value(match: re.Match[str]) -> Decimal:

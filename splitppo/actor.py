@@ -1,0 +1,198 @@
+"""What a rank of the actor group holds and can do: its verbs in the loops of train.py."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from splitppo import algo
+from splitppo.engine import RolloutEngine, Sampling
+from splitppo.learner import Learner, Runner
+from splitppo.models import policy_outputs
+from splitppo.parallel import all_objects, all_sum
+from splitppo.roles import Shared, learning_metrics
+from splitppo.rollout import MicroBatch, Request, Rollout, Sample
+from splitppo.shaping import importance
+from splitppo.validation import Validator
+
+PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long
+
+
+class Reference:
+    """The frozen model of the KL penalty; with `offload`, its shards sit on the CPU between its uses."""
+
+    def __init__(self, model: nn.Module, runner: Runner, *, temperature: float, offload: bool):
+        self.model, self.runner, self.temperature, self.offload = model, runner, temperature, offload
+        if offload:
+            model.to("cpu")
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """`[N]` log-probs of the response tokens."""
+        if self.offload:
+            self.model.to(self.runner.device)
+        outputs = partial(policy_outputs, temperature=self.temperature, entropy=False)
+        logprobs, _ = self.runner.forward(self.model, rollout, outputs, fields=2)
+        if self.offload:
+            self.model.to("cpu")
+        return logprobs
+
+
+class Actor:
+    """A rank of the actor group: policy, reference, rollout engine.
+
+    Args:
+        rank: in the group.
+        reference: None if no KL coefficient asks for one.
+        validator: of the same engine.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        policy: Learner,
+        reference: Reference | None,
+        engine: RolloutEngine,
+        *,
+        engine_dtype: torch.dtype,
+        validator: Validator,
+    ):
+        self.shared, self.policy, self.reference, self.engine = shared, policy, reference, engine
+        self.mesh: DeviceMesh = policy.runner.mesh
+        self.rank = self.mesh.get_local_rank()
+        self.engine_dtype, self.validator = engine_dtype, validator
+        self.synced = -1
+        self.metrics: dict[str, Any] = {}
+
+    def sync(self) -> None:
+        """Brings the policy's weights into the engine, unless it has them."""
+        if self.synced != self.policy.updates or not self.engine.loaded:
+            self.engine.load_weights(self.policy.weights(self.engine_dtype))
+            self.synced = self.policy.updates
+
+    def generate(self, step: int) -> Iterator[list[Sample]]:
+        """This rank's rows as they finish; empty lists in between. Says how far it is if it takes long."""
+        rollout, batch = self.shared.config.rollout, self.shared.batch(step)
+        rows = self.shared.ownership(step).all_rows("actor", self.rank)
+        requests = [Request(row, batch[row].tokens) for row in rows]
+        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
+        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
+        done, told = 0, time.monotonic()
+        for finished in self.engine.generate(requests, sampling, seed=self.shared.config.seed, step=step):
+            done += len(finished)
+            if self.rank == 0 and time.monotonic() > told + PROGRESS_S:
+                print(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows", flush=True)
+                told = time.monotonic()
+            yield finished
+        self.engine.rest()
+
+    def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Old and reference log-probs `[N]`; without a reference, the old ones twice: a KL of 0."""
+        outputs = partial(policy_outputs, temperature=self.shared.config.rollout.temperature, entropy=True)
+        old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+        ref = self.reference.logprobs(rollout) if self.reference else old
+        self.metrics = self._rollout_metrics(rollout, old, ref, entropy)
+        return old, ref
+
+    def update(self, step: int, rollout: Rollout, old: Tensor, ref: Tensor, advantages: Tensor) -> dict[str, Any]:
+        """PPO's policy update, none while the critic warms up; returns the step's metrics."""
+        ppo = self.shared.config.ppo
+        if step <= ppo.critic_warmup:
+            return self.metrics | {"actor/lr": 0.0}
+        fields = {"old": old, "ref": ref, "advantages": advantages} | self._importance(rollout, old)
+        mini_batches = self.shared.learnt(rollout, self.shared.ownership(step).rows("actor", self.rank))
+        figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
+        metrics = self.metrics | learning_metrics("actor", "pg_loss", figures)
+        return metrics | {"actor/lr": self.policy.learning_rate(step)}
+
+    def close(self) -> None:
+        """Ends the engine and the processes of the validation's rewards."""
+        self.engine.close()
+        self.validator.scorer.close()
+
+    @property
+    def learner(self) -> Learner:
+        return self.policy
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the learner: nothing."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to go on from."""
+
+    def _importance(self, rollout: Rollout, old: Tensor) -> dict[str, Tensor]:
+        """The field `weights`, if it is asked for."""
+        ppo = self.shared.config.ppo
+        if ppo.importance == "off":
+            return {}
+        engine = [torch.tensor(sample.logprobs) for sample in rollout.samples]
+        weights, sums = importance(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
+        mean, capped, tokens = all_sum(torch.tensor([*sums.values(), float(rollout.tokens)]), self.mesh).tolist()
+        self.metrics |= {"actor/importance_mean": mean / tokens, "actor/importance_capped": capped / tokens}
+        return {"weights": torch.cat([*weights, torch.zeros(0)])}
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The metrics of the held-out prompts, if a validation is due after this step."""
+        if not self.validator.due(step):
+            return {}
+        self.sync()
+        return self.validator.run(step)
+
+    def _objective(
+        self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ppo, mask = self.shared.config.ppo, batch.mask
+        with_entropy = ppo.entropy_coef > 0
+        temperature = self.shared.config.rollout.temperature
+        logprobs, entropy = policy_outputs(model, batch, temperature=temperature, entropy=with_entropy)
+        loss, metrics = algo.policy_loss(
+            logprobs,
+            fields["old"],
+            fields["advantages"],
+            mask,
+            clip_low=ppo.clip_low,
+            clip_high=ppo.clip_high,
+            dual_clip=ppo.dual_clip,
+            aggregate=ppo.aggregate,
+            weights=fields.get("weights"),
+        )
+        if ppo.kl_loss_coef > 0:
+            kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
+            loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
+            metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
+        if with_entropy:
+            loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
+        return loss, metrics
+
+    def _rollout_metrics(self, rollout: Rollout, old: Tensor, ref: Tensor, entropy: Tensor) -> dict[str, float]:
+        engine = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
+        difference = (engine - old).abs()
+        ratio = (old - engine).exp()
+        k3 = algo.kl_estimate(engine, old, "k3")
+        kl = algo.kl_estimate(old, ref, self.shared.config.ppo.kl_kind)
+        prompts = sum(len(sample.prompt) for sample in rollout.samples)
+        cut = sum(not sample.finished for sample in rollout.samples)
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut]
+        sums = [entropy.sum(), difference.sum(), ratio.sum(), k3.sum(), kl.sum()]
+        rows, tokens, prompts, cut, entropy_sum, difference_sum, ratio_sum, k3_sum, kl_sum = all_sum(
+            torch.tensor([float(part) for part in counts + sums]), self.mesh
+        ).tolist()
+        longest = all_objects(
+            (max(rollout.lengths, default=0), float(difference.max()) if len(difference) else 0.0), self.mesh
+        )
+        return {
+            "response_length/mean": tokens / rows,
+            "response_length/max": max(length for length, _ in longest),
+            "response_length/clip_ratio": cut / rows,
+            "prompt_length/mean": prompts / rows,
+            "actor/entropy": entropy_sum / tokens,
+            "actor/mismatch_mean": difference_sum / tokens,
+            "actor/mismatch_ratio": ratio_sum / tokens,
+            "actor/mismatch_k3": k3_sum / tokens,
+            "actor/mismatch_max": max(worst for _, worst in longest),
+            "tokens": tokens + prompts,
+        } | ({"actor/ref_kl": kl_sum / tokens} if self.reference else {})

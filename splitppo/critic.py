@@ -1,0 +1,224 @@
+"""What a rank of the critic group holds and can do: its verbs in the loops of train.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from splitppo import algo
+from splitppo.learner import Learner
+from splitppo.models import value_outputs
+from splitppo.parallel import all_objects, all_sum
+from splitppo.rewards.model import RewardModel
+from splitppo.rewards.pool import Failure, Scorer
+from splitppo.roles import Shared, learning_metrics
+from splitppo.rollout import MicroBatch, Prompt, Rollout, Sample
+from splitppo.shaping import Steering, shape_scores, steer_kl
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rows with the critic's first look: values `[N]`, raw scores `[B]`, the rewards' further figures by name, and
+    (row, what failed in its reward)."""
+
+    rollout: Rollout
+    values: Tensor
+    scores: Tensor
+    extra: dict[str, list[float]]
+    failures: list[tuple[int, Failure]]
+
+
+class Critic:
+    """A rank of the critic group: value model and reward. It owns judgement: scores, values, KL rewards, advantages."""
+
+    def __init__(self, shared: Shared, value: Learner, scorer: Scorer, reward_model: RewardModel | None):
+        self.shared, self.value, self.scorer, self.reward_model = shared, value, scorer, reward_model
+        self.steering = Steering.start(shared.config.ppo)
+        self.mesh: DeviceMesh = value.runner.mesh
+        self.rank = self.mesh.get_local_rank()
+        self.metrics: dict[str, Any] = {}
+
+    def score(self, step: int, rollout: Rollout) -> Scored:
+        """Values and reward scores of some rows of a step; all ranks of the group take part."""
+        prompts = [self.shared.batch(step)[sample.row] for sample in rollout.samples]
+        texts = [self.shared.decode(sample.response) for sample in rollout.samples]
+        pending = self.scorer.submit(list(zip(prompts, texts, strict=True)))  # at work under the forward passes
+        (values,) = self.value.runner.forward(self.value.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
+        scores, extra = self._learned_scores(prompts, rollout.samples)
+        results = pending.result()
+        for result in results:
+            for name, figure in result.figures.items():
+                extra.setdefault(name, []).append(figure)
+        failures = [(row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures]
+        return Scored(rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures)
+
+    def _learned_scores(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample]
+    ) -> tuple[Tensor, dict[str, list[float]]]:
+        if self.reward_model is None:
+            return torch.zeros(len(samples)), {}
+        scores, cut = self.reward_model.score(prompts, samples)
+        extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
+        return scores * self.shared.config.reward.model_weight, extra
+
+    def judge(self, scored: Scored, old: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages, whitened over the whole batch, and returns, both `[N]`."""
+        ppo, rollout, mask = self.shared.config.ppo, scored.rollout, scored.rollout.mask()
+        kl = algo.kl_estimate(rollout.pad(old), rollout.pad(ref), ppo.kl_kind)
+        shaped, kl_coef = self._shape(scored), self.steering.kl_coef
+        rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
+        values = rollout.pad(scored.values)
+        advantages, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam)
+        if ppo.lam_value is not None:
+            _, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam_value)
+        moments = algo.merge_moments(all_objects(algo.moments(advantages, mask), self.mesh))
+        white = algo.masked_whiten(advantages, mask, moments) if ppo.whiten else advantages
+        packed_returns = rollout.unpad(returns)
+        figures = {
+            "critic/score": scored.scores,
+            "critic/rewards": (rewards * mask).sum(-1),
+            "critic/advantages": rollout.unpad(advantages),
+            "critic/returns": packed_returns,
+            "critic/values": scored.values,
+            "error": packed_returns - scored.values,
+        }
+        extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
+        # the trainer's own figures win over a reward's of the same name
+        self.metrics = self._judged_metrics(extra | figures) | self._failed(scored) | {"critic/kl_coef": kl_coef}
+        self._steer((kl * mask).sum(-1))
+        return rollout.unpad(white), packed_returns
+
+    def _shape(self, scored: Scored) -> Tensor:
+        """The scores as they are learnt from; `[B]`."""
+        config, samples = self.shared.config, scored.rollout.samples
+        line = scored.scores[None]
+        batch = algo.merge_moments(all_objects(algo.moments(line, torch.ones_like(line)), self.mesh))
+        self.steering.scores = algo.merge_moments([self.steering.scores, batch])
+        moments = batch if config.reward.normalize == "batch" else self.steering.scores
+        finished = [sample.finished for sample in samples]
+        limit = config.rollout.max_new_tokens
+        lengths = scored.rollout.lengths
+        return shape_scores(scored.scores, lengths, finished, moments, config.reward, max_new_tokens=limit)
+
+    def _steer(self, kl: Tensor) -> None:
+        """The KL coefficient of the next step, from the rows' KL `[B]` of this one."""
+        ppo = self.shared.config.ppo
+        total, rows = all_sum(torch.tensor([float(kl.sum()), float(len(kl))]), self.mesh).tolist()
+        self.metrics["critic/kl_row"] = total / rows
+        if ppo.kl_target is not None:
+            how: Any = {"target": ppo.kl_target, "rows": round(rows), "horizon": ppo.kl_horizon}
+            self.steering.kl_coef = steer_kl(self.steering.kl_coef, total / rows, **how)
+
+    def _failed(self, scored: Scored) -> dict[str, float]:
+        """Counts what failed in the rewards, and names it on the first rank's screen."""
+        failures = [failure for part in all_objects(scored.failures, self.mesh) for failure in part]
+        if self.rank == 0 and failures:
+            print(f"[critic] {failure_line(failures)}", flush=True)
+        kinds = [failure.kind for _, failure in failures]
+        by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
+        return {"critic/reward_failures": float(len(kinds))} | by_kind
+
+    def close(self) -> None:
+        """Ends the rewards' processes."""
+        self.scorer.close()
+
+    @property
+    def learner(self) -> Learner:
+        return self.value
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the learner."""
+        return self.steering.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` returned."""
+        self.steering.load(state, self.shared.config.ppo)
+
+    def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
+        """The value model's update; returns the step's metrics."""
+        ppo, fields = self.shared.config.ppo, {"old": scored.values, "returns": returns}
+        rows = self.shared.ownership(step).critic_rows(self.rank, ppo.value_mini_batches or ppo.mini_batches)
+        mini_batches = self.shared.learnt(scored.rollout, rows)
+        epochs = ppo.value_epochs or ppo.epochs
+        figures = self.value.update(scored.rollout, mini_batches, fields, self._objective, step=step, epochs=epochs)
+        rate = {"critic/lr": self.value.learning_rate(step)}
+        return self.metrics | learning_metrics("critic", "vf_loss", figures) | rate
+
+    def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
+        """The first rows held here, as they are written to the run's folder."""
+        batch = self.shared.batch(step)
+        kept = list(zip(scored.rollout.samples, scored.scores.tolist(), strict=True))[: self.shared.config.log.samples]
+        return [
+            {
+                "step": step,
+                "row": sample.row,
+                "score": round(score, 6),
+                "prompt": batch[sample.row].text,
+                "response": self.shared.decode(sample.response),
+                "finished": sample.finished,
+                "data_source": batch[sample.row].data_source,
+                "ground_truth": batch[sample.row].ground_truth,
+            }
+            for sample, score in kept
+        ]
+
+    def _objective(
+        self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ppo = self.shared.config.ppo
+        return algo.value_loss(
+            value_outputs(model, batch),
+            fields["old"],
+            fields["returns"],
+            batch.mask,
+            clip=ppo.value_clip,
+            aggregate=ppo.aggregate,
+        )
+
+    def _judged_metrics(self, figures: dict[str, Tensor]) -> dict[str, float]:
+        """Mean, spread and range over the whole batch of figures that each rank has for its rows."""
+        local = {
+            name: (algo.moments(x[None], torch.ones_like(x[None])), float(x.min()), float(x.max()))
+            for name, x in figures.items()
+            if len(x)
+        }
+        gathered = all_objects(local, self.mesh)
+        metrics, spread = {}, {}
+        for name in dict.fromkeys(name for part in gathered for name in part):
+            parts = [part[name] for part in gathered if name in part]
+            whole = algo.merge_moments([moments for moments, _, _ in parts])
+            spread[name] = float(whole.variance)
+            metrics[f"{name}/mean"] = float(whole.mean)
+            metrics[f"{name}/min"] = min(low for _, low, _ in parts)
+            metrics[f"{name}/max"] = max(high for _, _, high in parts)
+        total = spread["critic/returns"]
+        metrics["critic/vf_explained_var"] = 1 - spread["error"] / total if total > 0 else 0.0
+        return {name: value for name, value in metrics.items() if not name.startswith("error/")}
+
+
+def join(parts: Sequence[Scored]) -> Scored:
+    """The chunks of a step as one."""
+    rollout = Rollout([sample for part in parts for sample in part.rollout.samples])
+    values = {
+        row: v for part in parts for row, v in zip(part.rollout.rows, part.rollout.split(part.values), strict=True)
+    }
+    scores = {row: s for part in parts for row, s in zip(part.rollout.rows, part.scores.tolist(), strict=True)}
+    names = dict.fromkeys(name for part in parts for name in part.extra)
+    extra = {name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names}
+    failures = [failure for part in parts for failure in part.failures]
+    return Scored(rollout, rollout.pack(values), torch.tensor([scores[row] for row in rollout.rows]), extra, failures)
+
+
+def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
+    """A step's failures in one line: how many of each function and kind, and the first of them."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for row, failure in failures:
+        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
+    parts = [
+        f"{name}: {len(rows)} x {kind}, first of row {rows[0][0]}: {rows[0][1]}"
+        for (name, kind), rows in sorted(found.items())
+    ]
+    return "rewards that failed: " + "; ".join(parts)

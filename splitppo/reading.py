@@ -1,0 +1,191 @@
+"""Rows from files: .parquet, .json, .jsonl and folders that `datasets` wrote; verl's schema as it is, or plain columns.
+
+Whatever is wrong in a file is a UserError that names the file and the row, counting from 1 (in .jsonl: the line).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from splitppo.config import DataConfig
+from splitppo.errors import UserError
+
+_KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row before tokenising; `where` names it in errors, `prompt` is a string or a list of messages."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
+    """The rows of one file or folder, checked as they come: at least one, or an error.
+
+    Args:
+        setting: the setting that names the file, for errors.
+    """
+    path = Path(file).expanduser()
+    if not path.exists():
+        raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
+    kind = "folder" if path.is_dir() else path.suffix
+    if kind not in readers:
+        raise UserError(f"{setting}={file}: unknown kind of file; use {_KINDS}")
+    source, used = path.name if kind == "folder" else path.stem, _used_columns(config)
+    number = 0
+    for number, columns in readers[kind](path, file, used):
+        yield _check_row(config, source, f"{file} row {number}", columns)
+    if not number:
+        raise UserError(f"{file} holds no rows; remove it from --{setting}")
+
+
+def _used_columns(config: DataConfig) -> set[str]:
+    names = {key: key.split(".")[0] for key in (config.prompt_key, config.answer_key) if key}
+    return {"data_source", "extra_info", *names, *names.values()}
+
+
+# The readers give (row number, row as parsed) for each row of a file.
+def _read_parquet(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, Any]]:
+    return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
+
+
+def _read_folder(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, Any]]:
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(f"{file.rstrip('/')}/{state.parent.name}" for state in sorted(path.glob("*/state.json")))
+        raise UserError(f"{file} is a DatasetDict; name one of its splits: {splits or 'it holds none'}")
+    if not (path / "state.json").is_file():
+        raise UserError(f"{file} is a folder without state.json, so not of save_to_disk; use {_KINDS}")
+    state = _parse_json((path / "state.json").read_bytes(), f"{file}/state.json")
+    try:
+        names = [str(part["filename"]) for part in state["_data_files"]]
+        indices = state.get("_indices_data_files")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}/state.json lists no _data_files; write the folder again (save_to_disk)") from error
+    if indices:
+        raise UserError(
+            f"{file} keeps the order of its rows apart (_indices_data_files), which is not read here; write it again: "
+            "datasets.load_from_disk(...).flatten_indices().save_to_disk(...)"
+        )
+    parts = ((path / name, f"{file}/{name}") for name in names)
+    rows = (row for part, told in parts for row in _table_rows(_arrow_batches(part), f"{told} is broken", file, used))
+    return enumerate(rows, 1)
+
+
+def _read_jsonl(path: Path, file: str, _used: set[str]) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as lines:  # bytes: json finds the encoding, and says where it is broken
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, _parse_json(line, f"{file} row {number}")
+
+
+def _read_json(path: Path, file: str, _used: set[str]) -> Iterator[tuple[int, Any]]:
+    content = path.read_bytes()
+    rows = _parse_json(content, file) if content.strip() else []
+    if not isinstance(rows, list):
+        kind = type(rows).__name__
+        raise UserError(f"{file} holds one {kind}; a .json file is a list of rows: write [...], or .jsonl")
+    return enumerate(rows, 1)
+
+
+def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    with pyarrow.parquet.ParquetFile(path) as table:
+        yield from table.iter_batches(batch_size=256)
+
+
+def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    with pyarrow.OSFile(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+        yield from stream
+
+
+def _table_rows(
+    batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]
+) -> Iterator[dict[str, Any]]:
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{broken} ({' '.join(str(error).split())}); write it again") from error
+        if batch is None:
+            return
+        for column in batch.schema:
+            # there "7" the text and 7 the number are the same bytes
+            if column.name in used and "arrow.json" in str(column.type):
+                raise UserError(
+                    f"{file} has a column {column.name} of JSON texts (values of mixed types), whose strings cannot be "
+                    "told from numbers; give it one type, or write the rows as .jsonl"
+                )
+        yield from batch.to_pylist()
+
+
+def _parse_json(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:  # JSONDecodeError, or bytes that are no text
+        raise UserError(f"{where}: broken JSON ({error}); mend it") from error
+
+
+def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
+    if not isinstance(columns, dict):
+        raise UserError(f"{where} is a {type(columns).__name__}; a row is an object with columns: write {{...}}")
+    prompt = _look_up(columns, config.prompt_key, "prompt_key", where)
+    _check_prompt(prompt, f"data.prompt_key={config.prompt_key}: {where}")
+    truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
+    if config.answer_key and truth is None:
+        remedy = "fill it in, or set --data.answer_key '' if the reward needs no answer"
+        raise UserError(f"data.answer_key={config.answer_key}: {where} has null there; {remedy}")
+    source, extra = columns.get("data_source"), columns.get("extra_info")
+    if not isinstance(source, str | None):
+        raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: mend the row")
+    if not isinstance(extra, dict | None):
+        raise UserError(f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: mend the row")
+    if not isinstance(prompt, str):
+        # parquet fills the fields that a message lacks with null, and templates ask whether they are there
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return Row(where, prompt, file_source if source is None else source, truth, extra or {})
+
+
+def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
+    """The value of column `key`; a dot goes into a nested column, unless the name with its dot is a column itself."""
+    if key in columns:
+        return columns[key]
+    value: Any = columns
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            known = ", ".join(_column_names(columns))
+            raise UserError(f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}")
+        value = value[part]
+    return value
+
+
+def _column_names(columns: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in columns.items():
+        if isinstance(value, dict) and value:
+            yield from _column_names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _check_prompt(prompt: Any, where: str) -> None:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list):
+        wanted = "it must be a string or a list of {role, content} messages: choose another column or mend the row"
+        raise UserError(f"{where} has a prompt of type {type(prompt).__name__}; {wanted}")
+    for number, message in enumerate(messages, 1):
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            wanted = "{role: string, content: string}"
+            raise UserError(f"{where} has a prompt whose message {number} is not {wanted}; mend the row")
+    if not any(message["content"].strip() for message in messages):
+        raise UserError(f"{where} has an empty prompt; fill it in or drop the row")

@@ -1,0 +1,84 @@
+"""What becomes of a raw score, the steered KL coefficient, the importance weights."""
+
+import math
+
+import pytest
+import torch
+
+from splitppo import algo
+from splitppo.config import PPOConfig, RewardConfig
+from splitppo.shaping import Steering, importance, shape_scores, steer_kl
+
+SCORES = torch.tensor([1.0, 3.0, -5.0, 1.0])
+LENGTHS, FINISHED = [4, 8, 10, 7], [True, True, False, True]
+
+
+def of(config: RewardConfig, moments: algo.Moments | None = None) -> list[float]:
+    moments = moments or algo.moments(SCORES[None], torch.ones(1, 4))
+    return shape_scores(SCORES, LENGTHS, FINISHED, moments, config, max_new_tokens=10).tolist()
+
+
+def test_by_default_a_score_is_left_alone() -> None:
+    assert of(RewardConfig()) == SCORES.tolist()
+
+
+def test_a_row_without_an_end_loses_the_penalty() -> None:
+    assert of(RewardConfig(missing_eos_penalty=0.5)) == [1.0, 3.0, -5.5, 1.0]
+
+
+def test_the_last_tokens_before_the_limit_cost_ever_more() -> None:
+    # 4 tokens of 10: the 7th costs a quarter, the 10th the whole
+    assert of(RewardConfig(overlong_tokens=4, overlong_penalty=2.0)) == [1.0, 2.0, -7.0, 0.5]
+
+
+def test_normalised_scores_have_mean_0_and_deviation_1() -> None:
+    shaped = torch.tensor(of(RewardConfig(normalize="batch")))
+    assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(shaped.std()) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_batch_of_equal_scores_becomes_zeros() -> None:
+    same = torch.full((1, 4), 7.0)
+    moments = algo.moments(same, torch.ones(1, 4))
+    config = RewardConfig(normalize="batch")
+    assert shape_scores(same[0], LENGTHS, FINISHED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
+
+
+def test_clipping_comes_after_normalising_and_before_the_penalties() -> None:
+    config = RewardConfig(normalize="batch", clip=(-1.0, 0.25), missing_eos_penalty=3.0)
+    shaped = of(config)
+    assert max(shaped) == 0.25
+    assert min(shaped) == -4.0
+
+
+def test_the_state_goes_through_json() -> None:
+    import json
+
+    ppo = PPOConfig(kl_coef=0.1, kl_target=6.0)
+    before = Steering.start(ppo)
+    before.kl_coef, before.scores = 0.37, algo.moments(SCORES[None], torch.ones(1, 4))
+    after = Steering.start(ppo)
+    after.load(json.loads(json.dumps(before.state())), ppo)
+    assert after.kl_coef == 0.37
+    assert after.state() == before.state()
+    other = Steering.start(PPOConfig(kl_coef=0.2))
+    other.load(before.state(), PPOConfig(kl_coef=0.2))
+    assert other.kl_coef == 0.2  # not steered: what is configured now
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)])
+def test_the_kl_coefficient_follows_the_kl(kl: float, factor: float) -> None:
+    assert steer_kl(0.5, kl, target=6.0, rows=100, horizon=10000) == pytest.approx(0.5 * factor)
+
+
+def test_importance_weights_of_tokens_and_of_whole_responses() -> None:
+    old = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    engine = [torch.tensor([-1.5, -1.9]), torch.tensor([-4.0])]
+    weights, sums = importance(old, engine, "token", 2.0)
+    assert weights[0].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.1)])
+    assert weights[1].tolist() == pytest.approx([2.0])
+    assert sums["importance_capped"] == 1
+    assert sums["importance_mean"] == pytest.approx(math.exp(0.5) + math.exp(-0.1) + 2.0)
+    weights, sums = importance(old, engine, "sequence", 2.0)
+    assert weights[0].tolist() == pytest.approx([math.exp(0.4)] * 2)
+    assert weights[1].tolist() == pytest.approx([2.0])

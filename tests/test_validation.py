@@ -1,0 +1,344 @@
+"""Validation: its estimators, its metrics under any number of ranks, what it asks of engine and scorer, its files."""
+
+import itertools
+import json
+import re
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from splitppo import train
+from splitppo.config import Config, LogConfig, PlacementConfig, RolloutConfig
+from splitppo.engine import Sampling, row_seed
+from splitppo.placement import place
+from splitppo.rollout import Prompt, Sample
+from splitppo.runtime import Launch, Runtime
+from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
+
+SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
+
+
+@dataclass
+class FakeEngine:
+    """Says a number from 0 to 2 that follows from the row's noise; 0 if greedy. Rows finish in twos, the last first."""
+
+    calls: list[tuple[dict[int, list[int]], Sampling, int, int]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    loaded: bool = True
+
+    def generate(self, requests, sampling, *, seed, step):
+        self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed, step))
+        waiting = [
+            Sample(r.row, r.prompt, self.response(sampling, seed, step, r.row), [], r.row % 3 > 0) for r in requests
+        ]
+        while waiting:
+            self.events.append("rows")
+            yield [waiting.pop() for _ in range(min(2, len(waiting)))]
+            yield []
+
+    def response(self, sampling, seed, step, row):
+        said = 0 if sampling.greedy else row_seed(seed, step, row) % 3
+        return [ord(char) for char in f"it is {said}" + "." * (row % 4)]
+
+    def load_weights(self, weights): ...
+    def rest(self): ...
+    def close(self): ...
+
+
+@dataclass(frozen=True)
+class FakeOutcome:
+    score: float
+    figures: dict[str, float]
+    failures: tuple
+
+
+@dataclass
+class FakeScorer:
+    """1 if the response says the truth; fails on those that end in three dots."""
+
+    events: list[str] = field(default_factory=list)
+
+    def submit(self, rows, /):
+        self.events.append("submit")
+        outcomes = []
+        for prompt, text in rows:
+            right = answer(text.rstrip(".")) == Decimal(prompt.ground_truth)
+            outcomes.append(FakeOutcome(float(right), {"length": len(text)}, ("slow",) * text.endswith("...")))
+        return FakePending(outcomes, self.events)
+
+    def close(self):
+        self.events.append("close")
+
+
+@dataclass
+class FakePending:
+    outcomes: list[FakeOutcome]
+    events: list[str]
+
+    def result(self):
+        self.events.append("result")
+        return self.outcomes
+
+
+def decode(tokens: list[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def held_out(count: int) -> list[Prompt]:
+    return [Prompt(f"ask {i}", [i, i + 1], "odd" if i % 2 else "even", i % 3, {}) for i in range(count)]
+
+
+def make_validator(rank: int, world: int, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
+    placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
+    runtime = Runtime(Launch(rank, world, rank, world), placement, torch.device("cpu"), 60.0)
+    config = Config(seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, stop=("!",)), log=log)
+    events: list[str] = []
+    engine, scorer = FakeEngine(events=events), FakeScorer(events)
+    return Validator(config, held_out(count), decode, engine, runtime.mesh["actor"], scorer, folder)
+
+
+def on_one_rank(function, *args) -> Any:
+    return run_ranks(1, function, *args)[0]
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_one(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([i < c for i in range(n)], k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("3 + 4 = 7.", Decimal(7)),
+        ("7.00", Decimal(7)),
+        ("it is -1,234.5 of 10-3", Decimal(3)),
+        ("$1,200", Decimal(1200)),
+        ("  no number\n", "no number"),
+        ("", ""),
+    ],
+)
+def test_an_answer_is_the_last_number_or_the_text(text, said):
+    assert answer(text) == said
+
+
+@pytest.mark.parametrize(
+    ("texts", "scores", "due"),
+    [
+        (["1", "2", "so 2.0"], [0, 1, 1], 1),
+        (["2", "1", "1", "2"], [0.25, 1, 1, 0.75], 0.5),  # a tie: the first seen
+        (["yes", "no", " yes\n"], [1, 0, 0], 0.5),  # same answer, another score: their mean
+        (["7", "no", "seven"], [0.5, 1, 1], 0.5),
+        (["no"], [0.125], 0.125),
+    ],
+)
+def test_majority_is_the_score_of_the_most_frequent_answer(texts, scores, due):
+    assert majority_score(texts, scores) == due
+
+
+def answered(prompt: int, source: str, *scores: float, **changes: Any) -> Answered:
+    plain = Answered(prompt, source, scores, tuple({} for _ in scores), 10 * len(scores), 0, 0, scores[0])
+    return replace(plain, **changes)
+
+
+def test_metrics_of_one_greedy_response_each():
+    first = answered(0, "a", 1.0, figures=({"parsed": 1.0},), cut=1)
+    found = metrics([first, answered(1, "a", 0.25, figures=({"parsed": 0.0, "steps": 3.0},), tokens=30)])
+    assert found == {
+        "val/score/mean": 0.625,
+        "val/rows": 2,
+        "val/response_length/mean": 20.0,
+        "val/clip_ratio": 0.5,
+        "val/parsed/mean": 0.5,
+        "val/steps/mean": 3.0,  # over the responses that have it
+    }
+
+
+def test_metrics_of_several_responses_by_source():
+    rows = [answered(0, "a", 1, 0, 0.5, failed=2), answered(1, "b", 0, 0.5, 0), answered(2, "b", 1, 1, 0)]
+    found = metrics(rows)
+    assert found["val/rows"] == 9
+    assert found["val/failures"] == 2
+    assert found["val/score/mean"] == pytest.approx(4 / 9)
+    assert found["val/score/a/mean"] == 0.5
+    assert found["val/score/b/mean"] == pytest.approx(2.5 / 6)
+    assert (found["val/best/mean"], found["val/best/b/mean"]) == (pytest.approx(2.5 / 3), 0.75)
+    assert (found["val/majority/a/mean"], found["val/majority/b/mean"]) == (1, 0.5)
+    # a half is not right: 1, 0 and 2 of 3 passed
+    assert found["val/pass@1"] == pytest.approx(1 / 3)
+    assert found["val/pass@2"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert found["val/pass@2/b"] == 0.5
+    assert "val/pass@4" not in found
+
+
+def test_one_source_is_not_told_apart():
+    assert not [name for name in metrics([answered(0, "a", 1, 0), answered(1, "a", 1, 1)]) if "/a" in name]
+
+
+def test_no_pass_where_a_score_of_1_need_not_mean_right():
+    found = metrics([answered(0, "a", 2, 0), answered(1, "b", 0, 1), answered(2, "c", -1, 1)])
+    assert {name for name in found if "pass@" in name} == {"val/pass@1/b", "val/pass@2/b"}
+
+
+def test_the_trainers_own_figure_wins_over_a_rewards_of_the_same_name():
+    found = metrics([answered(0, "a", 1, 0, figures=({"response_length": 99.0, "best": 99.0},) * 2)])
+    assert (found["val/response_length/mean"], found["val/best/mean"]) == (10, 1)
+
+
+def validate(rank: int, world: int, folder: Path, count: int) -> dict[str, float]:
+    return make_validator(rank, world, folder / f"rank_{rank}" if rank else folder, count).run(5)
+
+
+@pytest.mark.parametrize("count", [7, 2])  # 2: a rank without prompts
+def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
+    (alone,) = run_ranks(1, validate, 1, tmp_path / "one", count)
+    assert run_ranks(3, validate, 3, tmp_path / "three", count) == [alone] * 3
+    assert alone["val/rows"] == 4 * count
+    assert 0 < alone["val/score/mean"] < 1
+    assert alone["val/pass@1"] == pytest.approx(alone["val/score/mean"])
+    assert alone["val/pass@4"] == alone["val/best/mean"]
+    for name in ("step_000005.jsonl", "step_000005.md"):
+        one = (tmp_path / "one" / "validation" / name).read_text()
+        assert one
+        assert one == (tmp_path / "three" / "validation" / name).read_text()
+    assert not list((tmp_path / "three").glob("rank_*")), "the first rank alone writes"
+
+
+def test_metrics_and_file_are_those_of_the_rows(tmp_path):
+    found = on_one_rank(validate, 1, tmp_path, 20)
+    rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
+    assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
+    names = ["step", "row", "sample", "score", "prompt", "response", "finished", "data_source", "ground_truth"]
+    assert list(rows[0]) == names
+    for row in rows:
+        said = row_seed(14, 0, row["row"]) % 3
+        assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
+        assert row["score"] == (said == row["ground_truth"])
+        assert (row["prompt"], row["finished"]) == (f"ask {row['row'] // 4}", row["row"] % 3 > 0)
+    assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
+    assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
+    assert found["val/clip_ratio"] == pytest.approx(fmean(not row["finished"] for row in rows))
+    assert found["val/failures"] == 20
+    prompts = [rows[4 * i : 4 * i + 4] for i in range(20)]
+    parts = [([row["response"].strip(".") for row in part], [row["score"] for row in part]) for part in prompts]
+    assert found["val/majority/mean"] == fmean(majority_score(*part) for part in parts)
+    assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
+
+
+def validate_twice(rank: int, folder: Path, log: LogConfig) -> Any:
+    validator = make_validator(rank, 1, folder, 3, log)
+    results = [validator.run(step) for step in (0, 5)]
+    assert isinstance(validator.engine, FakeEngine)
+    return results, validator.engine.calls, validator.engine.events
+
+
+def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_path):
+    (first, second), (call, again), _ = on_one_rank(validate_twice, tmp_path, SAMPLED)
+    assert first == second
+    assert call == again
+    prompts, sampling, seed, step = call
+    assert (seed, step) == (14, 0)
+    assert prompts == {4 * i + j: [i, i + 1] for i in range(3) for j in range(4)}
+    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9)
+    before, after = ((tmp_path / "validation" / f"step_{n:06d}.jsonl").read_text() for n in (0, 5))
+    assert before.replace('"step": 0', '"step": 5') == after
+    assert len({json.loads(line)["response"].strip(".") for line in before.splitlines()}) > 1
+
+
+def test_temperature_0_is_greedy(tmp_path):
+    _, ((prompts, sampling, _, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
+    assert sampling == Sampling(1.0, 9, ("!",), greedy=True)
+    assert prompts.keys() == {0, 1, 2}
+
+
+def test_rows_are_scored_while_others_are_generated(tmp_path):
+    _, _, events = on_one_rank(validate_twice, tmp_path, SAMPLED)
+    assert events == [*["rows", "submit"] * 6, *["result"] * 6] * 2
+
+
+def due_steps(rank: int, folder: Path, every: int, count: int) -> list[int]:
+    validator = make_validator(rank, 1, folder, count, LogConfig(validate_every=every))
+    return [step for step in range(13) if validator.due(step)]
+
+
+@pytest.mark.parametrize(("every", "count", "due"), [(5, 1, [0, 5, 10, 12]), (0, 1, []), (5, 0, [])])
+def test_due_before_the_first_every_nth_and_after_the_last_step(tmp_path, every, count, due):
+    assert on_one_rank(due_steps, tmp_path, every, count) == due
+
+
+def test_file_holds_the_first_256_rows(tmp_path):
+    found = on_one_rank(validate, 1, tmp_path, 70)
+    rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == list(range(256))
+    assert found["val/rows"] == 280
+
+
+def test_a_step_that_comes_again_overwrites_its_files(tmp_path):
+    write_rows(tmp_path, 3, [{"row": i, "response": "old"} for i in range(5)])
+    write_rows(tmp_path, 3, [{"row": 0, "response": "nëw"}])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003.jsonl", "step_000003.md"]
+    assert (tmp_path / "step_000003.jsonl").read_text(encoding="utf-8") == '{"row": 0, "response": "nëw"}\n'
+    assert "old" not in (tmp_path / "step_000003.md").read_text()
+
+
+def table_cells(path: Path) -> list[list[str]]:
+    """The cells as a reader of Markdown sees them."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", f" {line} ")[1:-1]] for line in lines]
+
+
+def test_table_shows_the_first_16_rows(tmp_path):
+    write_table(tmp_path / "table.md", [{"row": i, "score": 0.5} for i in range(20)])
+    names, rule, *rows = table_cells(tmp_path / "table.md")
+    assert (names, rule) == (["row", "score"], ["---", "---"])
+    assert rows == [[str(i), "0.5"] for i in range(16)]
+    write_table(tmp_path / "table.md", [])
+    assert (tmp_path / "table.md").read_text() == ""
+
+
+def test_table_keeps_its_shape_whatever_a_cell_holds(tmp_path):
+    odd = "a | b\\| <|im_end|>\r\n*x* `y` _z_ &amp; [l](m) ~~s~~ $e$\tt\x00\u2028end"
+    write_table(tmp_path / "table.md", [{"prompt": odd, "response": "z" * 60 + "m" * 500 + "y" * 60, "truth": None}])
+    (prompt, response, truth) = table_cells(tmp_path / "table.md")[2]
+    assert prompt == "a | b\\| <|im_end|>↵*x* `y` _z_ &amp; [l](m) ~~s~~ $e$ t ↵end"
+    assert re.fullmatch("z+ … y+", response)
+    assert len(response) <= 120
+    assert truth == "None"
+    raw = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()[2]
+    assert not re.search(r"(?<!\\)[*`<>_~&$\[\]]", raw)
+
+
+def run_main(rank: int, argv: list[str]) -> None:
+    if status := train.main(argv):
+        raise RuntimeError(f"exit status {status}")
+
+
+def test_whole_run_gives_pass_at_k_and_the_files(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(sum(map(ord, solution_str)) % 3 == 0), 'length': len(solution_str)}\n"
+    )
+    folder = tmp_path / "run"
+    argv = ["--steps=2", "--rollout.batch-size=8", f"--run-dir={folder}", "--placement.mode=colocated"]
+    argv += [f"--reward.function={tmp_path / 'reward.py'}:score", "--data.validation-rows=9", "--log.validate-every=1"]
+    run_ranks(2, run_main, [*argv, "--log.validate-samples=4", "--log.validate-temperature=1.0"])
+    records = [json.loads(line) for line in (folder / "metrics" / "actor.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records:
+        passed = [record[f"val/pass@{k}"] for k in (1, 2, 4)]
+        assert 0 <= passed[0] < passed[1] < passed[2] <= 1
+        assert passed[0] == pytest.approx(record["val/score/mean"])
+        assert (record["val/rows"], record["val/best/mean"]) == (36, passed[2])
+        path = folder / "validation" / f"step_{record['step']:06d}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == 36
+        assert fmean(row["score"] for row in rows) == pytest.approx(passed[0])
+        assert fmean(len(row["response"]) for row in rows) == pytest.approx(record["val/length/mean"])
+        assert len(path.with_suffix(".md").read_text().splitlines()) == 2 + 16
