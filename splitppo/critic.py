@@ -66,6 +66,8 @@ class Critic:
 
     def judge(self, scored: Scored, old: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages, whitened over the whole batch, and returns, both `[N]`."""
+        if self.reward_model:
+            self.reward_model.rest()
         ppo, rollout, mask = self.shared.config.ppo, scored.rollout, scored.rollout.mask()
         kl = algo.kl_estimate(rollout.pad(old), rollout.pad(ref), ppo.kl_kind)
         shaped, kl_coef = self._shape(scored), self.steering.kl_coef

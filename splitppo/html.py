@@ -55,7 +55,6 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         UserError: a file of the run can't be read.
     """
     series = {name: points for name, points in curves(actor, critic).items() if name not in NO_METRICS}
-    series = idle_shares(series) | series
     timelines = [build_timeline(actor, critic, step) for step in pick_steps(timed_steps(actor, critic), chosen)]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
     settings = _read(run / "config.toml", tomllib.loads)
@@ -122,19 +121,6 @@ def grouped(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     for name in names:
         found[next(title for title, pattern in GROUPS.items() if re.search(pattern, name))].append(name)
     return [(title, members) for title, members in found.items() if members]
-
-
-def idle_shares(series: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
-    """`perf/idle_share` of each column that waits: its seconds in `wait_*` spans over those of the step."""
-    found: dict[str, dict[int, float]] = {}
-    for prefix in ("", "critic/"):
-        waits = [points for name, points in series.items() if name.startswith(f"{prefix}timing_s/wait_")]
-        lengths = {n: value for n, value in series.get(f"{prefix}timing_s/step", {}).items() if n > 0 and value > 0}
-        if waits and lengths:  # step 0 is a validation alone
-            found[f"{prefix}perf/idle_share"] = {
-                n: sum(points.get(n, 0.0) for points in waits) / length for n, length in lengths.items()
-            }
-    return found
 
 
 def pick_steps(steps: Sequence[int], chosen: int | None) -> list[int]:

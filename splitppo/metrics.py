@@ -71,7 +71,9 @@ class ColumnLog:
         for name, start, end in self.spans:
             seconds[name] = seconds.get(name, 0.0) + end - start
         timing = {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": now - self.began}
-        record = {"step": step, "time": now, **metrics, **timing, **_performance(metrics, now - self.began)}
+        idle = sum(value for name, value in seconds.items() if name.startswith("wait_")) / (now - self.began)
+        performance = _performance(metrics, now - self.began) | {"perf/idle_share": idle}
+        record = {"step": step, "time": now, **metrics, **timing, **performance}
         record["spans"] = self.spans
         if self.first:
             with self.path.open("a") as file:

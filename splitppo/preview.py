@@ -9,8 +9,9 @@ from splitppo import models
 from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
 from splitppo.placement import Placement, place
+from splitppo.preflight import MODEL_KINDS, model_folders, preflight
 from splitppo.runtime import Launch, dtype_of, format_map
-from splitppo.setup import MODEL_KINDS, load_data, model_folders, owners, preflight
+from splitppo.setup import load_data, owners
 from splitppo.tiny import build_tiny
 
 # float32 master weight, gradient and AdamW's two moments

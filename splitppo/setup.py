@@ -4,7 +4,6 @@ import difflib
 import functools
 import json
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -25,94 +24,24 @@ from splitppo.channel import Links, Wire
 from splitppo.config import Config, to_toml
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.start import check_engine, finish_start, start_engine
+from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.start import warnings as engine_warnings
 from splitppo.engine.vllm_process import Process
-from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
-from splitppo.profiler import Profiler, check_profiler
-from splitppo.rewards.functions import check_prompts, check_rewards
+from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders
+from splitppo.profiler import Profiler
+from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
 from splitppo.runtime import Runtime, dtype_of, format_map
-from splitppo.tiny import VOCABULARY, build_tiny
-from splitppo.trackers import Trackers, check_trackers
+from splitppo.tiny import build_tiny
+from splitppo.trackers import Trackers
 from splitppo.validation import Validator, write_rows
-
-MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
-
-
-def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
-    """All that can be told wrong about files, folders, functions and the engine before a process group or GPU is
-    touched."""
-    check_rewards(config.reward.function)
-    check_rewards(config.reward.validation, "reward.validation")
-    if config.data.files:
-        data.check_files(config.data)
-        if config.log.validate_every and not config.data.validation_files:
-            raise UserError(f"log.validate_every={config.log.validate_every} needs held-out data.validation_files")
-    else:
-        data.check_task(config.data.task)
-    check_trackers(config)
-    check_profiler(config, placement)
-    _check_models(config)
-    check_engine(config, placement, device, local_world)
-    if config.run_dir is not None:
-        _check_run_dir(Path(config.run_dir))
-        found = checkpoint.find(Path(config.run_dir), config.resume)
-        if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
-            raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
-        if found and (step := checkpoint.read_step(found)) >= config.steps:
-            raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
-    elif config.resume not in ("auto", "never"):
-        raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
-
-
-def _check_models(config: Config) -> None:
-    folders = model_folders(config)
-    for name, path in folders.items():
-        if path != "tiny":
-            models.check_folder(path, MODEL_KINDS[name], random_init=is_drawn(config, name))
-    if config.reward.model:
-        models.read_tokenizer(config.reward.model)
-    policy = folders["policy"]
-    needed = len(VOCABULARY) if policy == "tiny" else len(models.read_tokenizer(policy))
-    for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
-        size = len(VOCABULARY) if path == "tiny" else models.read_config(path).get_text_config().vocab_size
-        if size < needed:
-            raise UserError(
-                f"{name}.path={path}: its vocabulary of {size} is smaller than the policy's tokenizer ({needed}); "
-                f"the {name} must read the policy's token ids"
-            )
-
-
-def _check_run_dir(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"run_dir={folder}: {existing} is no folder that can be written to; choose another --run-dir")
-
-
-def model_folders(config: Config) -> dict[str, str]:
-    """The folders of the models that the run loads."""
-    folders = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
-    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
-        folders["reference"] = config.reference.path or config.policy.path
-    if config.reward.model:
-        folders["reward"] = config.reward.model
-    return folders
-
-
-def is_drawn(config: Config, name: str) -> bool:
-    """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
-    if name == "reward":
-        return config.reward.model_random_init
-    own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
-    return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
 
 
 def owners(config: Config, placement: Placement, step: int) -> Ownership:

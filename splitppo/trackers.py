@@ -2,9 +2,8 @@
 
 One rank, the actor group's first, owns the trackers of both roles. It reads what RUN/metrics/actor.jsonl and
 critic.jsonl have grown by, so a line of the critic may come a step later than the actor's. Each figure keeps its name,
-but `timing_s/NAME` and `perf/NAME`, which both roles have, get the role in: `timing_s/actor/NAME`. Added to them is
-`perf/ROLE/idle_share`: the waits' share of the step. RUN/trackers.json notes what each tracker has got; a resumed run
-sends the rest, also to a tracker that is new.
+but `timing_s/NAME` and `perf/NAME`, which both roles have, get the role in: `timing_s/actor/NAME`. RUN/trackers.json
+notes what each tracker has got; a resumed run sends the rest, also to a tracker that is new.
 
 Tables of samples: validation's each time, the step's own at about `SAMPLE_TABLES` steps of the run.
 """
@@ -61,15 +60,11 @@ class Tail:
 
 def figures_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
     """A record's figures under the trackers' names; the clock, the spans and all that is no number are left out."""
-    figures = {
+    return {
         _renamed(role, name): float(value)
         for name, value in record.items()
         if name not in ("step", "time") and isinstance(value, int | float)
     }
-    if seconds := record.get("timing_s/step"):
-        waits = [value for name, value in record.items() if name.startswith("timing_s/wait_")]
-        figures[f"perf/{role}/idle_share"] = sum(waits) / seconds
-    return figures
 
 
 def _renamed(role: Role, name: str) -> str:

@@ -20,10 +20,11 @@ from splitppo.critic import Critic, join
 from splitppo.engine.start import launch_engine
 from splitppo.limits import check
 from splitppo.placement import place
+from splitppo.preflight import preflight
 from splitppo.preview import preview
 from splitppo.rollout import Rollout
 from splitppo.runtime import Launch, Runtime, pick_device, report_failure
-from splitppo.setup import Run, preflight, prepare
+from splitppo.setup import Run, prepare
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:

@@ -17,7 +17,7 @@ import pytest
 from splitppo import html
 from splitppo.config import Config
 from splitppo.errors import UserError
-from splitppo.html import build_page, differences, embed, grouped, idle_shares, layout, pick_steps, thin, thin_points
+from splitppo.html import build_page, differences, embed, grouped, layout, pick_steps, thin, thin_points
 from splitppo.presets import to_toml
 from splitppo.timeline import Column, Span, Step, build_timeline, read_column
 
@@ -145,16 +145,6 @@ def test_metrics_of_the_readme_have_a_group():
     titles = [found[name].split(",")[0].split(" ")[0] for name in known]
     expected = "Score Score Losses Losses Losses KL KL Clipping Entropy Value Lengths Lengths Mismatch Throughput"
     assert titles == [*expected.split(), "Seconds", "Further"]
-
-
-def test_idle_share_is_waits_over_the_step():
-    series = {
-        "timing_s/step": {0: 1.0, 1: 4.0, 2: 5.0},
-        "timing_s/wait_critic": {1: 0.5},
-        "timing_s/wait_advantages": {1: 0.5, 2: 1.0},
-        "critic/timing_s/step": {1: 4.0},
-    }
-    assert idle_shares(series) == {"perf/idle_share": {1: 0.25, 2: 0.2}}, "no waits, no share"
 
 
 def test_settings_that_differ():

@@ -92,19 +92,17 @@ def tracked(tmp_path_factory):
 
 
 def assert_figures(seen: Mapping[tuple[str, int], float], run_dir: Path, *, rel: float) -> None:
-    """All figures of the files, beside them the idle shares and nothing else."""
+    """All figures of the files and nothing else."""
     due = figures_due(run_dir)
-    idle = {key: value for key, value in seen.items() if key[0].endswith("/idle_share")}
-    assert {key: value for key, value in seen.items() if key not in idle} == pytest.approx(due, rel=rel)
+    assert dict(seen) == pytest.approx(due, rel=rel)
     assert {step for name, step in due if name == "timing_s/critic/update"} == {1, 2, 3, 4}
     assert {step for name, step in due if name == "timing_s/actor/update"} == {1, 2, 3, 4}
     assert {step for name, step in due if name == "val/score/mean"} == {0, 2, 4}
     for role in ROLES:
         for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
             waits = sum(value for name, value in record.items() if name.startswith("timing_s/wait_"))
-            share = waits / record["timing_s/step"]
-            assert idle.pop((f"perf/{role}/idle_share", record["step"])) == pytest.approx(share, rel=rel)
-    assert idle == {}
+            share = seen[f"perf/{role}/idle_share", record["step"]]
+            assert share == pytest.approx(waits / record["timing_s/step"], rel=max(rel, 1e-6), abs=1e-9)
 
 
 def test_wandb_holds_both_roles_figures_once(tracked):
@@ -208,7 +206,6 @@ def test_names_of_both_roles_do_not_collide():
         "timing_s/actor/wait_critic": 1.0,
         "timing_s/actor/wait_advantages": 2.0,
         "timing_s/actor/step": 12.0,
-        "perf/actor/idle_share": 0.25,
     }
 
 

@@ -61,8 +61,7 @@ class RewardModel:
     def __init__(self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool):
         self.model, self.runner, self.text, self.offload = model, runner, text, offload
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
-        if offload:
-            model.to("cpu")
+        self.rest()
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Scores of rows; all ranks of the group must call it, even those without rows.
@@ -74,9 +73,12 @@ class RewardModel:
         if self.offload:
             self.model.to(self.runner.device)
         scores = self._forward([ids for ids, _ in encoded])
+        return scores, torch.tensor([float(cut) for _, cut in encoded])
+
+    def rest(self) -> None:
+        """Nothing is to be scored for a while."""
         if self.offload:
             self.model.to("cpu")
-        return scores, torch.tensor([float(cut) for _, cut in encoded])
 
     @torch.no_grad()
     def _forward(self, texts: Sequence[list[int]]) -> Tensor:
