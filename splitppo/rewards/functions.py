@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from splitppo.rollout import Prompt
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 class RewardFunction(Protocol):
     """What scores a row; called with keyword arguments. Returns a number, or a dict with `score` and more numbers; an
     async function returns that when it is awaited."""
@@ -169,12 +172,12 @@ def read_result(result: Any) -> tuple[float, dict[str, float]]:
     """The score, and the further numbers if the function returned a dict, all finite; texts beside them are left out.
 
     Raises:
-        InvalidResult: it is something else, or NaN or infinity.
+        InvalidResult: it is something else, or NaN, or infinity as a float32, which scores become.
     """
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's own functions return the parsed answer, too: a text, of which there is no mean
     numbers = {str(k): _number(v) for k, v in parts.items() if k == "score" or not isinstance(v, str | None)}
-    bad = [key for key, value in numbers.items() if not math.isfinite(value)]
+    bad = [key for key, value in numbers.items() if not abs(value) <= FLOAT32_MAX]  # NaN is not, either
     if bad or "score" not in numbers:
         reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
         advice = "return a number, or a dict of numbers with the key 'score'"
