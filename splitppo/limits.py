@@ -24,10 +24,18 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v > 0, "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap"),
     (lambda v: all(step >= 1 for step in v), "holds a step below 1; they count from 1", "log.profile_steps"),
-    (lambda v: all(rank >= 0 for rank in v), "holds a rank below 0", "log.profile_ranks"),
-    (lambda v: all(w > 0 for w in v), "holds a weight that is not above 0", "data.weights"),
+    (lambda v: all(rank >= 0 for rank in v), "holds a rank below 0; they count from 0", "log.profile_ranks"),
+    (
+        lambda v: all(w > 0 for w in v),
+        "holds a weight that is not above 0; leave that file out, or give it one",
+        "data.weights",
+    ),
     (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
-    (lambda v: len(v) == len(set(v)), "holds a function twice", "reward.function reward.validation"),
+    (
+        lambda v: len(v) == len(set(v)),
+        "holds a function twice; name it once, with another weight if it is to count more",
+        "reward.function reward.validation",
+    ),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
     (lambda v: _is_for_template(v), "says how to tokenise; it is for the chat template alone", "data.chat_kwargs"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam ppo.lam_value optim.min_lr_ratio"),
@@ -38,7 +46,11 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
-    (lambda v: "" not in v, "holds an empty string, which would end every response at once", "rollout.stop"),
+    (
+        lambda v: "" not in v,
+        "holds an empty string, which would end every response at once; leave it out",
+        "rollout.stop",
+    ),
     (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
@@ -83,8 +95,12 @@ def _check_reward(config: Config) -> None:
                 f"log.validate_every={config.log.validate_every}: held-out rows are scored by functions, and "
                 "reward.function is none; name one in --reward.validation"
             )
-    elif "none" in reward.function + reward.validation or not reward.function:
-        raise UserError(f"reward.function={' '.join(reward.function)}: none stands alone, beside a reward.model")
+    elif "none" in reward.function or not reward.function:
+        raise UserError(
+            f"reward.function={' '.join(reward.function)}: name functions, or none alone beside a reward.model"
+        )
+    if "none" in reward.validation:
+        raise UserError("reward.validation=none would score every held-out row 0; name a function")
     if reward.weights and len(reward.weights) != len(reward.function):
         raise UserError(
             f"reward.weights={reward.weights} for {len(reward.function)} functions; give one each, in their order"
@@ -108,18 +124,24 @@ def _check_ppo(config: Config) -> None:
                 f"ppo.value_mini_batches={count} must divide ppo.mini_batches={ppo.mini_batches} or be a multiple of it"
             )
         if rows % count:
-            raise UserError(f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}")
+            low = rows // count * count
+            use = f"use {low} or {low + count}" if low else f"use {count}"
+            raise UserError(f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {use}")
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         raise UserError(f"ppo.kl_target={ppo.kl_target} steers ppo.kl_coef, which is 0; start it at 0.05, say")
     if ppo.critic_warmup >= config.steps:
-        raise UserError(f"ppo.critic_warmup={ppo.critic_warmup} leaves none of {config.steps} steps for the policy")
+        raise UserError(
+            f"ppo.critic_warmup={ppo.critic_warmup} leaves none of {config.steps} steps for the policy; "
+            "lower it or raise steps"
+        )
 
 
 def _check_log(config: Config) -> None:
     log = config.log
     if log.validate_samples > 1 and log.validate_temperature == 0:
         raise UserError(
-            f"log.validate_samples={log.validate_samples} greedy ones are the same; set log.validate_temperature"
+            f"log.validate_samples={log.validate_samples}: greedy ones are the same; "
+            "set log.validate_temperature above 0"
         )
 
 

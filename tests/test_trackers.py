@@ -401,9 +401,9 @@ def test_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
 def test_profiler_knows_the_runs_ranks_and_steps(placement):
     check_profiler(parse(["--log.profile-steps=80", "--log.profile-ranks", "0", "1"]), placement)
     check_profiler(parse(["--log.profile-ranks=2"]), placement)
-    with pytest.raises(UserError, match=r"log.profile_ranks holds 2, but the last rank is 1"):
+    with pytest.raises(UserError, match=r"log.profile_ranks=2: the last rank is 1"):
         check_profiler(parse(["--log.profile-steps=1", "--log.profile-ranks=2"]), placement)
-    with pytest.raises(UserError, match=r"log.profile_steps holds 81, but steps=80"):
+    with pytest.raises(UserError, match=r"log.profile_steps=81: the run has steps=80"):
         check_profiler(parse(["--log.profile-steps=81"]), placement)
 
 

@@ -67,10 +67,15 @@ BOUNDS = [
     ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout rollout.temperature"),
     ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip policy.optim.eps"),
     ("1 0", "(1, 0)", "holds a step below 1; they count from 1", "log.profile_steps"),
-    ("0 -1", "(0, -1)", "holds a rank below 0", "log.profile_ranks"),
-    ("1 0", "(1.0, 0.0)", "holds a weight that is not above 0", "data.weights"),
+    ("0 -1", "(0, -1)", "holds a rank below 0; they count from 0", "log.profile_ranks"),
+    ("1 0", "(1.0, 0.0)", "holds a weight that is not above 0; leave that file out, or give it one", "data.weights"),
     ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip"),
-    ("echo gsm8k echo", "('echo', 'gsm8k', 'echo')", "holds a function twice", "reward.function reward.validation"),
+    (
+        "echo gsm8k echo",
+        "('echo', 'gsm8k', 'echo')",
+        "holds a function twice; name it once, with another weight if it is to count more",
+        "reward.function reward.validation",
+    ),
     ("[1]", "[1]", """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
     ("{", "{", "must be a JSON object", "data.chat_kwargs"),
     ('{"padding":1}', '{"padding":1}', "says how to tokenise; it is for the chat template alone", "data.chat_kwargs"),
@@ -86,7 +91,7 @@ BOUNDS = [
     ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k"),
     ("0", "0.0", "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
 ]
-NO_STOP = "holds an empty string, which would end every response at once"
+NO_STOP = "holds an empty string, which would end every response at once; leave it out"
 
 
 def as_flags(given: str, name: str) -> list[str]:
@@ -133,12 +138,12 @@ EARLY = [
         ["--reward.overlong-tokens=6", "--rollout.max-new-tokens=6"],
         ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6, whose last tokens they are"],
     ),
-    (["--log.validate-samples=2"], ["log.validate_samples=2 greedy ones are the same; set log.validate_temperature"]),
+    (["--log.validate-samples=2"], ["log.validate_samples=2: greedy ones are the same; set log.validate_temperature"]),
+    (["--log.profile-steps=1", "--log.profile-ranks", "0", "3"], ["log.profile_ranks=3: the last rank is 0;"]),
     (
-        ["--log.profile-steps=1", "--log.profile-ranks", "0", "3"],
-        ["log.profile_ranks holds 3, but the last rank is 0;"],
+        ["--log.profile-steps", "1", "9", "--steps=8"],
+        ["log.profile_steps=9: the run has steps=8; choose one up to that"],
     ),
-    (["--log.profile-steps", "1", "9", "--steps=8"], ["log.profile_steps holds 9, but steps=8; choose one up to that"]),
     (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
     pytest.param(
         ["--engine.kind=vllm"],
@@ -242,7 +247,10 @@ EARLY = [
     (["--reward.model={d}/judge", "--reward.model-random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
     # reward functions
     (["--reward.function=none"], ["reward.function=none needs a reward.model, or nothing scores the rows"]),
-    (["--reward.function", "none", "echo"], ["reward.function=none echo: none stands alone, beside a reward.model"]),
+    (
+        ["--reward.function", "none", "echo"],
+        ["reward.function=none echo: name functions, or none alone beside a reward.model"],
+    ),
     (
         ["--reward.function=none", "--reward.model={d}/judge", "--log.validate-every=2"],
         ["log.validate_every=2: held-out rows are scored by functions", "name one in --reward.validation"],

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,29 +144,37 @@ def start_engine(
     index, first = rank % size, rank - rank % size
     sleep = config.engine.sleep if device.type == "cuda" else "off"
     if process:
-        rows = min(config.engine.max_rows, _most_rows(config, mesh.size())) * size
-        tokens = longest_prompt + config.rollout.max_new_tokens
-        plan = Plan(
-            folder=str(folder),
-            log=str(log),
-            address=socket_path(),
-            clients=size,
-            dtype=str(dtype).removeprefix("torch."),
-            max_rows=rows,
-            max_tokens=tokens,
-            kv_bytes=_kv_bytes(config, model_config, dtype, device, rows=rows, tokens=tokens),
-            eos=tuple(sorted(eos_ids(model_config, tokenizer, folder))),
-            sleep=sleep != "off",
-            eager=config.engine.eager or device.type == "cpu",
-            device=device.type,
-            threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-        )
+        plan = _plan(config, runtime, model_config, dtype, ranks=mesh.size(), longest_prompt=longest_prompt)
+        eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
+        plan = replace(plan, folder=str(folder), log=str(log), eos=eos)
         process.begin(plan)
         store.set(f"engine/address/{first}", plan.address)
     address = store.get(f"engine/address/{first}").decode()
     tell: Any = functools.partial(print, flush=True) if rank == 0 else None
     where: Any = {"device": device, "dtype": dtype}
     return VLLMEngine(model_config, address, index, process, sleep=sleep, tell=tell, timeout=config.timeout, **where)
+
+
+def _plan(config: Config, runtime: Runtime, model: Any, dtype: torch.dtype, *, ranks: int, longest_prompt: int) -> Plan:
+    """What the configuration says of the engine of some of `ranks` actor ranks; without its files."""
+    device, size = runtime.device, config.engine.tensor_parallel
+    rows = min(config.engine.max_rows, _most_rows(config, ranks)) * size
+    tokens = longest_prompt + config.rollout.max_new_tokens
+    return Plan(
+        folder="",
+        log="",
+        eos=(),
+        address=socket_path(),
+        clients=size,
+        dtype=str(dtype).removeprefix("torch."),
+        max_rows=rows,
+        max_tokens=tokens,
+        kv_bytes=_kv_bytes(config, model, dtype, device, rows=rows, tokens=tokens),
+        sleep=config.engine.sleep != "off" and device.type == "cuda",
+        eager=config.engine.eager or device.type == "cpu",
+        device=device.type,
+        threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+    )
 
 
 def finish_start(engine: RolloutEngine) -> str:

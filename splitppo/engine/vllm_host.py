@@ -309,6 +309,17 @@ def read_plan() -> Plan | None:
     return plan
 
 
+def facts_of(llm: Any) -> dict[str, Any]:
+    """What the log says of an engine."""
+    compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
+    return {
+        "version": vllm_version(),
+        "compile_s": compilation.compilation_time,
+        "graphs": len(compilation.cudagraph_capture_sizes or []),
+        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+    }
+
+
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
@@ -324,14 +335,7 @@ def main() -> int:
     conns: list[Connection] = []
     try:
         llm = build_llm(plan)
-        facts = {
-            "version": vllm_version(),
-            "import_s": imported - start,
-            "build_s": time.monotonic() - planned,
-            "compile_s": llm.vllm_config.compilation_config.compilation_time,
-            "graphs": len(llm.vllm_config.compilation_config.cudagraph_capture_sizes or []),
-            "kv_tokens": (llm.vllm_config.cache_config.num_gpu_blocks or 0) * llm.vllm_config.cache_config.block_size,
-        }
+        facts = {"import_s": imported - start, "build_s": time.monotonic() - planned} | facts_of(llm)
         conns = connect(plan)
         for conn in conns:
             conn.send(("done", facts))
