@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
 from splitppo.engine import RolloutEngine, Sampling
-from splitppo.learner import Learner, Runner
+from splitppo.learner import Learner, Outputs, Runner
 from splitppo.models import policy_outputs
 from splitppo.parallel import all_objects, all_sum
 from splitppo.roles import Shared, learning_metrics
@@ -25,16 +25,15 @@ PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long
 class Reference:
     """The frozen model of the KL penalty; with `offload`, its shards sit on the CPU between its uses."""
 
-    def __init__(self, model: nn.Module, runner: Runner, *, temperature: float, offload: bool):
-        self.model, self.runner, self.temperature, self.offload = model, runner, temperature, offload
+    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
+        self.model, self.runner, self.offload = model, runner, offload
         if offload:
             model.to("cpu")
 
-    def logprobs(self, rollout: Rollout) -> Tensor:
-        """`[N]` log-probs of the response tokens."""
+    def logprobs(self, rollout: Rollout, outputs: Outputs) -> Tensor:
+        """`[N]` log-probs of the response tokens: the first of the outputs."""
         if self.offload:
             self.model.to(self.runner.device)
-        outputs = partial(policy_outputs, temperature=self.temperature, entropy=False)
         logprobs, _ = self.runner.forward(self.model, rollout, outputs, fields=2)
         if self.offload:
             self.model.to("cpu")
@@ -64,6 +63,8 @@ class Actor:
         self.mesh: DeviceMesh = policy.runner.mesh
         self.rank = self.mesh.get_local_rank()
         self.engine_dtype, self.validator = engine_dtype, validator
+        temperature, vocabulary = shared.config.rollout.temperature, shared.vocabulary
+        self._outputs = partial(policy_outputs, temperature=temperature, vocabulary=vocabulary)
         self.synced = -1
         self.metrics: dict[str, Any] = {}
 
@@ -91,9 +92,9 @@ class Actor:
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Old and reference log-probs `[N]`; without a reference, the old ones twice: a KL of 0."""
-        outputs = partial(policy_outputs, temperature=self.shared.config.rollout.temperature, entropy=True)
-        old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
-        ref = self.reference.logprobs(rollout) if self.reference else old
+        with_entropy, without = (partial(self._outputs, entropy=entropy) for entropy in (True, False))
+        old, entropy = self.policy.runner.forward(self.policy.model, rollout, with_entropy, fields=2)
+        ref = self.reference.logprobs(rollout, without) if self.reference else old
         self.metrics = self._rollout_metrics(rollout, old, ref, entropy)
         return old, ref
 
@@ -147,8 +148,7 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo, mask = self.shared.config.ppo, batch.mask
         with_entropy = ppo.entropy_coef > 0
-        temperature = self.shared.config.rollout.temperature
-        logprobs, entropy = policy_outputs(model, batch, temperature=temperature, entropy=with_entropy)
+        logprobs, entropy = self._outputs(model, batch, entropy=with_entropy)
         loss, metrics = algo.policy_loss(
             logprobs,
             fields["old"],

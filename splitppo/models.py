@@ -70,6 +70,12 @@ def read_tokenizer(folder: str) -> Any:
         raise UserError(f"model folder {folder}: its tokenizer can't be read: {error}; save it again") from error
 
 
+def known_ids(tokenizer: Any) -> int:
+    """Ids that the tokenizer knows, holes among them. A model's vocabulary is often padded beyond, and what lies there
+    is never sampled: it has no text, and another model may not have it."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
     """That a model can be built from the folder and, unless its weights are drawn, read from it.
 
@@ -181,15 +187,20 @@ def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
     return sum(parameter.numel() for parameter in build(config, kind).parameters())
 
 
-def policy_outputs(model: nn.Module, batch: MicroBatch, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def policy_outputs(
+    model: nn.Module, batch: MicroBatch, *, temperature: float, vocabulary: int, entropy: bool
+) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens at the sampling temperature, and the entropy of their distributions.
+
+    Args:
+        vocabulary: ids from 0 that may be sampled (`known_ids`); the model's own may be padded.
 
     Returns:
         `[B, T]` float32 each; the entropy is zero where it isn't asked for.
     """
     with _only_at(cast(Any, model).get_output_embeddings(), batch.before):
         # the library's own logits, with what a model does to them after its output layer (soft caps, scales)
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits[0]
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :, :vocabulary]
     pieces = [
         checkpoint(_token_outputs, piece, target, temperature, entropy, use_reentrant=False)
         for piece, target in zip(logits.split(LOGIT_PIECE), batch.responses.split(LOGIT_PIECE), strict=True)

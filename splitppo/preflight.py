@@ -52,7 +52,7 @@ def _check_models(config: Config) -> None:
     if config.reward.model:
         models.read_tokenizer(config.reward.model)
     policy = folders["policy"]
-    needed = len(VOCABULARY) if policy == "tiny" else len(models.read_tokenizer(policy))
+    needed = len(VOCABULARY) if policy == "tiny" else models.known_ids(models.read_tokenizer(policy))
     for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
         size = len(VOCABULARY) if path == "tiny" else models.read_config(path).get_text_config().vocab_size
         if size < needed:

@@ -18,6 +18,7 @@ class Shared:
         batch: step -> the prompts of its rows.
         held_out: prompts of the validation.
         decode: token ids of a response -> its text.
+        vocabulary: ids from 0 that a policy may sample.
     """
 
     config: Config
@@ -25,6 +26,7 @@ class Shared:
     batch: Callable[[int], Sequence[Prompt]]
     held_out: Sequence[Prompt]
     decode: Callable[[list[int]], str]
+    vocabulary: int
 
     def learnt(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """The rows that the losses are over."""

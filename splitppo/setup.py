@@ -143,8 +143,7 @@ class Run:
             reference = None
             if "reference" in self.folders:
                 model = self._model("reference", runner)
-                temperature = config.rollout.temperature
-                reference = Reference(model, runner, temperature=temperature, offload=config.reference.offload)
+                reference = Reference(model, runner, offload=config.reference.offload)
             self._phase("the engine's start")
             told = finish_start(engine)
             self._phase("")
@@ -259,7 +258,7 @@ class Run:
 
         ownership = functools.lru_cache(maxsize=4)(functools.partial(owners, config, self.runtime.placement))
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        return Shared(config, ownership, batch, held_out, decode)
+        return Shared(config, ownership, batch, held_out, decode, models.known_ids(self.tokenizer))
 
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)

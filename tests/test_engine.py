@@ -32,6 +32,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-= "
 PAD, EOS, OTHER_EOS = 0, 1, 2
 FIRST = 3  # the first letter's id
 VOCAB = FIRST + len(LETTERS)
+PADDED = VOCAB + 8  # the model's; what has no text may not be drawn
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": PADDED}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
     ids = {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": [OTHER_EOS], "tie_word_embeddings": False}
     return LlamaConfig(**{**sizes, **heads, **ids, **changes})
@@ -142,6 +143,7 @@ def start_vllm(
         max_tokens=1024,
         kv_bytes=2**27,
         eos=(EOS, OTHER_EOS),
+        vocabulary=VOCAB,
         sleep=bool(GPUS),
         eager=True,
         device="cuda" if GPUS else "cpu",
@@ -226,8 +228,8 @@ def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
 
 @torch.no_grad()
 def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
-    """[T, V] logits of one row, without padding and without a cache."""
-    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+    """[T, V] logits of one row, without padding (of rows or of the vocabulary) and without a cache."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0, :, :VOCAB]
 
 
 def generating() -> list[threading.Thread]:

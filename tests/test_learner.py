@@ -19,6 +19,7 @@ from splitppo.runtime import Launch, Runtime
 from splitppo.tiny import build_tiny
 
 BATCH, TEMPERATURE = 11, 0.7
+VOCABULARY = 80  # the model's, 83, is padded: the last three are never sampled
 CPU = torch.device("cpu")
 
 
@@ -50,7 +51,7 @@ def fields(rollout):
 
 
 def policy_objective(model, batch, given):
-    logprobs, entropy = policy_outputs(model, batch, temperature=TEMPERATURE, entropy=True)
+    logprobs, entropy = policy_outputs(model, batch, temperature=TEMPERATURE, vocabulary=VOCABULARY, entropy=True)
     loss, metrics = algo.policy_loss(
         logprobs, given["old"], given["advantages"], batch.mask, clip_low=0.2, clip_high=0.2, aggregate="token_mean"
     )
@@ -88,7 +89,7 @@ def train_rank(rank, world, folder, kind):
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     outputs = (
-        (lambda m, b: [policy_outputs(m, b, temperature=TEMPERATURE, entropy=False)[0]])
+        (lambda m, b: [policy_outputs(m, b, temperature=TEMPERATURE, vocabulary=VOCABULARY, entropy=False)[0]])
         if kind == "policy"
         else (lambda m, b: [value_outputs(m, b)])
     )
@@ -123,7 +124,7 @@ def plain(folder, kind, weights):
             logits = model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0]
         at = slice(len(sample.prompt) - 1, -1)
         if kind == "policy":
-            log_p = (logits[at] / TEMPERATURE).log_softmax(-1)
+            log_p = (logits[at, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
             outs[sample.row] = log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0].tolist()
         else:
             outs[sample.row] = logits[at, 0].tolist()

@@ -81,7 +81,7 @@ def test_a_family_is_the_librarys_own(family, mesh, tmp_path):
     fill(model, str(tmp_path), device=CPU)
     samples = rows()
     batch = micro_batch(samples, CPU)
-    logprobs, entropy = policy_outputs(model, batch, temperature=0.7, entropy=True)
+    logprobs, entropy = policy_outputs(model, batch, temperature=0.7, vocabulary=50, entropy=True)
     for i, sample in enumerate(samples):
         logits = plain(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0]
         log_p = (logits[len(sample.prompt) - 1 : -1] / 0.7).log_softmax(-1)

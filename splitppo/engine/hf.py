@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.initialization import no_init_weights
 
 from splitppo.engine import Sampling, check_requests
+from splitppo.models import known_ids
 from splitppo.rollout import Request, Sample
 
 THREAD_NAME = "splitppo-generate"
@@ -108,8 +109,8 @@ class _Job:
 class _Draw(LogitsProcessor):
     """Draws each row's token and lets the library's argmax find it: score 0 there, -inf elsewhere."""
 
-    def __init__(self, job: _Job, batch: Sequence[Request], width: int):
-        self.job, self.width = job, width
+    def __init__(self, job: _Job, batch: Sequence[Request], width: int, vocabulary: int):
+        self.job, self.width, self.vocabulary = job, width, vocabulary
         self.rows = np.asarray([request.row for request in batch])
         self.logprobs: list[Tensor] = []  # one [R] float32 for each position
 
@@ -117,7 +118,7 @@ class _Draw(LogitsProcessor):
         job, position = self.job, input_ids.shape[1] - self.width
         noise = torch.from_numpy(uniforms(job.seed, job.step, self.rows, position))
         noise = noise.to(scores.device, non_blocking=True)  # else the copy waits for the forward
-        pieces = zip(scores.split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
+        pieces = zip(scores[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
         drawn = [draw(logits, numbers, job.sampling) for logits, numbers in pieces]
         tokens = torch.cat([part[0] for part in drawn])
         self.logprobs.append(torch.cat([part[1] for part in drawn]))
@@ -163,7 +164,7 @@ class HFEngine:
 
     Args:
         config: the policy's; not its attention implementation, since generate() needs one of the library's.
-        tokenizer: for the padding id, the end ids and the stop strings.
+        tokenizer: for the padding id, the end ids, the stop strings and the ids that may be drawn.
         max_rows: rows generated at once; more are done one batch after the other, shortest prompts first.
         folder: the model's, for the end ids in its generation_config.json (nothing else of that is used).
         tick: seconds between two empty lists of `generate`.
@@ -189,6 +190,7 @@ class HFEngine:
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
         self.eos = torch.tensor(sorted(ends), dtype=torch.long, device=device)
         self.tokenizer, self.device, self.max_rows, self.tick = tokenizer, device, max_rows, tick
+        self.vocabulary = known_ids(tokenizer)
         self._stop: dict[tuple[str, ...], StopStringCriteria | None] = {(): None}
         self.loaded = self._running = False
 
@@ -270,7 +272,7 @@ class HFEngine:
         rows = [torch.tensor(request.prompt) for request in batch]
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
-        drawn = _Draw(job, batch, width=prompts.shape[1])
+        drawn = _Draw(job, batch, width=prompts.shape[1], vocabulary=self.vocabulary)
         finish = _Finish(job, batch, drawn, self.eos, self._stop[job.sampling.stop])
         limit = job.sampling.max_new_tokens
         self.model.generate(

@@ -146,7 +146,7 @@ def start_engine(
     if process:
         plan = _plan(config, runtime, model_config, dtype, ranks=mesh.size(), longest_prompt=longest_prompt)
         eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
-        plan = replace(plan, folder=str(folder), log=str(log), eos=eos)
+        plan = replace(plan, folder=str(folder), log=str(log), eos=eos, vocabulary=models.known_ids(tokenizer))
         process.begin(plan)
         store.set(f"engine/address/{first}", plan.address)
     address = store.get(f"engine/address/{first}").decode()
@@ -164,6 +164,7 @@ def _plan(config: Config, runtime: Runtime, model: Any, dtype: torch.dtype, *, r
         folder="",
         log="",
         eos=(),
+        vocabulary=0,
         address=socket_path(),
         clients=size,
         dtype=str(dtype).removeprefix("torch."),

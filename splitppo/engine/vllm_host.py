@@ -335,6 +335,7 @@ def main() -> int:
     conns: list[Connection] = []
     try:
         llm = build_llm(plan)
+        llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
         facts = {"import_s": imported - start, "build_s": time.monotonic() - planned} | facts_of(llm)
         conns = connect(plan)
         for conn in conns:

@@ -39,6 +39,7 @@ class Plan:
         address: the socket's path; `clients` ranks connect to it.
         max_rows: rows generated at once. max_tokens: of a row, prompt and response.
         kv_bytes: of the KV cache, on each GPU.
+        eos: ids that end a response. vocabulary: ids from 0 that may be drawn.
         sleep: whether it must be able to give its memory back.
         eager: neither compile nor capture CUDA graphs.
         device: `cuda` or `cpu`; threads: of the CPU's engine.
@@ -53,6 +54,7 @@ class Plan:
     max_tokens: int
     kv_bytes: int
     eos: tuple[int, ...]
+    vocabulary: int
     sleep: bool
     eager: bool
     device: str

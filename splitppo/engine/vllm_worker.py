@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
 from splitppo.engine.vllm_process import bit_sum
@@ -42,6 +43,14 @@ class WeightReceiver:
     def splitppo_attach(self, handles: list[list[Any]]) -> None:
         """Maps this worker's buckets: `handles[rank]` are paths of files, or what CUDA IPC needs."""
         self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
+
+    def splitppo_limit(self, vocabulary: int) -> None:
+        """Cuts the logits to this many ids, as vLLM cuts the padding of its own away."""
+        found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
+        if not found:
+            raise RuntimeError(f"{type(self.get_model()).__name__}: no LogitsProcessor in it to cut the vocabulary by")
+        for module in found:
+            module.org_vocab_size = min(module.org_vocab_size, vocabulary)
 
     def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
         """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
