@@ -1,7 +1,7 @@
 """What a rank of the actor group holds and can do: its verbs in the loops of train.py."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
 from splitppo.engine import RolloutEngine, Sampling
-from splitppo.learner import Learner, Outputs, Runner
-from splitppo.models import policy_outputs
+from splitppo.learner import Learner, made_up
+from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import all_objects, all_sum
+from splitppo.reference import Reference
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Request, Rollout, Sample
 from splitppo.shaping import importance
@@ -22,30 +23,13 @@ from splitppo.validation import Validator
 PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long
 
 
-class Reference:
-    """The frozen model of the KL penalty; with `offload`, its shards sit on the CPU between its uses."""
-
-    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
-        self.model, self.runner, self.offload = model, runner, offload
-        if offload:
-            model.to("cpu")
-
-    def logprobs(self, rollout: Rollout, outputs: Outputs) -> Tensor:
-        """`[N]` log-probs of the response tokens: the first of the outputs."""
-        if self.offload:
-            self.model.to(self.runner.device)
-        logprobs, _ = self.runner.forward(self.model, rollout, outputs, fields=2)
-        if self.offload:
-            self.model.to("cpu")
-        return logprobs
-
-
 class Actor:
     """A rank of the actor group: policy, reference, rollout engine.
 
     Args:
         rank: in the group.
-        reference: None if no KL coefficient asks for one.
+        outputs: what is read off the policy.
+        reference: None if no KL coefficient asks for one, or if it is the critic group's.
         validator: of the same engine.
     """
 
@@ -53,6 +37,7 @@ class Actor:
         self,
         shared: Shared,
         policy: Learner,
+        outputs: PolicyOutputs,
         reference: Reference | None,
         engine: RolloutEngine,
         *,
@@ -63,10 +48,17 @@ class Actor:
         self.mesh: DeviceMesh = policy.runner.mesh
         self.rank = self.mesh.get_local_rank()
         self.engine_dtype, self.validator = engine_dtype, validator
-        temperature, vocabulary = shared.config.rollout.temperature, shared.vocabulary
-        self._outputs = partial(policy_outputs, temperature=temperature, vocabulary=vocabulary)
+        self._outputs = outputs
         self.synced = -1
         self.metrics: dict[str, Any] = {}
+
+    def warm_up(self) -> None:
+        """Compiles what the first step would, while the engine is being built."""
+        given = ["old", "ref", "advantages"]
+        self.policy.warm_up(partial(self._outputs, entropy=True), self._objective, fields=2, given=given)
+        if self.reference:
+            self.reference.logprobs(made_up())
+            self.reference.rest()
 
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
@@ -78,7 +70,9 @@ class Actor:
         """This rank's rows as they finish; empty lists in between. Says how far it is if it takes long."""
         rollout, batch = self.shared.config.rollout, self.shared.batch(step)
         rows = self.shared.ownership(step).all_rows("actor", self.rank)
-        requests = [Request(row, batch[row].tokens) for row in rows]
+        first = (step - 1) * rollout.batch_size
+        lengths = self.shared.lengths or [None]
+        requests = [Request(row, batch[row].tokens, lengths[(first + row) % len(lengths)]) for row in rows]
         limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
         sampling = Sampling(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
         done, told = 0, time.monotonic()
@@ -90,20 +84,28 @@ class Actor:
             yield finished
         self.engine.rest()
 
-    def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Old and reference log-probs `[N]`; without a reference, the old ones twice: a KL of 0."""
-        with_entropy, without = (partial(self._outputs, entropy=entropy) for entropy in (True, False))
-        old, entropy = self.policy.runner.forward(self.policy.model, rollout, with_entropy, fields=2)
-        ref = self.reference.logprobs(rollout, without) if self.reference else old
-        self.metrics = self._rollout_metrics(rollout, old, ref, entropy)
-        return old, ref
+    def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
+        """Old log-probs `[N]`, and the reference's if it is here."""
+        outputs = partial(self._outputs, entropy=True)
+        old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+        ref = [self.reference.logprobs(rollout)] if self.reference else []
+        if self.reference:
+            self.reference.rest()
+        self.metrics = self._rollout_metrics(rollout, old, ref[0] if ref else old, entropy)
+        return old, *ref
 
-    def update(self, step: int, rollout: Rollout, old: Tensor, ref: Tensor, advantages: Tensor) -> dict[str, Any]:
-        """PPO's policy update, none while the critic warms up; returns the step's metrics."""
-        ppo = self.shared.config.ppo
+    def update(self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> dict[str, Any]:
+        """PPO's policy update, none while the critic warms up; returns the step's metrics.
+
+        Args:
+            logprobs: what `logprobs` returned.
+            advantages: `[N]`.
+        """
+        ppo, (old, *ref) = self.shared.config.ppo, logprobs
         if step <= ppo.critic_warmup:
             return self.metrics | {"actor/lr": 0.0}
-        fields = {"old": old, "ref": ref, "advantages": advantages} | self._importance(rollout, old)
+        fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
+        fields |= self._importance(rollout, old)
         mini_batches = self.shared.learnt(rollout, self.shared.ownership(step).rows("actor", self.rank))
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
         metrics = self.metrics | learning_metrics("actor", "pg_loss", figures)

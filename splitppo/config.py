@@ -28,6 +28,11 @@ class PlacementConfig:
     """Ranks of the actor group, over all nodes. Unset: what the critic leaves, or half, rounded up."""
     critic: int | None = None
     """Ranks of the critic group, over all nodes. Unset: what the actor leaves, or half, rounded down."""
+    reference: Literal["actor", "critic"] = "actor"
+    """Group that holds the reference. On the critic's side it works under the rollout, and takes work off the actor
+    group, which is the busier one if all models are of one size."""
+    barrier: bool = False
+    """Let the groups wait for each other after their updates, as controllers do: to see what doing without is worth."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,9 @@ class RolloutConfig:
     """Draw from this many likeliest tokens; 0: from all. Above 0 it biases the ratio."""
     stop: tuple[str, ...] = ()
     """Strings that end a response (they stay part of it), beside the end-of-sequence token."""
+    lengths: str | None = None
+    """File with a whole number a line: tokens of the responses in the order of the rows, over and over, whatever the
+    policy would have ended them by. For benchmarks."""
     chunks: int = 4
     """K: finished rows leave for the critic in at most this many messages for each pair of ranks."""
 
@@ -272,7 +280,12 @@ class ComputeConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of forward and backward; weights and reductions stay float32. `auto`: bfloat16 on GPUs."""
     micro_batch_tokens: int = 16384
-    """Padded tokens of one forward-backward at most; a longer row goes alone."""
+    """Tokens of one forward-backward at most, padding counted; a longer row goes alone."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Rows one after the other without padding, none attending to another. `auto`: on GPUs in bfloat16, where the
+    model's attention allows it."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the layers with torch.compile, for rows of any lengths at once. `auto`: on GPUs."""
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass."""
 

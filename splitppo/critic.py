@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
-from splitppo.learner import Learner
-from splitppo.models import value_outputs
+from splitppo.learner import Learner, made_up
+from splitppo.outputs import value_outputs
 from splitppo.parallel import all_objects, all_sum
+from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Scorer
 from splitppo.roles import Shared, learning_metrics
@@ -22,24 +23,39 @@ from splitppo.shaping import Steering, shape_scores, steer_kl
 @dataclass(frozen=True)
 class Scored:
     """Rows with the critic's first look: values `[N]`, raw scores `[B]`, the rewards' further figures by name, and
-    (row, what failed in its reward)."""
+    (row, what failed in its reward). `ref` are the reference's log-probs `[N]`, if it is here."""
 
     rollout: Rollout
     values: Tensor
     scores: Tensor
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
+    ref: Tensor | None = None
 
 
 class Critic:
     """A rank of the critic group: value model and reward. It owns judgement: scores, values, KL rewards, advantages."""
 
-    def __init__(self, shared: Shared, value: Learner, scorer: Scorer, reward_model: RewardModel | None):
-        self.shared, self.value, self.scorer, self.reward_model = shared, value, scorer, reward_model
+    def __init__(
+        self,
+        shared: Shared,
+        value: Learner,
+        scorer: Scorer,
+        reward_model: RewardModel | None,
+        reference: Reference | None = None,
+    ):
+        self.shared, self.value, self.scorer = shared, value, scorer
+        self.reward_model, self.reference = reward_model, reference
         self.steering = Steering.start(shared.config.ppo)
         self.mesh: DeviceMesh = value.runner.mesh
         self.rank = self.mesh.get_local_rank()
         self.metrics: dict[str, Any] = {}
+
+    def warm_up(self) -> None:
+        """Compiles what the first step would, while the actor group's engine is being built."""
+        self.value.warm_up(lambda m, b: [value_outputs(m, b)], self._objective, fields=1, given=["old", "returns"])
+        if self.reference:
+            self.reference.logprobs(made_up())
 
     def score(self, step: int, rollout: Rollout) -> Scored:
         """Values and reward scores of some rows of a step; all ranks of the group take part."""
@@ -47,13 +63,14 @@ class Critic:
         texts = [self.shared.decode(sample.response) for sample in rollout.samples]
         pending = self.scorer.submit(list(zip(prompts, texts, strict=True)))  # at work under the forward passes
         (values,) = self.value.runner.forward(self.value.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
+        ref = self.reference.logprobs(rollout) if self.reference else None
         scores, extra = self._learned_scores(prompts, rollout.samples)
         results = pending.result()
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
         failures = [(row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures]
-        return Scored(rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures)
+        return Scored(rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures, ref)
 
     def _learned_scores(
         self, prompts: Sequence[Prompt], samples: Sequence[Sample]
@@ -64,10 +81,18 @@ class Critic:
         extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
         return scores * self.shared.config.reward.model_weight, extra
 
-    def judge(self, scored: Scored, old: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages, whitened over the whole batch, and returns, both `[N]`."""
-        if self.reward_model:
-            self.reward_model.rest()
+    def judge(self, scored: Scored, logprobs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Advantages, whitened over the whole batch, and returns, both `[N]`.
+
+        Args:
+            logprobs: the old ones `[N]`, and the reference's if it is the actor group's. Without a reference, the KL
+                is 0.
+        """
+        for model in (self.reward_model, self.reference):
+            if model:
+                model.rest()
+        old = logprobs[0]
+        ref = logprobs[-1] if scored.ref is None else scored.ref
         ppo, rollout, mask = self.shared.config.ppo, scored.rollout, scored.rollout.mask()
         kl = algo.kl_estimate(rollout.pad(old), rollout.pad(ref), ppo.kl_kind)
         shaped, kl_coef = self._shape(scored), self.steering.kl_coef
@@ -204,14 +229,18 @@ class Critic:
 def join(parts: Sequence[Scored]) -> Scored:
     """The chunks of a step as one."""
     rollout = Rollout([sample for part in parts for sample in part.rollout.samples])
-    values = {
-        row: v for part in parts for row, v in zip(part.rollout.rows, part.rollout.split(part.values), strict=True)
-    }
+
+    def packed(tensors: Sequence[Tensor]) -> Tensor:
+        rows = [zip(p.rollout.rows, p.rollout.split(x), strict=True) for p, x in zip(parts, tensors, strict=True)]
+        return rollout.pack({row: piece for part in rows for row, piece in part})
+
     scores = {row: s for part in parts for row, s in zip(part.rollout.rows, part.scores.tolist(), strict=True)}
     names = dict.fromkeys(name for part in parts for name in part.extra)
     extra = {name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names}
     failures = [failure for part in parts for failure in part.failures]
-    return Scored(rollout, rollout.pack(values), torch.tensor([scores[row] for row in rollout.rows]), extra, failures)
+    refs = [part.ref for part in parts if part.ref is not None]
+    ref, values = packed(refs) if refs else None, packed([part.values for part in parts])
+    return Scored(rollout, values, torch.tensor([scores[row] for row in rollout.rows]), extra, failures, ref)
 
 
 def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,10 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from splitppo import algo
+from splitppo.attention import is_packed
+from splitppo.balance import balance
 from splitppo.config import OptimConfig
 from splitppo.models import clean
 from splitppo.parallel import all_max, all_sum, gather_full
-from splitppo.rollout import MicroBatch, Rollout, cut_micro_batches, micro_batch, pad_rows
+from splitppo.rollout import MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 
@@ -30,7 +33,7 @@ class Runner:
 
     Attributes:
         mesh: the group; its ranks run in lockstep, micro-batch by micro-batch.
-        budget: padded tokens of a micro-batch at most.
+        budget: tokens of a micro-batch at most, padding counted.
     """
 
     mesh: DeviceMesh
@@ -45,13 +48,33 @@ class Runner:
             `fields` packed tensors `[N]`, float32 on the CPU.
         """
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
-        cut = cut_micro_batches(rollout.samples, self.budget)
-        for rows in padded(cut, all_max([len(cut)], self.mesh)[0]):
-            batch = micro_batch([rollout.samples[i] for i in rows], self.device)
+        (cut,) = self.cut(model, [rollout.totals])
+        for rows in cut:
+            batch = micro_batch([rollout.samples[i] for i in rows], self.device, packed=is_packed(model))
             for field, out in zip(by_row, outputs(model, batch), strict=True):
                 for i, line in zip(rows, out.float().cpu(), strict=False):
                     field[rollout.rows[i]] = line[: rollout.lengths[i]]
         return [rollout.pack(field) for field in by_row]
+
+    def cut(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Cuts sets of rows, given by their tokens, into micro-batches of about the same work, as many of each set on
+        every rank of the group: indices into the set. All ranks of the group must call it."""
+        packed = is_packed(model)
+        cuts = [cut_lengths(lengths, self.budget, packed=packed) for lengths in rows]
+        counts = all_max([len(cut) for cut in cuts], self.mesh)
+        if packed:
+            even = [
+                deal([work(model, n) for n in lengths], count, sizes=lengths, room=self.budget)
+                for lengths, count in zip(rows, counts, strict=True)
+            ]
+            cuts = [dealt or cut for dealt, cut in zip(even, cuts, strict=True)]
+        return [padded(cut, count) for cut, count in zip(cuts, counts, strict=True)]
+
+
+def work(model: nn.Module, tokens: int) -> float:
+    """The work of a row, in tokens of a short one: a layer's matrices have about 12 H^2 numbers, and a token attends to
+    half the row, H numbers twice for each token of it."""
+    return tokens * (1 + tokens / (12 * cast(Any, model).config.get_text_config(decoder=True).hidden_size))
 
 
 class Learner:
@@ -92,6 +115,20 @@ class Learner:
             min_lr_ratio=optim.min_lr_ratio,
         )
 
+    def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
+        """Runs all that a step runs, once, over made-up rows: layers are compiled in the first pass.
+
+        Args:
+            fields: what `outputs` gives. given: names of the fields that the objective needs.
+        """
+        rollout = made_up()
+        self.runner.forward(self.model, rollout, outputs, fields=fields)
+        batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
+        nothing = torch.zeros(batch.mask.shape, device=self.runner.device)
+        loss, _ = objective(self.model, batch, dict.fromkeys(given, nothing))
+        loss.backward()
+        self.optimizer.zero_grad()
+
     def update(
         self,
         rollout: Rollout,
@@ -117,6 +154,7 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
+        rollout, mini_batches, fields = self._balanced(rollout, mini_batches, fields)
         pieces = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         sums, steps = [], []
@@ -146,21 +184,27 @@ class Learner:
             full = gather_full([weight for _, weight in named], dtype, self.runner.mesh)
             yield from zip([name for name, _ in named], full, strict=True)
 
+    def _balanced(
+        self, rollout: Rollout, mini_batches: Sequence[Sequence[int]], fields: dict[str, Tensor]
+    ) -> tuple[Rollout, Sequence[Sequence[int]], dict[str, Tensor]]:
+        mesh, device = self.runner.mesh, self.runner.device
+        if mesh.size() == 1:
+            return rollout, mini_batches, fields
+        return balance(rollout, mini_batches, fields, partial(work, self.model), mesh, device)
+
     def _plan(
         self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]
     ) -> tuple[list[list[list[int]]], list[tuple[float, float]]]:
         """For each mini-batch: its micro-batches (as many on every rank) as indices of rows, and over the group its
         loss weight and its tokens."""
-        plans, sums = [], []
-        for rows in mini_batches:
-            held = [rollout.index[row] for row in rows]
-            cut = cut_micro_batches([rollout.samples[i] for i in held], self.runner.budget)
-            plans.append([[held[i] for i in micro] for micro in cut])
-            mask = pad_rows([torch.ones(rollout.lengths[i]) for i in held]) if held else torch.zeros(1, 1)
+        held = [[rollout.index[row] for row in rows] for rows in mini_batches]
+        cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in held])
+        plans = [[[rows[i] for i in micro] for micro in cut] for rows, cut in zip(held, cuts, strict=True)]
+        sums = []
+        for rows in held:
+            mask = pad_rows([torch.ones(rollout.lengths[i]) for i in rows]) if rows else torch.zeros(1, 1)
             sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
-        counts = all_max([len(plan) for plan in plans], self.runner.mesh)
         totals = all_sum(torch.tensor(sums), self.runner.mesh)
-        plans = [padded(plan, count) for plan, count in zip(plans, counts, strict=True)]
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # no rank may have a row to learn from
         return [plans[i] for i in kept], [(float(totals[i][0]), float(totals[i][1])) for i in kept]
 
@@ -175,7 +219,8 @@ class Learner:
         """Forward and backward over a mini-batch; returns this rank's part of its figures, still on the device."""
         sums: dict[str, Any] = {}
         for rows in plan:
-            batch = micro_batch([rollout.samples[i] for i in rows], self.runner.device)
+            samples = [rollout.samples[i] for i in rows]
+            batch = micro_batch(samples, self.runner.device, packed=is_packed(self.model))
             packed = {name: [split[i] for i in rows] or [torch.zeros(1)] for name, split in pieces.items()}
             padded = {name: pad_rows(tensors).to(self.runner.device) for name, tensors in packed.items()}
             loss, metrics = objective(self.model, batch, padded)
@@ -205,6 +250,11 @@ class Learner:
         parts = [[float(part) for part in figures.values()] for figures in sums]
         totals = all_sum(torch.tensor(parts, dtype=torch.float64), self.runner.mesh).tolist() if parts else []
         return [dict(zip(sums[0], row, strict=True)) for row in totals]
+
+
+def made_up() -> Rollout:
+    """Rows to compile with: of sizes that no dimension of a model has, since equal ones are taken for one."""
+    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, True) for row in range(3)])
 
 
 def padded(cut: list[list[int]], count: int) -> list[list[int]]:

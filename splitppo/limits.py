@@ -78,6 +78,14 @@ def check(config: Config) -> None:
         raise UserError(f"rollout.batch_size={rows} is not a multiple of rollout.samples={samples}; {use}")
     if rows % mini_batches:
         raise UserError(f"rollout.batch_size={rows} does not cut into {mini_batches} mini-batches; {use}")
+    if config.rollout.lengths and config.rollout.stop:
+        raise UserError("rollout.lengths says how long responses are; leave rollout.stop unset beside it")
+    if config.placement.reference == "critic" and (config.ppo.kl_loss_coef > 0 or config.ppo.kl_coef == 0):
+        raise UserError(
+            f"placement.reference=critic with ppo.kl_coef={config.ppo.kl_coef:g}, ppo.kl_loss_coef="
+            f"{config.ppo.kl_loss_coef:g}: only the KL in the reward can use it there; set kl_coef above 0 and "
+            "kl_loss_coef to 0, or leave the reference with the actor"
+        )
     if (size := config.world_size) is not None and not config.dry_run:
         raise UserError(f"world_size={size} is for --dry-run; in a run torchrun's --nproc_per_node says how many ranks")
     _check_reward(config)

@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,12 +22,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from splitppo import algo
+from splitppo.attention import PACKED
 from splitppo.errors import UserError
-from splitppo.rollout import MicroBatch
 
-# logits turned into float32 at once: bounds the memory of a large vocabulary
-LOGIT_PIECE = 2048
 Kind = Literal["policy", "value", "reward"]
 # without a file like these, transformers makes up an empty tokenizer
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -119,8 +115,12 @@ def _check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
 
 
-def build(config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(
+    config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32, *, packed: bool = False
+) -> nn.Module:
     """The model with its parameters on the meta device and its buffers real; for `fully_shard`, then `fill`.
+
+    With `packed` it takes packed rows (see attention.py), and no others.
 
     A value model is the library's token-classification model of one label, so that `from_pretrained` loads what
     is exported: the causal model's body and a scalar head. A reward model is a sequence-classification model.
@@ -130,7 +130,7 @@ def build(config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float
     if kind != "policy":
         config.num_labels = 1
     with _parameters_on_meta():
-        model = auto.from_config(config, dtype=dtype)
+        model = auto.from_config(config, dtype=dtype, **({"attn_implementation": PACKED} if packed else {}))
     return model.eval()
 
 
@@ -171,8 +171,8 @@ def fill(
 
 
 def clean(name: str) -> str:
-    """A parameter's Hugging Face name, without what activation checkpointing puts into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    """A parameter's Hugging Face name, without what activation checkpointing and compilation put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def head_names(model: nn.Module) -> list[str]:
@@ -185,64 +185,6 @@ def head_names(model: nn.Module) -> list[str]:
 def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
     """Parameters of the model, tied ones once."""
     return sum(parameter.numel() for parameter in build(config, kind).parameters())
-
-
-def policy_outputs(
-    model: nn.Module, batch: MicroBatch, *, temperature: float, vocabulary: int, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens at the sampling temperature, and the entropy of their distributions.
-
-    Args:
-        vocabulary: ids from 0 that may be sampled (`known_ids`); the model's own may be padded.
-
-    Returns:
-        `[B, T]` float32 each; the entropy is zero where it isn't asked for.
-    """
-    with _only_at(cast(Any, model).get_output_embeddings(), batch.before):
-        # the library's own logits, with what a model does to them after its output layer (soft caps, scales)
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits[0, :, :vocabulary]
-    pieces = [
-        checkpoint(_token_outputs, piece, target, temperature, entropy, use_reentrant=False)
-        for piece, target in zip(logits.split(LOGIT_PIECE), batch.responses.split(LOGIT_PIECE), strict=True)
-    ]
-    logprobs, entropies = (batch.pad(torch.cat(parts)) for parts in zip(*cast(Any, pieces), strict=True))
-    return logprobs, entropies
-
-
-def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Values of the states in which the response tokens were chosen: read one position before each.
-
-    Returns:
-        `[B, T]` float32.
-    """
-    with _only_at(_value_head(model), batch.before):
-        values = model(input_ids=batch.input_ids, use_cache=False).logits[0, :, 0]
-    return batch.pad(values.float())
-
-
-@contextmanager
-def _only_at(layer: nn.Module, positions: Tensor) -> Iterator[None]:
-    """The layer gets `[1, N, H]` in place of `[B, L, H]`: only the states at N positions of the flattened batch.
-
-    Most of the memory of a step is in the logits; those of prompts and padding are not computed.
-    """
-    handle = layer.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1)[positions][None], *args[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _value_head(model: nn.Module) -> nn.Module:
-    """The scalar head: a value model's one linear layer outside its body."""
-    return model.get_submodule(head_names(model)[0].rpartition(".")[0])
-
-
-def _token_outputs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
-    logprobs = chosen - scaled.logsumexp(-1)
-    return logprobs, algo.entropy(scaled) if entropy else torch.zeros_like(logprobs)
 
 
 @contextmanager

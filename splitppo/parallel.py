@@ -12,8 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
-    """Prepares a model on the meta device for training over a group, in place: checkpointing, then fully_shard.
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool, compiled: bool = False
+) -> None:
+    """Prepares a model on the meta device for training over a group, in place: checkpointing, compilation, fully_shard.
 
     Weights and reductions are float32, forward and backward run in `dtype`. Gradients are *summed* over the ranks:
     the loss is already normalised by the whole mini-batch.
@@ -22,6 +24,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activ
     if activation_checkpointing:
         for i, layer in enumerate(layers):
             layers[i] = checkpoint_wrapper(layer)
+    if compiled:
+        for i, layer in enumerate(layers):
+            layers[i] = cast(nn.Module, torch.compile(layer, dynamic=True))  # all layers and lengths share one
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

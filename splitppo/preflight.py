@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 from splitppo import checkpoint, data, models
+from splitppo.attention import why_not_packed
 from splitppo.config import Config
 from splitppo.engine.start import check_engine
 from splitppo.errors import UserError
 from splitppo.placement import Placement
 from splitppo.profiler import check_profiler
+from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
 from splitppo.tiny import VOCABULARY
 from splitppo.trackers import check_trackers
@@ -18,6 +20,10 @@ MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy"
 
 def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
     """All of these checks; the first that fails is a UserError."""
+    if placement.colocated:
+        on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
+        for name in (name for name, value in on.items() if value):
+            raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
     if config.data.files or config.data.validation_files:
@@ -29,6 +35,7 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
             f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
             "give them, or set it to 0"
         )
+    read_lengths(config.rollout)
     check_trackers(config)
     check_profiler(config, placement)
     _check_models(config)
@@ -49,6 +56,12 @@ def _check_models(config: Config) -> None:
     for name, path in folders.items():
         if path != "tiny":
             models.check_folder(path, MODEL_KINDS[name], random_init=is_drawn(config, name))
+            if (
+                config.compute.packing == "on"
+                and name != "reward"
+                and (why := why_not_packed(models.read_config(path)))
+            ):
+                raise UserError(f"compute.packing=on: {name}.path={path}: {why}; use auto or off")
     if config.reward.model:
         models.read_tokenizer(config.reward.model)
     policy = folders["policy"]

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from splitppo.config import DataConfig
+from splitppo.config import DataConfig, RolloutConfig
 from splitppo.errors import UserError
 
 KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
@@ -201,3 +201,23 @@ def _check_prompt(prompt: Any, where: str) -> None:
             raise UserError(f"{where} has a prompt whose message {number} is not {wanted}; mend the row")
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
+
+
+def read_lengths(config: RolloutConfig) -> list[int]:
+    """The response lengths of a benchmark; [] without one.
+
+    Raises:
+        UserError: the file isn't there, or a line isn't a length that `rollout.max_new_tokens` allows.
+    """
+    file, most = config.lengths, config.max_new_tokens
+    if file is None:
+        return []
+    if not Path(file).is_file():
+        raise UserError(f"rollout.lengths={file}: no such file (from {Path.cwd()}); name one that every rank can read")
+    lengths = Path(file).read_text().split()
+    for number, length in enumerate(lengths, 1):
+        if not (length.isascii() and length.isdecimal() and 1 <= int(length) <= most):
+            raise UserError(f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}")
+    if not lengths:
+        raise UserError(f"rollout.lengths={file} holds no number; write one a line")
+    return [int(length) for length in lengths]

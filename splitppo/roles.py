@@ -19,6 +19,7 @@ class Shared:
         held_out: prompts of the validation.
         decode: token ids of a response -> its text.
         vocabulary: ids from 0 that a policy may sample.
+        lengths: of the responses, in the order in which rows come, in a benchmark; else empty.
     """
 
     config: Config
@@ -27,6 +28,7 @@ class Shared:
     held_out: Sequence[Prompt]
     decode: Callable[[list[int]], str]
     vocabulary: int
+    lengths: Sequence[int] = ()
 
     def learnt(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """The rows that the losses are over."""

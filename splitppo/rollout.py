@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROUND = 64  # tokens of a packed micro-batch are a multiple of this
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -30,10 +32,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """One row to generate: `row` is its index in the step's batch, and seeds its noise."""
+    """One row to generate.
+
+    Attributes:
+        row: its index in the step's batch; seeds its noise.
+        length: tokens of its response, whatever ends others (for benchmarks); None: until it ends.
+    """
 
     row: int
     prompt: list[int]
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Rollout:
         self.samples = sorted(samples, key=lambda sample: sample.row)
         self.rows = [sample.row for sample in self.samples]
         self.lengths = [len(sample.response) for sample in self.samples]
+        self.totals = [len(sample.prompt) + len(sample.response) for sample in self.samples]
         self.index = {row: i for i, row in enumerate(self.rows)}
 
     @property
@@ -106,18 +115,19 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward pass, prompt and response together, padded on the right.
+    """Rows of one forward pass, prompt and response together.
 
-    Under causal attention no token sees the padding behind it: the model runs without an attention mask.
+    Packed: one after the other, with what the library's flash attention calls for (`cu_seq_lens_q` and so on).
+    Padded: on the right; under causal attention no token sees the padding behind it, so there is no attention mask.
 
     Attributes:
-        input_ids: `[B, L]` int64.
-        before: `[N]` int64, where in the flattened `[B * L]` the N response tokens were chosen: one before each.
+        inputs: what the model is called with; `input_ids` are `[1, L]` if packed, `[B, L]` if padded, int64.
+        before: `[N]` int64, where in the flattened ids the N response tokens were chosen: one before each.
         responses: `[N]` int64, the response tokens.
         mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
     """
 
-    input_ids: Tensor
+    inputs: dict[str, Any]
     before: Tensor
     responses: Tensor
     mask: Tensor
@@ -127,37 +137,70 @@ class MicroBatch:
         return packed.new_zeros(self.mask.shape).masked_scatter(self.mask, packed)
 
 
-def micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Pads rows for one forward pass. No rows: one row of two tokens, whose response nobody asks for, for a rank that
-    must take part in a forward of its group without having rows."""
-    if not samples:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return MicroBatch(ids, nothing, nothing, torch.zeros(1, 1, dtype=torch.bool, device=device))
-    ids = pad_rows([torch.tensor(sample.prompt + sample.response) for sample in samples])
-    lengths = torch.tensor([len(sample.response) for sample in samples])
-    starts = [i * ids.shape[1] + len(sample.prompt) - 1 for i, sample in enumerate(samples)]
-    before = torch.cat([torch.arange(n) + start for n, start in zip(lengths.tolist(), starts, strict=True)])
-    responses = torch.tensor([token for sample in samples for token in sample.response])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return MicroBatch(*(tensor.to(device) for tensor in (ids, before, responses, mask)))
+def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
+    """The rows of one forward pass. No rows: some ids whose response nobody asks for, for a rank that must take part in
+    a forward of its group without having rows."""
+    rows = [torch.tensor(sample.prompt + sample.response) for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
+    lengths = torch.tensor([len(sample.response) for sample in samples] or [0])
+    if packed:
+        inputs, starts = _packed_inputs(rows)
+    else:
+        inputs: dict[str, Any] = {"input_ids": pad_rows(rows)}
+        starts = [i * inputs["input_ids"].shape[1] for i in range(len(rows))]
+    ends = [start + len(row) - 1 for start, row in zip(starts, rows, strict=True)]
+    before = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, lengths.tolist(), strict=True)])
+    responses = torch.tensor([token for sample in samples for token in sample.response], dtype=torch.int64)
+    mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return MicroBatch(inputs, *(tensor.to(device) for tensor in (before, responses, mask)))
 
 
-def cut_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[int]]:
-    """Cuts rows into micro-batches of at most `budget` padded tokens: indices into `samples`.
+def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
+    """The inputs, and where each row begins. Filled up with a row of zeros: matrices of a round size are faster."""
+    count, lengths = len(rows), [len(row) for row in rows]
+    if short := -sum(lengths) % ROUND:
+        rows, lengths = [*rows, torch.zeros(short, dtype=torch.int64)], [*lengths, short]
+    begins = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    longest = max(lengths)
+    names = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": longest, "max_length_k": longest}
+    return {"input_ids": torch.cat(list(rows))[None], "position_ids": positions[None]} | names, begins[:count].tolist()
 
-    Rows of like length go together (longest first, so that memory peaks at once); a row over the budget goes alone.
+
+def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) -> list[list[int]]:
+    """Cuts rows of these lengths into micro-batches of at most `budget` tokens, padding counted: indices.
+
+    Rows of like length go together if they are padded (longest first, so that memory peaks at once); a row over the
+    budget goes alone.
     """
-    return cut_lengths([len(sample.prompt) + len(sample.response) for sample in samples], budget)
-
-
-def cut_lengths(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """`cut_micro_batches` for rows of these lengths."""
     cut: list[list[int]] = []
+    left: list[int] = []  # of the budget of each, if they are packed
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        # the first row of a micro-batch is its longest
-        if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget:
-            cut[-1].append(i)
-        else:
-            cut.append([i])
+        if packed:
+            at = next((k for k, room in enumerate(left) if room >= lengths[i]), len(cut))
+        else:  # the first row of a micro-batch is its longest
+            at = len(cut) - 1 if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget else len(cut)
+        if at == len(cut):
+            cut.append([])
+            left.append(budget)
+        cut[at].append(i)
+        left[at] -= lengths[i]
     return cut
+
+
+def deal(costs: Sequence[float], count: int, *, sizes: Sequence[int] = (), room: int = 0) -> list[list[int]] | None:
+    """Deals things out into `count` lots of about the same cost, dearest first into the cheapest lot: indices.
+
+    With `sizes`, a lot's are at most `room` together, unless it is one thing alone; None if they don't go in.
+    """
+    lots: list[list[int]] = [[] for _ in range(count)]
+    cost, filled = [0.0] * count, [0] * count
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        fit = [k for k in range(count) if not sizes or not lots[k] or filled[k] + sizes[i] <= room]
+        if not fit:
+            return None
+        k = min(fit, key=lambda k: (cost[k], k))
+        lots[k].append(i)
+        cost[k] += costs[i]
+        filled[k] += sizes[i] if sizes else 0
+    return lots

@@ -127,6 +127,12 @@ class Runtime:
         for rank in range(self.launch.world if me == 0 else 0):
             self.store.get(f"left/{rank}")  # rank 0 may hold the store: it goes last
 
+    def meet(self, where: str) -> None:
+        """Returns when every rank is here; without a word to the GPUs."""
+        self.store.set(f"meet/{where}/{self.launch.rank}", "1")
+        for rank in range(self.launch.world):
+            self.store.get(f"meet/{where}/{rank}")
+
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
         mine = f"{self.launch.rank}"
@@ -179,6 +185,11 @@ def _for_torchrun(error: BaseException) -> None:
     """Puts the error where torchrun reads it, to print it last."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         get_error_handler().record_exception(error)
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether layers are compiled."""
+    return config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
 
 
 def dtype_of(config: Config, device: torch.device) -> torch.dtype:

@@ -19,7 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import checkpoint, data, models
-from splitppo.actor import Actor, Reference
+from splitppo.actor import Actor
+from splitppo.attention import packs
 from splitppo.channel import Links, Wire
 from splitppo.config import Config, to_toml
 from splitppo.critic import Critic
@@ -29,16 +30,19 @@ from splitppo.engine.start import warnings as engine_warnings
 from splitppo.engine.vllm_process import Process
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
+from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
 from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders
 from splitppo.profiler import Profiler
+from splitppo.reading import read_lengths
+from splitppo.reference import Reference
 from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
-from splitppo.runtime import Runtime, dtype_of, format_map
+from splitppo.runtime import Runtime, compiles, dtype_of, format_map
 from splitppo.tiny import build_tiny
 from splitppo.trackers import Trackers
 from splitppo.validation import Validator, write_rows
@@ -140,17 +144,18 @@ class Run:
         engine = start_engine(config, self.runtime, runner.mesh, folder, **where)
         try:
             policy = self._learner("policy", runner)
-            reference = None
-            if "reference" in self.folders:
-                model = self._model("reference", runner)
-                reference = Reference(model, runner, offload=config.reference.offload)
+            parts: Any = {"outputs": self._outputs, "reference": self._reference("actor", runner)}
+            parts |= {"engine_dtype": self.dtype, "validator": self._validator(engine, runner.mesh)}
+            actor = Actor(self.shared, policy, engine=engine, **parts)
+            if compiles(config, runner.device):
+                self._phase("compiling")
+                actor.warm_up()
             self._phase("the engine's start")
             told = finish_start(engine)
             self._phase("")
             if self.runtime.mesh["actor"].get_local_rank() == 0:
                 print(f"{told}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.took)}", flush=True)
-            validator = self._validator(engine, runner.mesh)
-            return Actor(self.shared, policy, reference, engine, engine_dtype=self.dtype, validator=validator)
+            return actor
         except BaseException:
             engine.close()
             raise
@@ -159,7 +164,26 @@ class Run:
         """The critic role's models, from the checkpoint if the run resumes."""
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward.function, self.config.reward.weights)
-        return Critic(self.shared, self._learner("value", runner), scorer, self._reward_model(runner))
+        value, reference = self._learner("value", runner), self._reference("critic", runner)
+        critic = Critic(self.shared, value, scorer, self._reward_model(runner), reference)
+        if compiles(self.config, runner.device):
+            critic.warm_up()
+        return critic
+
+    @property
+    def logprobs(self) -> int:
+        """Fields of the channel of that name: the old ones, and the reference's if it is the actor group's."""
+        return 1 + ("reference" in self.folders and self.config.placement.reference == "actor")
+
+    @property
+    def _outputs(self) -> PolicyOutputs:
+        compiled = compiles(self.config, self.runtime.device)
+        return PolicyOutputs(self.config.rollout.temperature, self.shared.vocabulary, compiled=compiled)
+
+    def _reference(self, role: Role, runner: Runner) -> Reference | None:
+        if "reference" not in self.folders or self.config.placement.reference != role:
+            return None
+        return Reference(self._model("reference", runner), runner, self._outputs, offload=self.config.reference.offload)
 
     def _scorer(self, functions: Sequence[str], weights: Sequence[float]) -> Scorer:
         """What runs reward functions, in processes of its own."""
@@ -211,6 +235,9 @@ class Run:
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: its line, then the word that its checkpoint counts, so that a resumed run has every line."""
         log = self.log(role)
+        if self.config.placement.barrier:
+            with log.span("wait_barrier"):
+                self.runtime.meet(f"step_{step}")
         log.finish(step, metrics)
         if log.first and self._due(step):
             checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
@@ -258,7 +285,9 @@ class Run:
 
         ownership = functools.lru_cache(maxsize=4)(functools.partial(owners, config, self.runtime.placement))
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        return Shared(config, ownership, batch, held_out, decode, models.known_ids(self.tokenizer))
+        return Shared(
+            config, ownership, batch, held_out, decode, models.known_ids(self.tokenizer), read_lengths(config.rollout)
+        )
 
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.mesh[role], self.runtime.device, self.config.compute.micro_batch_tokens)
@@ -280,10 +309,14 @@ class Run:
         self._phase(f"loading the {name}")
         frozen, folder = name in ("reference", "reward"), self.folders[name]
         config = models.read_config(folder)
-        model = models.build(config, MODEL_KINDS[name], self.dtype if frozen else torch.float32)
+        packed = name != "reward" and packs(self.config.compute.packing, config, self.runtime.device, self.dtype)
+        dtype = self.dtype if frozen else torch.float32
+        model = models.build(config, MODEL_KINDS[name], dtype, packed=packed)
         model.requires_grad_(not frozen)
         checkpointing = self.config.compute.activation_checkpointing and not frozen
-        parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing)
+        # a reward model is run padded, over texts of its own: not worth the time that compiling takes
+        compiled = name != "reward" and compiles(self.config, self.runtime.device)
+        parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing, compiled=compiled)
         seed, head = self.config.seed, self.config.value.head
         drawn = seed if is_drawn(self.config, name) else None
         models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)

@@ -42,12 +42,12 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
             links.rollouts.flush(step)
         rollout = Rollout(samples)
         with log.span("logprobs"):
-            old, ref = actor.logprobs(rollout)
+            logprobs = actor.logprobs(rollout)
         with log.span("wait_advantages"):
-            links.logprobs.send(step, rollout, old, ref)
+            links.logprobs.send(step, rollout, *logprobs)
             (advantages,) = links.advantages.recv(step, rollout, fields=1)
         with log.span("update"):
-            metrics = actor.update(step, rollout, old, ref, advantages)
+            metrics = actor.update(step, rollout, logprobs, advantages)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
@@ -67,9 +67,9 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
                 parts.append(critic.score(step, Rollout(samples)))
         scored = join(parts)
         with log.span("wait_logprobs"):
-            old, ref = links.logprobs.recv(step, scored.rollout, fields=2)
+            logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprobs)
         with log.span("advantages"):
-            advantages, returns = critic.judge(scored, old, ref)
+            advantages, returns = critic.judge(scored, logprobs)
             links.advantages.send(step, scored.rollout, advantages)
         with log.span("update"):
             metrics = critic.update(step, scored, returns)
@@ -90,11 +90,11 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         with critic_log.span("score"):
             scored = critic.score(step, rollout)
         with log.span("logprobs"):
-            old, ref = actor.logprobs(rollout)
+            logprobs = actor.logprobs(rollout)
         with critic_log.span("advantages"):
-            advantages, returns = critic.judge(scored, old, ref)
+            advantages, returns = critic.judge(scored, logprobs)
         with log.span("update"):
-            metrics = actor.update(step, rollout, old, ref, advantages)
+            metrics = actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):
             critic_metrics = critic.update(step, scored, returns)
         with log.span("validate"):

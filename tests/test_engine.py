@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,6 +268,21 @@ def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k
             assert any(logprob == pytest.approx(value, abs=CLOSE) for value in expected), (logprob, expected)
             cut += max(cuts) < VOCAB
     assert cut > 100
+
+
+def test_a_row_of_a_given_length_has_it_whatever_ends_others(case: Case) -> None:
+    requests = [replace(request, length=1 + i % 12) for i, request in enumerate(some_requests(48))]
+    free = some_requests(48)[40:]
+    rows = run(case.engine, requests[:40] + free, max_new_tokens=12)
+    ended = 0
+    for request in requests[:40]:
+        sample = rows[request.row]
+        assert len(sample.response) == request.length
+        assert not sample.finished
+        ended += bool({EOS, OTHER_EOS} & set(sample.response[:-1]))
+    assert ended, "no row would have ended before"
+    for request in free:
+        assert rows[request.row].finished == (rows[request.row].response[-1] in (EOS, OTHER_EOS))
 
 
 def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:

@@ -245,6 +245,8 @@ def test_one_rank_is_the_paper(baseline):
         (2, {"placement__actor": 1, "slow": "critic"}),
         (3, {"placement__actor": 2, "slow": "actor"}),
         (3, {"placement__actor": 2, "compute__activation_checkpointing": ""}),
+        (3, {"placement__actor": 1, "compute__packing": "on"}),
+        (2, {"placement__actor": 1, "placement__barrier": "", "rollout__chunks": 1}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
 )
@@ -267,6 +269,13 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
     argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
     compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
+
+
+@pytest.mark.parametrize(("actor", "chunks", "offload"), [(2, 4, {}), (1, 2, {"reference__offload": ""})])
+def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, chunks, offload):
+    argv = {"placement__reference": "critic", "ppo__kl_loss_coef": 0.0, "rollout__chunks": chunks}
+    seen = run(inputs, tmp_path, 3, placement__actor=actor, **argv, **offload)
+    compare(seen, reference(inputs, seen, fresh_head(inputs), kl_loss_coef=0.0))
 
 
 PRACTICE = {

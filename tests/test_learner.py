@@ -11,15 +11,17 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from splitppo import algo, checkpoint
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.learner import Learner, Runner
-from splitppo.models import build, fill, policy_outputs, read_config, value_outputs
+from splitppo.models import build, fill, read_config
+from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import parallelize
 from splitppo.placement import own, place
-from splitppo.rollout import Rollout, Sample, cut_micro_batches, micro_batch
+from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
 from splitppo.runtime import Launch, Runtime
 from splitppo.tiny import build_tiny
 
 BATCH, TEMPERATURE = 11, 0.7
 VOCABULARY = 80  # the model's, 83, is padded: the last three are never sampled
+OUTPUTS = PolicyOutputs(TEMPERATURE, VOCABULARY)
 CPU = torch.device("cpu")
 
 
@@ -51,7 +53,7 @@ def fields(rollout):
 
 
 def policy_objective(model, batch, given):
-    logprobs, entropy = policy_outputs(model, batch, temperature=TEMPERATURE, vocabulary=VOCABULARY, entropy=True)
+    logprobs, entropy = OUTPUTS(model, batch, entropy=True)
     loss, metrics = algo.policy_loss(
         logprobs, given["old"], given["advantages"], batch.mask, clip_low=0.2, clip_high=0.2, aggregate="token_mean"
     )
@@ -68,10 +70,10 @@ def full_weights(learner):
     return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
 
 
-def make_learner(folder, kind, world, rank, runtime=None):
+def make_learner(folder, kind, world, rank, runtime=None, *, packed=False):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = runtime or Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
-    model = build(read_config(str(folder)), kind)
+    model = build(read_config(str(folder)), kind, packed=packed)
     parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     runner = Runner(runtime.mesh["actor"], CPU, 40)
@@ -83,15 +85,13 @@ def mine(world, rank):
     return cut.rows("actor", rank)
 
 
-def train_rank(rank, world, folder, kind):
+def train_rank(rank, world, folder, kind, packed=False):
     """Forward, one update, weights: what the test compares."""
-    learner, _ = make_learner(folder, kind, world, rank)
+    learner, _ = make_learner(folder, kind, world, rank, packed=packed)
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     outputs = (
-        (lambda m, b: [policy_outputs(m, b, temperature=TEMPERATURE, vocabulary=VOCABULARY, entropy=False)[0]])
-        if kind == "policy"
-        else (lambda m, b: [value_outputs(m, b)])
+        (lambda m, b: [OUTPUTS(m, b, entropy=False)[0]]) if kind == "policy" else (lambda m, b: [value_outputs(m, b)])
     )
     before = full_weights(learner)
     (out,) = learner.runner.forward(learner.model, rollout, outputs, fields=1)
@@ -143,9 +143,9 @@ def build_plain_value(folder):
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_are_one_module(folder, world, kind):
-    parts = run_ranks(world, train_rank, world, folder, kind)
+@pytest.mark.parametrize(("world", "packed"), [(1, False), (2, False), (3, False), (1, True), (3, True)])
+def test_ranks_are_one_module(folder, world, kind, packed):
+    parts = run_ranks(world, train_rank, world, folder, kind, packed)
     before = parts[0][2]
     outs, loss, norm, after = plain(folder, kind, before)
     seen = {row: out for part in parts for row, out in part[0].items()}
@@ -248,11 +248,24 @@ def test_random_weights_do_not_depend_on_the_sharding(folder):
     assert one["model.embed_tokens.weight"].std() > 0
 
 
-def test_micro_batches_hold_every_row_once_within_the_budget():
-    rows = samples()
-    cut = cut_micro_batches(rows, 30)
-    assert sorted(i for micro in cut for i in micro) == list(range(BATCH))
-    assert len(cut) > 1
-    for micro in cut:
-        width = max(len(rows[i].prompt) + len(rows[i].response) for i in micro)
-        assert len(micro) == 1 or len(micro) * width <= 30
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_hold_every_row_once_within_the_budget(packed):
+    lengths = Rollout(samples()).totals
+    cut = cut_lengths([*lengths, 40], 30, packed=packed)
+    assert sorted(i for micro in cut for i in micro) == list(range(BATCH + 1))
+    assert cut[0] == [BATCH], "a row over the budget goes alone"
+    for micro in cut[1:]:
+        tokens = sum(lengths[i] for i in micro) if packed else len(micro) * max(lengths[i] for i in micro)
+        assert tokens <= 30
+    assert len(cut) - 1 == -(-sum(lengths) // 30) if packed else len(cut) > 3
+
+
+def test_dealing_evens_the_lots_out():
+    costs = [7.0, 1, 1, 5, 3, 2, 8, 4, 6, 2, 9]
+    lots = deal(costs, 3)
+    assert lots is not None
+    assert sorted(i for lot in lots for i in lot) == list(range(len(costs)))
+    assert {sum(costs[i] for i in lot) for lot in lots} == {16.0}
+    assert deal([3, 3, 3], 2, sizes=[3, 3, 3], room=5) is None
+    assert deal([9, 1], 2, sizes=[9, 1], room=5) == [[0], [1]]
+    assert deal([], 2) == [[], []]

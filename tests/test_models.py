@@ -1,6 +1,6 @@
 """Families of Hugging Face models, tiny and random: built on meta, sharded, filled, and equal to the library's own."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,12 +18,14 @@ from transformers import (
     T5Config,
 )
 
+from splitppo.attention import PACKED, why_not_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.models import build, check_folder, clean, fill, policy_outputs, read_config, value_outputs
+from splitppo.models import build, check_folder, clean, fill, read_config
+from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import parallelize
 from splitppo.placement import place
-from splitppo.rollout import Sample, micro_batch
+from splitppo.rollout import ROUND, Sample, micro_batch
 from splitppo.runtime import Launch, Runtime
 
 CPU = torch.device("cpu")
@@ -67,8 +69,11 @@ def rows():
     return [Sample(i, p.tolist(), r.tolist(), [], True) for i, (p, r) in enumerate(draw)]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_the_librarys_own(family, mesh, tmp_path):
+def test_a_family_is_the_librarys_own(family, packed, mesh, tmp_path):
+    if packed and why_not_packed(FAMILIES[family]):
+        pytest.skip("not packed")
     torch.manual_seed(1)
     # larger than the usual 0.02: soft caps and windows are to matter
     config = FAMILIES[family]
@@ -76,12 +81,12 @@ def test_a_family_is_the_librarys_own(family, mesh, tmp_path):
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     plain.save_pretrained(tmp_path)
     check_folder(str(tmp_path), "policy", random_init=False)
-    model = build(read_config(str(tmp_path)), "policy")
+    model = build(read_config(str(tmp_path)), "policy", packed=packed)
     parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=True)
     fill(model, str(tmp_path), device=CPU)
     samples = rows()
-    batch = micro_batch(samples, CPU)
-    logprobs, entropy = policy_outputs(model, batch, temperature=0.7, vocabulary=50, entropy=True)
+    batch = micro_batch(samples, CPU, packed=packed)
+    logprobs, entropy = PolicyOutputs(0.7, 50)(model, batch, entropy=True)
     for i, sample in enumerate(samples):
         logits = plain(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0]
         log_p = (logits[len(sample.prompt) - 1 : -1] / 0.7).log_softmax(-1)
@@ -90,7 +95,8 @@ def test_a_family_is_the_librarys_own(family, mesh, tmp_path):
         torch.testing.assert_close(logprobs[i, :n], due, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(entropy[i, :n], -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-4)
         assert not logprobs[i, n:].any()
-    logprobs.sum().backward()
+    # only the last row's, so that a token that saw a neighbour would show
+    logprobs[-1].sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     names = {clean(name) for name, _ in model.named_parameters()}
     assert names <= plain.state_dict().keys()
@@ -102,7 +108,7 @@ def test_a_value_model_is_its_body_and_a_fresh_head(family, mesh, tmp_path):
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.save_pretrained(tmp_path)
     check_folder(str(tmp_path), "value", random_init=False)
-    batch = micro_batch(rows(), CPU)
+    batch, packed = micro_batch(rows(), CPU), micro_batch(rows(), CPU, packed=True)
     for head in ("zero", "normal"):
         model = build(read_config(str(tmp_path)), "value")
         parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
@@ -111,6 +117,39 @@ def test_a_value_model_is_its_body_and_a_fresh_head(family, mesh, tmp_path):
         assert values.shape == batch.mask.shape
         assert bool(values.any()) == (head == "normal")
         assert torch.equal(values != 0, batch.mask) or head == "zero"
+        if why_not_packed(config) is None:
+            cast(Any, model).config._attn_implementation = PACKED
+            torch.testing.assert_close(value_outputs(model, packed), values, rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
+    AutoModelForCausalLM.from_config(FAMILIES["mistral"]).save_pretrained(tmp_path)
+
+    def gradients(samples, weights, packed):
+        model = build(read_config(str(tmp_path)), "policy", packed=packed)
+        parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
+        fill(model, str(tmp_path), device=CPU)
+        batch = micro_batch(samples, CPU, packed=packed)
+        logprobs, _ = PolicyOutputs(1.0, 50)(model, batch, entropy=False)
+        (logprobs.sum(-1) * torch.tensor(weights)).sum().backward()
+        return {name: cast(Any, p.grad).full_tensor() for name, p in model.named_parameters()}
+
+    alone = gradients(rows()[1:2], [1.0], packed=False)
+    among = gradients(rows(), [0.0, 1.0, 0.0], packed=True)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(among[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_packed_batch_holds_the_rows_and_nothing_but_a_round_number_of_tokens():
+    samples = rows()
+    batch = micro_batch(samples, CPU, packed=True)
+    ids, begins = batch.inputs["input_ids"][0], batch.inputs["cu_seq_lens_q"].tolist()
+    assert len(ids) == ROUND == begins[-1]
+    for sample, start in zip(samples, begins, strict=False):
+        row = sample.prompt + sample.response
+        assert ids[start : start + len(row)].tolist() == row
+        assert batch.inputs["position_ids"][0, start : start + len(row)].tolist() == list(range(len(row)))
+    assert ids[batch.before + 1].tolist() == batch.responses.tolist()
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,9 @@ class _Finish(StoppingCriteria):
 
     def __init__(self, job: _Job, batch: Sequence[Request], drawn: _Draw, eos: Tensor, stop: StoppingCriteria | None):
         self.job, self.batch, self.drawn, self.eos, self.stop = job, batch, drawn, eos, stop
+        lengths = [request.length or job.sampling.max_new_tokens for request in batch]
+        self.lengths = torch.tensor(lengths, device=eos.device)
+        self.free = torch.tensor([request.length is None for request in batch], device=eos.device)
         self.done = torch.zeros(len(batch), dtype=torch.bool, device=eos.device)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
@@ -139,7 +142,8 @@ class _Finish(StoppingCriteria):
         ended = torch.isin(response[:, -1], self.eos)
         if self.stop is not None:
             ended = ended | self.stop(response, scores)  # the response alone: a prompt can't begin a stop string
-        new = ~self.done if response.shape[1] >= self.job.sampling.max_new_tokens else ended & ~self.done
+        ended = ended & self.free
+        new = (ended | (response.shape[1] >= self.lengths)) & ~self.done
         self.done = self.done | new
         new_here, ended_here = torch.stack([new, ended]).tolist()  # our one wait for the device in a step
         if rows := [index for index, is_new in enumerate(new_here) if is_new]:

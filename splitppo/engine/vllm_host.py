@@ -236,13 +236,13 @@ class Host:
                 top_p=1.0 if sampling.greedy else sampling.top_p,
                 top_k=0 if sampling.greedy else sampling.top_k,
                 seed=row_seed(seed, step, request.row),
-                max_tokens=sampling.max_new_tokens,
+                max_tokens=request.length or sampling.max_new_tokens,
                 stop=list(sampling.stop),
                 include_stop_str_in_output=True,
                 detokenize=bool(sampling.stop),
                 skip_special_tokens=False,
                 ignore_eos=True,  # all that end a response are named here
-                stop_token_ids=self.eos,
+                stop_token_ids=[] if request.length else self.eos,
                 logprobs=0,  # of the drawn token alone
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
