@@ -72,12 +72,12 @@ def packed_attention(
         # left of itself, and nothing on the right
         seen = (window - 1, 0) if window else (-1, 0)
         begins, most = cu_seq_lens_q, max_length_q
-        out = varlen_attn(q, k, v, begins, begins, most, most, scale=scaling, window_size=seen, **_GROUPED)
+        out: Any = varlen_attn(q, k, v, begins, begins, most, most, scale=scaling, window_size=seen, **_GROUPED)
         return out[None], None
-    return _row_by_row(q, k, v, cu_seq_lens_q, scaling, window)[None], None
+    apart = cast(Any, torch.compiler.disable)(_row_by_row)  # the lengths are data to it
+    return apart(q, k, v, cu_seq_lens_q, scaling, window)[None], None
 
 
-@torch.compiler.disable  # lengths are data to it
 def _row_by_row(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scaling: Any, window: int) -> Tensor:
     """The same where the kernel isn't: on the CPU, and in float32. `[L, heads, width]`."""
     lengths = begins.diff().tolist()

@@ -253,8 +253,9 @@ class Learner:
 
 
 def made_up() -> Rollout:
-    """Rows to compile with: of sizes that no dimension of a model has, since equal ones are taken for one."""
-    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, True) for row in range(3)])
+    """Rows to compile with: of sizes that no dimension of a model has, since equal ones are taken for one, and enough
+    tokens for the kernels that large micro-batches get."""
+    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, True) for row in range(41)])
 
 
 def padded(cut: list[list[int]], count: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from splitppo import algo
@@ -39,7 +40,9 @@ class PolicyOutputs:
     def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Both `[B, T]` float32; the entropy is zero where it isn't asked for."""
         head = cast(Any, model).get_output_embeddings()
-        measure = partial(_compiled() if self.compiled else token_outputs, **self._how(entropy))
+        # a tensor, since a number would be a computation on the CPU to the compiler
+        temperature = torch.full((), self.temperature, device=batch.before.device)
+        measure = partial(self._measure, temperature=temperature, entropy=entropy)
         if any(getattr(model.config, name, None) for name in AFTER_THE_HEAD):
             with _replaced(head, lambda states: head_of(head, _at(states, batch))[None]):
                 logits = model(**batch.inputs, use_cache=False).logits[0]
@@ -49,8 +52,12 @@ class PolicyOutputs:
         logprobs, entropies = (batch.pad(part) for part in pieces)
         return logprobs, entropies
 
-    def _how(self, entropy: bool) -> dict[str, Any]:
-        return {"temperature": self.temperature, "vocabulary": self.vocabulary, "entropy": entropy}
+    def _measure(self, logits: Tensor, targets: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        if not self.compiled or len(targets) < 2:
+            return token_outputs(logits, targets, vocabulary=self.vocabulary, **how)
+        for tensor in (logits, targets):
+            maybe_mark_dynamic(tensor, 0)
+        return _compiled()(logits, targets, vocabulary=self.vocabulary, **how)
 
     def _without_logits(self, model: nn.Module, head: nn.Module, batch: MicroBatch, measure: Any) -> list[Tensor]:
         """The output layer gives the figures in place of logits, which the model passes on as they are."""
@@ -86,9 +93,10 @@ def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def token_outputs(
-    logits: Tensor, targets: Tensor, *, temperature: float, vocabulary: int, entropy: bool
+    logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets `[N]` and entropies of the distributions, both `[N]` float32, from logits `[N, V]`."""
+    """Log-probs of the targets `[N]` and entropies of the distributions, both `[N]` float32, from logits `[N, V]`;
+    `temperature` is `[]` float32."""
     scaled = logits[:, :vocabulary].float() / temperature
     chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
     logprobs = chosen - scaled.logsumexp(-1)
@@ -97,8 +105,8 @@ def token_outputs(
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """One for the policy and the reference; its pieces have any number of tokens."""
-    return torch.compile(token_outputs, dynamic=True)
+    """One for the policy and the reference."""
+    return torch.compile(token_outputs)
 
 
 def head_of(head: nn.Module, states: Tensor) -> Tensor:
@@ -115,7 +123,8 @@ def _at(states: Tensor, batch: MicroBatch) -> Tensor:
 def _in_pieces(run: Callable[..., tuple[Tensor, Tensor]], states: Tensor, targets: Tensor) -> list[Tensor]:
     """`run` piece by piece, under recomputation; its results joined."""
     pieces = [
-        checkpoint(run, part, target, use_reentrant=False)
+        # copies of the targets: to the compiler the size of what a view is of would matter, too
+        checkpoint(run, part, target.clone(), use_reentrant=False)
         for part, target in zip(states.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
     ]
     return [torch.cat(parts) for parts in zip(*cast(Any, pieces), strict=True)]

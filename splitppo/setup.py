@@ -312,7 +312,8 @@ class Run:
         packed = name != "reward" and packs(self.config.compute.packing, config, self.runtime.device, self.dtype)
         dtype = self.dtype if frozen else torch.float32
         model = models.build(config, MODEL_KINDS[name], dtype, packed=packed)
-        model.requires_grad_(not frozen)
+        # the reference's layers are then to the compiler what the policy's are; it is run without gradients
+        model.requires_grad_(name != "reward")
         checkpointing = self.config.compute.activation_checkpointing and not frozen
         # a reward model is run padded, over texts of its own: not worth the time that compiling takes
         compiled = name != "reward" and compiles(self.config, self.runtime.device)
