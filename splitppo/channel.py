@@ -16,8 +16,8 @@ import sys
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -72,6 +72,7 @@ class Wire:
         # a stream of its own: a batch must not queue behind the decode steps or updates already launched
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
+        self.bytes, self.seconds = 0, 0.0  # that crossed here since `spent` was asked
 
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has said so. Doesn't wait."""
@@ -82,7 +83,7 @@ class Wire:
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
         self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
-        with self._on_stream():
+        with self._timed(payload.numel() * payload.itemsize), self._on_stream():
             self.transfer_out(payload, hop.receiver)
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
@@ -104,10 +105,22 @@ class Wire:
             self.store.delete_key(f"{hop.key}/{name}")
         if numel != (due := check(header)):
             raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
-        with self._on_stream():
+        with self._timed(numel * dtype.itemsize), self._on_stream():
             payload = self.transfer_in(numel, dtype, hop.sender)
         self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
+
+    def spent(self) -> dict[str, float]:
+        """What crossed at this rank since the last call: MB, and seconds in which it was under way."""
+        figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
+        self.bytes, self.seconds = 0, 0.0
+        return figures
+
+    @contextmanager
+    def _timed(self, size: int) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.bytes, self.seconds = self.bytes + size, self.seconds + time.monotonic() - start
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:
         """Posts the send; both sides are here at once."""

@@ -116,6 +116,9 @@ class Critic:
         # the trainer's own figures win over a reward's of the same name
         self.metrics = self._judged_metrics(extra | figures) | self._failed(scored) | {"critic/kl_coef": kl_coef}
         self._steer((kl * mask).sum(-1))
+        if len(logprobs) > 1 or scored.ref is not None:
+            total, tokens = all_sum(torch.tensor([float((kl * mask).sum()), float(mask.sum())]), self.mesh).tolist()
+            self.metrics["critic/ref_kl"] = total / tokens
         return rollout.unpad(white), packed_returns
 
     def _shape(self, scored: Scored) -> Tensor:

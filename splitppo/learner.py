@@ -17,7 +17,7 @@ from splitppo.balance import balance
 from splitppo.config import OptimConfig
 from splitppo.models import clean
 from splitppo.parallel import all_max, all_sum, gather_full
-from splitppo.rollout import MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows
+from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 
@@ -150,20 +150,23 @@ class Learner:
 
         Returns:
             For each optimizer step: `loss`, `grad_norm` (before clipping), `skipped` (1 if its gradient was not
-            finite) and the objective's metrics, over the whole mini-batch.
+            finite) and the objective's metrics, over the whole mini-batch. Of the whole update: `padding`, the share of
+            the tokens run that are padding, and `imbalance`, by how much the rank with the most tokens has more than
+            the mean.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         rollout, mini_batches, fields = self._balanced(rollout, mini_batches, fields)
         pieces = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
+        share = self._shares(rollout, plans)
         sums, steps = [], []
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, pieces, objective, total))
                 steps.append(self._optimizer_step())
         self.updates += 1
-        return [figures | step for figures, step in zip(self._over_group(sums), steps, strict=True)]
+        return [figures | step | share for figures, step in zip(self._over_group(sums), steps, strict=True)]
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The full weights by Hugging Face name, in `dtype`. All ranks of the group must consume it.
@@ -207,6 +210,16 @@ class Learner:
         totals = all_sum(torch.tensor(sums), self.runner.mesh)
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # no rank may have a row to learn from
         return [plans[i] for i in kept], [(float(totals[i][0]), float(totals[i][1])) for i in kept]
+
+    def _shares(self, rollout: Rollout, plans: list[list[list[int]]]) -> dict[str, float]:
+        micro_batches = [[rollout.totals[i] for i in rows] for plan in plans for rows in plan if rows]
+        tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
+        packed = is_packed(self.model)
+        run = sum(-(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows) for rows in micro_batches)
+        all_tokens, all_run = all_sum(torch.tensor([float(sum(tokens)), float(run)]), self.runner.mesh).tolist()
+        most = sum(all_max(tokens, self.runner.mesh)) if tokens else 0
+        mean = all_tokens / self.runner.mesh.size()
+        return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1} if all_run else {}
 
     def _accumulate(
         self,

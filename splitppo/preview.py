@@ -39,6 +39,7 @@ def _messages(config: Config, placement: Placement) -> str:
     ownership = owners(config, placement, step=1)
     lines = ["messages of a step (bytes at most):"]
     row, response = rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.max_new_tokens
+    fields = 1 + ("reference" in model_folders(config) and config.placement.reference == "actor")
     for i, actor in enumerate(placement.actor):
         for j, critic in enumerate(placement.critic):
             chunks = [rows for rows in ownership.message_rows(i, j, rollout.chunks) if rows]
@@ -46,7 +47,7 @@ def _messages(config: Config, placement: Placement) -> str:
                 n = sum(chunks)
                 lines.append(
                     f"  rank {actor} -> {critic}: rollouts {len(chunks)} messages of {min(chunks)}-{max(chunks)} rows, "
-                    f"{n * row * 4:,} B;  logprobs {n} rows, {n * response * 8:,} B;  "
+                    f"{n * row * 4:,} B;  logprobs {n} rows, {n * response * 4 * fields:,} B;  "
                     f"back: advantages {n} rows, {n * response * 4:,} B"
                 )
     return "\n".join(lines)
@@ -65,8 +66,10 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
         }
     width = dtype_of(config, torch.device(device)).itemsize
     actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
-    actor += counts.get("reference", 0) * width / len(placement.actor)
     critic = (counts["value"] * LEARNER_BYTES + counts.get("reward", 0) * width) / len(placement.critic)
+    reference = counts.get("reference", 0) * width
+    actor += reference / len(placement.actor) if config.placement.reference == "actor" else 0
+    critic += reference / len(placement.critic) if config.placement.reference == "critic" else 0
     lengths, held_out = sorted(len(prompt.tokens) for prompt in training.prompts), len(validation.prompts)
     lines = [f"data: {len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {held_out:,} held out"]
     lines += training.told + validation.told

@@ -118,6 +118,7 @@ class Run:
         self.logs: dict[Role, ColumnLog] = {}
         self.took: list[tuple[str, float]] = []  # seconds of each phase of the start
         self._began: tuple[str, float] | None = None
+        self.wire: Wire | None = None
 
     def log(self, role: Role) -> ColumnLog:
         """The role's log, made on first use."""
@@ -130,8 +131,8 @@ class Run:
         """This rank's end of the three channels."""
         runtime = self.runtime
         rank, timeout = runtime.launch.rank, self.config.timeout
-        wire = Wire(rank, runtime.wire, runtime.store, runtime.device, timeout, runtime.describe)
-        return Links(wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
+        self.wire = Wire(rank, runtime.wire, runtime.store, runtime.device, timeout, runtime.describe)
+        return Links(self.wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
 
     def actor(self) -> Actor:
         """The actor role's models, from the checkpoint if the run resumes."""
@@ -238,7 +239,7 @@ class Run:
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.meet(f"step_{step}")
-        log.finish(step, metrics)
+        log.finish(step, metrics | (self.wire.spent() if self.wire else {}))
         if log.first and self._due(step):
             checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
             if role == "critic":
