@@ -16,17 +16,18 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from matplotlib.patches import Patch
 
 from splitppo import models
 from splitppo.errors import UserError
 from splitppo.plan import Split, Work, measured, predict
 from splitppo.preflight import MODEL_KINDS
-from splitppo.timeline import Column, Step, read_column
+from splitppo.timeline import Column, Step, read_column, span_colours
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
@@ -243,7 +244,7 @@ def table(results: list[Result]) -> str:
     """The comparison as it is printed."""
     head = ("job", "tokens/s", "s/step", "model", "rollout", "update", "value upd.", "idle a/c", "MFU a/c", "ratio")
     base = next((result for result in results if result.job == "colocated"), results[0])
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for result in results:
         mfu = "/".join(f"{result.mfu[role]:.0%}" for role in ("actor", "critic")) if result.mfu else "-"
         lines.append(
@@ -284,8 +285,6 @@ def draw(results: list[Result], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from splitppo.timeline import span_colours
-
     figure, ax = pyplot.subplots(figsize=(9, 0.6 + 0.7 * len(results)))
     names = list(dict.fromkeys(n for r in results for part in r.phases.values() for n in part if n != "step"))
     colours = span_colours(name for name in names if not name.startswith("wait_"))
@@ -294,12 +293,12 @@ def draw(results: list[Result], path: Path) -> None:
             at = 0.0
             for name, value in result.phases.get(role, {}).items():
                 if name != "step":
-                    look = {"color": colours[name]} if name in colours else {"color": "#eceef1", "hatch": "///"}
+                    look: Any = {"color": colours[name]} if name in colours else {"color": "#eceef1", "hatch": "///"}
                     ax.barh(len(results) - i + offset, value, left=at, height=0.36, **look)
                     at += value
     ax.set_yticks([len(results) - i for i in range(len(results))], [result.job for result in results])
     ax.set_xlabel("seconds of a step; above the actor's column, below the critic's; hatched: waits")
-    handles = [matplotlib.patches.Patch(color=colour, label=name) for name, colour in colours.items()]
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     ax.legend(handles=handles, ncols=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
@@ -335,7 +334,7 @@ def compare(bench: Bench, extra: list[str]) -> int:
         result, work = result_of(job, bench, out, gpu)
         base = work if job == "colocated" else base
         predicted = predict(base, parse_job(job, bench.gpus)[0]) if base and not job.endswith("/barrier") else None
-        results.append(Result(**asdict(result) | {"predicted_s": predicted}))
+        results.append(replace(result, predicted_s=predicted))
         print(f"  {result.tokens_s:,.0f} tokens/s, {result.step_s:.2f} s a step", flush=True)
     if results:
         print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, LlamaConfig
+from transformers import BertConfig, Gemma2Config, LlamaConfig
 
 from splitppo import models, trackers, train
 from splitppo.config import Config
@@ -143,6 +144,31 @@ EARLY = [
     (
         ["--log.profile-steps", "1", "9", "--steps=8"],
         ["log.profile_steps=9: the run has steps=8; choose one up to that"],
+    ),
+    (
+        ["--placement.reference=critic"],
+        [
+            "placement.reference=critic with ppo.kl_coef=0",
+            "only the KL in the reward can use it there; set kl_coef above",
+        ],
+    ),
+    (
+        ["--placement.reference=critic", "--ppo.kl-coef=0.1", "--ppo.kl-loss-coef=0.1"],
+        ["placement.reference=critic with ppo.kl_coef=0.1, ppo.kl_loss_coef=0.1"],
+    ),
+    (
+        ["--placement.reference=critic", "--ppo.kl-coef=0.1"],
+        ["placement.reference is for two groups, and every rank plays both roles; leave it unset"],
+    ),
+    (["--placement.barrier"], ["placement.barrier is for two groups"]),
+    (["--rollout.lengths={d}/none.txt"], ["rollout.lengths={d}/none.txt: no such file", "name one that every rank"]),
+    (["--rollout.lengths={d}/lengths.txt"], ["lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6"]),
+    (["--rollout.lengths={d}/key.toml"], ["key.toml number 1 is '[rollout]'; use 1 to"]),
+    (["--rollout.lengths={d}/bare.txt"], ["bare.txt holds no number; write one a line"]),
+    (["--rollout.lengths={d}/bare.txt", "--rollout.stop=a"], ["leave rollout.stop unset beside it"]),
+    (
+        ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
+        ["compute.packing=on: policy.path={d}/capped: its attention caps its logits", "use auto or off"],
     ),
     (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
     pytest.param(
@@ -467,6 +493,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts_of_json = pyarrow.array(['"7"'], pyarrow.string()).cast(pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts_of_json}), folder / "json.parquet")
     BertConfig().save_pretrained(folder / "encoder")
+    (folder / "lengths.txt").write_text("3\n4 99999")
+    (folder / "bare.txt").write_text("\n")
+    shutil.copytree(folder / "model", folder / "capped")
+    sizes: Any = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    Gemma2Config(vocab_size=200, hidden_size=16, intermediate_size=16, **sizes).save_pretrained(folder / "capped")
     LlamaConfig.from_pretrained(folder / "model").save_pretrained(folder / "config_only")
     LlamaConfig(vocab_size=50, hidden_size=64, num_attention_heads=4).save_pretrained(folder / "narrow")
     return folder

@@ -1,0 +1,133 @@
+"""The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs, lengths and table."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from splitppo import bench, plan
+from splitppo.errors import UserError
+from splitppo.plan import Split, Work, advice, columns, measured, plan_lines, predict
+
+# 540 rows a rank double the time of a rollout
+WORK = Work(batch=540, rollout=1.0, sync=0.1, rest=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0)
+
+
+def test_columns_by_hand():
+    # rollout 1 + 1/2, sync and rest 0.3; old, reference and update over two ranks 5; scores and update over two 4
+    assert columns(WORK, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0, 4.0))
+    assert predict(WORK, Split(2, 2)) == pytest.approx(6.8)
+    assert columns(WORK, Split(2, 2, "critic")) == pytest.approx((1.5 + 0.3 + 4.0, 5.0))
+    assert columns(WORK, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3, 8.0))
+    assert predict(WORK, Split(4, 0)) == pytest.approx(1.25 + 0.3 + 18 / 4)
+
+
+def test_the_advice_names_the_faster_splits_first():
+    lines = advice(WORK, Split(3, 1), 4)
+    assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
+    assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x, idle column 14%"
+    assert "colocated on 4: 6.05 s" in lines[2]
+
+
+def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[dict]]:
+    """Metrics of a run that does what the model says; the first two steps are slow."""
+    x, y = split.actor, split.critic
+    beside = split.reference == "actor"
+    actor = {
+        "timing_s/rollout": work.rollout * (1 + work.batch / x / 540),
+        "timing_s/sync": work.sync,
+        "timing_s/logprobs": (work.old + beside * work.reference) / x,
+        "timing_s/update": work.policy / x,
+        "timing_s/wait_advantages": 0.5,
+    }
+    actor["timing_s/step"] = sum(actor.values()) + work.rest
+    score = (work.score + (not beside) * work.reference) / y
+    critic = {"timing_s/score": score, "timing_s/update": work.value / y, "critic/ref_kl": 0.1}
+    slow = {name: 10 * value for name, value in actor.items()}
+    return [slow] * 2 + [actor] * (steps - 2), [critic] * steps
+
+
+@pytest.mark.parametrize("split", [Split(2, 2), Split(3, 1, "critic")])
+def test_the_work_is_read_off_a_run(split):
+    actor, critic = lines(split, WORK)
+    assert asdict(measured(actor, critic, split, 540)) == pytest.approx(asdict(WORK))
+    with pytest.raises(UserError, match="no more than 2 steps"):
+        measured(actor[:2], critic, split, 540)
+
+
+def write_run(folder: Path, *, steps: int = 5) -> Path:
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 540\n')
+    (folder / "placement.txt").write_text("placement per_node: 2 actor, 2 critic\n  rank 0 ...\n")
+    for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
+        text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
+        (folder / "metrics" / f"{role}.jsonl").write_text(text)
+    return folder
+
+
+def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--gpus", "8"])
+    assert plan.main() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("2+2, reference with the actor: 6.80 s")
+    assert len(told) == 4
+    assert all("+" in line or "on 8" in line for line in told[1:])
+    with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
+        plan_lines(tmp_path / "none")
+
+
+def test_jobs_are_read_and_wrong_ones_told():
+    assert bench.parse_job("colocated", 4) == (Split(4, 0), ["--placement.mode", "colocated"])
+    split, flags = bench.parse_job("3+1/critic/barrier", 4)
+    assert (split, flags[-1]) == (Split(3, 1, "critic"), "--placement.barrier")
+    assert bench.default_jobs(4) == ("colocated", "2+2/barrier", "2+2", "2+2/critic", "3+1", "3+1/critic")
+    assert bench.default_jobs(1) == ("colocated",)
+    for wrong, told in (("3+2", "add up to --gpus 4"), ("4+0", "at least one rank"), ("3-1", "write colocated, 3\\+1")):
+        with pytest.raises(UserError, match=told):
+            bench.parse_job(wrong, 4)
+
+
+def test_lengths_are_seeded_and_as_asked(tmp_path):
+    drawn = bench.lengths_of("lognormal:240:1024")
+    assert drawn == bench.lengths_of("lognormal:240:1024")
+    assert sum(drawn) / len(drawn) == pytest.approx(236, abs=4)  # the cap takes a little
+    assert (min(drawn) >= 1, max(drawn)) == (True, 1024)
+    assert bench.lengths_of("fixed:512") == [512]
+    (tmp_path / "own").write_text("3\n5\n")
+    assert bench.lengths_of(str(tmp_path / "own")) == [3, 5]
+    with pytest.raises(UserError, match="write fixed:512, lognormal:240:1024, or name a file"):
+        bench.lengths_of("normal:3")
+
+
+def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
+    argv = ["bench", "--gpus", "2", "--jobs", "colocated", "1+1", "--lengths", "lognormal:4:12", "--warmup", "2"]
+    monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
+    assert bench.main() == 0
+    told = capsys.readouterr().out
+    assert "1+1 against colocated: " in told
+    record = json.loads((out / "bench.json").read_text())
+    colocated, split = record["results"]
+    lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
+    for folder, result in (("colocated", colocated), ("1+1", split)):
+        steps = [json.loads(line) for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()]
+        due = [sum(lengths[i * 16 : (i + 1) * 16]) / 16 for i in range(4)]
+        assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
+        assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / 2 / result["step_s"])
+        assert set(result["phases"]["critic"]) >= {"score", "update", "step"}
+    assert colocated["predicted_s"] > 0
+    assert split["wire_mb"]["critic"] > 0 == colocated["wire_mb"]["critic"]
+    assert (out / "bench.png").stat().st_size > 5000
+    assert bench.main() == 2
+    assert "it exists; name a new folder" in capsys.readouterr().err
+
+
+def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
+    argv = ["bench", "--gpus", "1", "--out", str(tmp_path / "out"), "--warmup", "2", "--rollout.batch-size", "15"]
+    monkeypatch.setattr("sys.argv", argv)
+    assert bench.main() == 1
+    assert "failed: exit" in (told := capsys.readouterr().out)
+    assert "rollout.batch_size=15 does not cut into 2 mini-batches" in told
