@@ -280,12 +280,8 @@ def ratios(results: list[Result]) -> list[str]:
 
 def draw(results: list[Result], path: Path) -> None:
     """A bar for each job's columns, its phases end to end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ax = pyplot.subplots(figsize=(9, 0.6 + 0.7 * len(results)))
+    figure = Figure(figsize=(9, 0.6 + 0.7 * len(results)))
+    ax = figure.subplots()
     names = list(dict.fromkeys(n for r in results for part in r.phases.values() for n in part if n != "step"))
     colours = span_colours(name for name in names if not name.startswith("wait_"))
     for i, result in enumerate(results):
