@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from splitppo import models
+from splitppo.cost import WARM_UP, Split, Work, measured, predict
 from splitppo.errors import UserError
-from splitppo.plan import Split, Work, measured, predict
 from splitppo.preflight import MODEL_KINDS
 from splitppo.timeline import Column, Step, read_column, span_colours
 
@@ -182,8 +183,8 @@ def result_of(job: str, bench: Bench, out: Path, gpu: str | None) -> tuple[Resul
         for role, name in (("actor", "policy"), ("critic", "value"))
     }
     peak = next((value for name, value in PEAK_TFLOPS.items() if gpu and name in gpu), None)
-    lines = {role: [step.metrics for step in column.values()] for role, column in columns.items()}
-    work = measured(lines["actor"][bench.warmup - 2 :], lines["critic"][bench.warmup - 2 :], split, rows(settings))
+    actors, critics = ([s.metrics for s in columns[r].values()][bench.warmup - WARM_UP :] for r in columns)
+    work = measured(actors, critics, split, rows(settings))
 
     def by_role(name: str, *, prefixed: bool = False) -> dict[str, float]:
         return {role: mean(last[role], f"{role}/{name}" if prefixed else name) for role in last}

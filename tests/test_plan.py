@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from splitppo import bench, plan
+from splitppo.cost import Split, Work, advice, columns, measured, predict
 from splitppo.errors import UserError
-from splitppo.plan import Split, Work, advice, columns, measured, plan_lines, predict
+from splitppo.plan import plan_lines
 
 # 540 rows a rank double the time of a rollout
 WORK = Work(batch=540, rollout=1.0, sync=0.1, rest=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0)
@@ -76,6 +77,19 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     assert all("+" in line or "on 8" in line for line in told[1:])
     with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
         plan_lines(tmp_path / "none")
+
+
+def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
+    flags = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1"]
+    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "4", "--ranks", "2", *flags])
+    assert plan.main() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "probe: 1+1, 5 steps ..."
+    assert told[1].startswith("1+1, reference with the actor: ")
+    assert len(told) == 5
+    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "1", "--rollout.batch-size", "15"])
+    assert plan.main() == 2
+    assert "rollout.batch_size=15 does not cut into 2 mini-batches" in capsys.readouterr().err
 
 
 def test_jobs_are_read_and_wrong_ones_told():

@@ -1,0 +1,128 @@
+"""The cost model of a step: what a split of the GPUs can and can't win (plan.py and bench.py use it).
+
+With x actor ranks and y critic ranks, and the work of a phase in seconds of one GPU:
+
+    actor column   G(x) + sync + (old log-probs [+ reference] + policy update) / x
+    critic column  (values and scores [+ reference] + value update) / y
+    step           the longer of the two; colocated: x = y = all ranks, one column after the other
+
+G is the rollout. With fewer rows a rank it gets a little faster only: it goes as 1 + rows / ROWS_THAT_DOUBLE.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from splitppo.errors import UserError
+
+# decoding on an H200, 1.5B: 128 rows 2.6 s, 256 rows 2.8 s, 512 rows 4.1 s
+ROWS_THAT_DOUBLE = 540
+WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
+Side = Literal["actor", "critic"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A placement; `critic` is 0 if it is colocated. `reference`: the group that holds it."""
+
+    actor: int
+    critic: int
+    reference: Side = "actor"
+
+    def __str__(self) -> str:
+        if not self.critic:
+            return f"colocated on {self.actor}"
+        return f"{self.actor}+{self.critic}, reference with the {self.reference}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step costs, in seconds.
+
+    Attributes:
+        batch: rows of a step.
+        rollout: a rollout of hardly any rows. sync: the weights' way into the engine. rest: what an actor rank does
+            beside the phases named here.
+        old, reference, score, policy, value: on one GPU: old and reference log-probs, values with rewards, the updates.
+    """
+
+    batch: int
+    rollout: float
+    sync: float
+    rest: float
+    old: float
+    reference: float
+    score: float
+    policy: float
+    value: float
+
+
+def columns(work: Work, split: Split) -> tuple[float, float]:
+    """Seconds of a step in the actor's and in the critic's column."""
+    x, y = split.actor, split.critic or split.actor
+    rollout = work.rollout * (1 + work.batch / x / ROWS_THAT_DOUBLE)
+    with_critic = work.reference if split.reference == "critic" else 0.0
+    actor = work.old + work.policy + work.reference - with_critic
+    return rollout + work.sync + work.rest + actor / x, (work.score + work.value + with_critic) / y
+
+
+def predict(work: Work, split: Split) -> float:
+    """Seconds of a step."""
+    both = columns(work, split)
+    return max(both) if split.critic else sum(both)
+
+
+def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, Any]], split: Split, batch: int) -> Work:
+    """The work of a run's steps, from the lines of its metrics; of the reference's it takes that it is the old
+    log-probs', as it is with a reference of the policy's size.
+
+    Raises:
+        UserError: there are not enough steps.
+    """
+    actor, critic = actor[WARM_UP:], critic[WARM_UP:]
+    if not actor or not critic:
+        raise UserError(f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on")
+
+    def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+        return sum(line.get(f"timing_s/{name}", 0.0) for line in lines) / len(lines)
+
+    x, y = split.actor, split.critic or split.actor
+    forward, score = mean(actor, "logprobs") * x, mean(critic, "score") * y
+    has_reference = "critic/ref_kl" in critic[0]
+    beside = has_reference and split.reference == "actor"
+    old = forward / 2 if beside else forward
+    reference = old if has_reference else 0.0
+    named = ("sync", "rollout", "logprobs", "update", "validate", "checkpoint")
+    waits = [name for name in actor[0] if name.startswith("timing_s/wait_")]
+    known = sum(mean(actor, name) for name in named) + sum(mean(actor, w.removeprefix("timing_s/")) for w in waits)
+    rest = max(0.0, mean(actor, "step") - known) if split.critic else 0.0
+    return Work(
+        batch=batch,
+        rollout=mean(actor, "rollout") / (1 + batch / x / ROWS_THAT_DOUBLE),
+        sync=mean(actor, "sync"),
+        rest=rest,
+        old=old,
+        reference=reference,
+        score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
+        policy=mean(actor, "update") * x,
+        value=mean(critic, "update") * y,
+    )
+
+
+def splits(gpus: int, *, reference: bool) -> list[Split]:
+    """All placements of so many GPUs."""
+    sides: tuple[Side, ...] = ("actor", "critic") if reference else ("actor",)
+    return [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
+
+
+def advice(work: Work, split: Split, gpus: int) -> list[str]:
+    """What the run's log and the command print: the columns as they are, and the placements that would be faster."""
+    actor, critic = columns(work, split)
+    step = predict(work, split)
+    lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
+    ranked = sorted(splits(gpus, reference=work.reference > 0), key=lambda other: predict(work, other))
+    for other in [other for other in ranked if other != split][:3]:
+        seconds = predict(work, other)
+        idle = 1 - min(columns(work, other)) / max(columns(work, other)) if other.critic else 0.0
+        lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x, idle column {idle:.0%}")
+    return lines
