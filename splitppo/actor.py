@@ -85,13 +85,21 @@ class Actor:
         self.engine.rest()
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
-        """Old log-probs `[N]`, and the reference's if it is here."""
-        outputs = partial(self._outputs, entropy=True)
-        old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
-        ref = [self.reference.logprobs(rollout)] if self.reference else []
+        """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""
+        sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
+        if self.shared.config.ppo.old_logprobs == "engine":
+            old, sums = sampled, {}
+        else:
+            outputs = partial(self._outputs, entropy=True)
+            old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+            sums = self._engine_sums(sampled, old) | {"actor/entropy": float(entropy.sum())}
+        ref = []
         if self.reference:
+            ref = [self.reference.logprobs(rollout)]
             self.reference.rest()
-        self.metrics = self._rollout_metrics(rollout, old, ref[0] if ref else old, entropy)
+            kl = algo.kl_estimate(old, ref[0], self.shared.config.ppo.kl_kind)
+            sums |= {"actor/ref_kl": float(kl.sum())}
+        self.metrics = self._rollout_metrics(rollout, sums, (sampled - old).abs())
         return old, *ref
 
     def update(self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> dict[str, Any]:
@@ -170,31 +178,31 @@ class Actor:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
 
-    def _rollout_metrics(self, rollout: Rollout, old: Tensor, ref: Tensor, entropy: Tensor) -> dict[str, float]:
-        engine = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
-        difference = (engine - old).abs()
-        ratio = (old - engine).exp()
-        k3 = algo.kl_estimate(engine, old, "k3")
-        kl = algo.kl_estimate(old, ref, self.shared.config.ppo.kl_kind)
+    def _engine_sums(self, sampled: Tensor, old: Tensor) -> dict[str, float]:
+        """Sums over the tokens of how far the engine's log-probs are from the trainer's."""
+        return {
+            "actor/mismatch_mean": float((sampled - old).abs().sum()),
+            "actor/mismatch_ratio": float((old - sampled).exp().sum()),
+            "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
+        }
+
+    def _rollout_metrics(self, rollout: Rollout, sums: dict[str, float], difference: Tensor) -> dict[str, float]:
+        """Figures of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
         cut = sum(not sample.finished for sample in rollout.samples)
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut]
-        sums = [entropy.sum(), difference.sum(), ratio.sum(), k3.sum(), kl.sum()]
-        rows, tokens, prompts, cut, entropy_sum, difference_sum, ratio_sum, k3_sum, kl_sum = all_sum(
-            torch.tensor([float(part) for part in counts + sums]), self.mesh
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut, *sums.values()]
+        rows, tokens, prompts, cut, *totals = all_sum(
+            torch.tensor([float(part) for part in counts]), self.mesh
         ).tolist()
-        longest = all_objects(
-            (max(rollout.lengths, default=0), float(difference.max()) if len(difference) else 0.0), self.mesh
-        )
-        return {
+        worst = float(difference.max()) if len(difference) else 0.0
+        longest = all_objects((max(rollout.lengths, default=0), worst), self.mesh)
+        means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
+        if "actor/mismatch_mean" in means:
+            means["actor/mismatch_max"] = max(worst for _, worst in longest)
+        return means | {
             "response_length/mean": tokens / rows,
             "response_length/max": max(length for length, _ in longest),
             "response_length/clip_ratio": cut / rows,
             "prompt_length/mean": prompts / rows,
-            "actor/entropy": entropy_sum / tokens,
-            "actor/mismatch_mean": difference_sum / tokens,
-            "actor/mismatch_ratio": ratio_sum / tokens,
-            "actor/mismatch_k3": k3_sum / tokens,
-            "actor/mismatch_max": max(worst for _, worst in longest),
             "tokens": tokens + prompts,
-        } | ({"actor/ref_kl": kl_sum / tokens} if self.reference else {})
+        }

@@ -260,6 +260,9 @@ class PPOConfig:
     """Optimizer steps a pass of the value model; divides `mini_batches` or is a multiple. Unset: `mini_batches`."""
     critic_warmup: int = 0
     """Steps in which only the value model learns."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs the ratio is taken to. `engine`: those of the distribution that was drawn from, which saves a
+    forward pass; the ratio then starts off 1 by what engine and trainer differ by, and only clipping limits it."""
     importance: Literal["off", "token", "sequence"] = "off"
     """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`) of each token or of the whole
     response (Yao et al. 2025, truncated importance sampling)."""
@@ -286,6 +289,10 @@ class ComputeConfig:
     model's attention allows it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers with torch.compile, for rows of any lengths at once. `auto`: on GPUs."""
+    gather: Literal["layer", "mini_batch"] = "layer"
+    """When weights are gathered and gradients reduced. `layer`: at each layer of each micro-batch, which takes least
+    memory; `mini_batch`: once for all its micro-batches, which holds whole weights and gradients meanwhile (in bfloat16
+    6 bytes a parameter)."""
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass."""
 

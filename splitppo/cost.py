@@ -11,9 +11,11 @@ G is the rollout. With fewer rows a rank it gets a little faster only: it goes a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from splitppo.errors import UserError
+from splitppo.timeline import read_column
 
 # decoding on an H200, 1.5B: 128 rows 2.6 s, 256 rows 2.8 s, 512 rows 4.1 s
 ROWS_THAT_DOUBLE = 540
@@ -86,16 +88,28 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
     def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
         return sum(line.get(f"timing_s/{name}", 0.0) for line in lines) / len(lines)
 
+    def update(lines: Sequence[Mapping[str, Any]]) -> float:
+        """Of the steps that had one: the policy has none while the critic warms up."""
+        found = [line for line in lines if "timing_s/update" in line]
+        if not found:
+            raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
+        return mean(found, "update")
+
     x, y = split.actor, split.critic or split.actor
     forward, score = mean(actor, "logprobs") * x, mean(critic, "score") * y
-    has_reference = "critic/ref_kl" in critic[0]
-    beside = has_reference and split.reference == "actor"
-    old = forward / 2 if beside else forward
-    reference = old if has_reference else 0.0
-    named = ("sync", "rollout", "logprobs", "update", "validate", "checkpoint")
-    waits = [name for name in actor[0] if name.startswith("timing_s/wait_")]
-    known = sum(mean(actor, name) for name in named) + sum(mean(actor, w.removeprefix("timing_s/")) for w in waits)
-    rest = max(0.0, mean(actor, "step") - known) if split.critic else 0.0
+    policy, has_reference = update(actor) * x, "critic/ref_kl" in critic[0]
+    by_engine = "actor/mismatch_mean" not in actor[0]  # whose log-probs are the old ones: no forward pass for them
+    if not has_reference or split.reference == "critic":
+        old = 0.0 if by_engine else forward
+        # a forward pass is a third of an update, where there is none to go by
+        reference = (policy / 3 if by_engine else old) if has_reference else 0.0
+    else:
+        old = 0.0 if by_engine else forward / 2
+        reference = forward - old
+    named = {f"timing_s/{name}" for name in ("sync", "rollout", "logprobs", "update", "validate", "checkpoint")}
+    known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
+    beside = mean(actor, "step") - sum(mean(actor, name.removeprefix("timing_s/")) for name in known)
+    rest = max(0.0, beside) if split.critic else 0.0
     return Work(
         batch=batch,
         rollout=mean(actor, "rollout") / (1 + batch / x / ROWS_THAT_DOUBLE),
@@ -104,23 +118,43 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
         old=old,
         reference=reference,
         score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
-        policy=mean(actor, "update") * x,
-        value=mean(critic, "update") * y,
+        policy=policy,
+        value=update(critic) * y,
     )
 
 
-def splits(gpus: int, *, reference: bool) -> list[Split]:
+def run_work(folder: Path, split: Split, batch: int, start: int = 0) -> Work:
+    """The work of a run's steps after `start`, from its folder.
+
+    Raises:
+        UserError: there are not enough steps.
+    """
+    columns = (read_column(folder / "metrics" / f"{role}.jsonl") for role in ("actor", "critic"))
+    actor, critic = ([step.metrics for n, step in column.items() if n > start] for column in columns)
+    return measured(actor, critic, split, batch)
+
+
+def splits(gpus: int, *, movable: bool) -> list[Split]:
     """All placements of so many GPUs."""
-    sides: tuple[Side, ...] = ("actor", "critic") if reference else ("actor",)
+    sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
     return [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
 
 
-def advice(work: Work, split: Split, gpus: int) -> list[str]:
-    """What the run's log and the command print: the columns as they are, and the placements that would be faster."""
+def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
+    """Whether the reference can be the critic group's: only the KL in the reward can use it there."""
+    return kl_coef > 0 and kl_loss_coef == 0
+
+
+def advice(work: Work, split: Split, gpus: int, *, movable: bool) -> list[str]:
+    """What the run's log and the command print: the columns as they are, and the placements that would be faster.
+
+    Args:
+        movable: whether the reference can be the critic group's (`may_move`).
+    """
     actor, critic = columns(work, split)
     step = predict(work, split)
     lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
-    ranked = sorted(splits(gpus, reference=work.reference > 0), key=lambda other: predict(work, other))
+    ranked = sorted(splits(gpus, movable=movable), key=lambda other: predict(work, other))
     for other in [other for other in ranked if other != split][:3]:
         seconds = predict(work, other)
         idle = 1 - min(columns(work, other)) / max(columns(work, other)) if other.critic else 0.0

@@ -56,6 +56,7 @@ class Critic:
         self.value.warm_up(lambda m, b: [value_outputs(m, b)], self._objective, fields=1, given=["old", "returns"])
         if self.reference:
             self.reference.logprobs(made_up())
+            self.reference.rest()
 
     def score(self, step: int, rollout: Rollout) -> Scored:
         """Values and reward scores of some rows of a step; all ranks of the group take part."""

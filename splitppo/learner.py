@@ -16,7 +16,7 @@ from splitppo.attention import is_packed
 from splitppo.balance import balance
 from splitppo.config import OptimConfig
 from splitppo.models import clean
-from splitppo.parallel import all_max, all_sum, gather_full
+from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, shard_again
 from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
@@ -86,10 +86,21 @@ class Learner:
         optim: AdamW and its schedule.
         steps: training steps of the run, for the schedule.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
+        gather_once: gather weights and reduce gradients once a mini-batch.
     """
 
-    def __init__(self, model: nn.Module, runner: Runner, optim: OptimConfig, *, steps: int, aggregate: algo.Aggregate):
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: Runner,
+        optim: OptimConfig,
+        *,
+        steps: int,
+        aggregate: algo.Aggregate,
+        gather_once: bool = False,
+    ):
         self.model, self.runner, self.optim, self.steps = model, runner, optim, steps
+        self.gather_once = gather_once
         self.aggregate: algo.Aggregate = aggregate
         decay = [p for p in model.parameters() if p.ndim >= 2]
         plain = [p for p in model.parameters() if p.ndim < 2]
@@ -231,7 +242,9 @@ class Learner:
     ) -> dict[str, Any]:
         """Forward and backward over a mini-batch; returns this rank's part of its figures, still on the device."""
         sums: dict[str, Any] = {}
-        for rows in plan:
+        for number, rows in enumerate(plan, 1):
+            if self.gather_once:
+                keep_gathered(self.model, last=number == len(plan))
             samples = [rollout.samples[i] for i in rows]
             batch = micro_batch(samples, self.runner.device, packed=is_packed(self.model))
             packed = {name: [split[i] for i in rows] or [torch.zeros(1)] for name, split in pieces.items()}
@@ -242,6 +255,8 @@ class Learner:
             share = batch.mask.sum() / total[1]
             parts = {name: value * share for name, value in metrics.items()} | {"loss": loss.detach()}
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
+        if self.gather_once:
+            shard_again(self.model)
         return sums
 
     def _optimizer_step(self) -> dict[str, float]:

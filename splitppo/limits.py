@@ -80,6 +80,8 @@ def check(config: Config) -> None:
         raise UserError(f"rollout.batch_size={rows} does not cut into {mini_batches} mini-batches; {use}")
     if config.rollout.lengths and config.rollout.stop:
         raise UserError("rollout.lengths says how long responses are; leave rollout.stop unset beside it")
+    if config.rollout.lengths and config.ppo.mask_truncated:
+        raise UserError("rollout.lengths cuts all responses, which ppo.mask_truncated would leave out; unset one")
     if config.placement.reference == "critic" and (config.ppo.kl_loss_coef > 0 or config.ppo.kl_coef == 0):
         raise UserError(
             f"placement.reference=critic with ppo.kl_coef={config.ppo.kl_coef:g}, ppo.kl_loss_coef="
@@ -135,6 +137,18 @@ def _check_ppo(config: Config) -> None:
             low = rows // count * count
             use = f"use {low} or {low + count}" if low else f"use {count}"
             raise UserError(f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {use}")
+    if ppo.old_logprobs == "engine":
+        if ppo.importance != "off":
+            raise UserError(
+                f"ppo.importance={ppo.importance} weighs by the trainer's old log-probs, which "
+                "ppo.old_logprobs=engine leaves out; set one of them back"
+            )
+        rollout = config.rollout
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            raise UserError(
+                f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: the "
+                "engine's log-probs are then of a part of the distribution; use top_p 1 and top_k 0"
+            )
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         raise UserError(f"ppo.kl_target={ppo.kl_target} steers ppo.kl_coef, which is 0; start it at 0.05, say")
     if ppo.critic_warmup >= config.steps:

@@ -38,6 +38,24 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def keep_gathered(model: nn.Module, *, last: bool) -> None:
+    """Before a micro-batch of a mini-batch: layers stay whole from its forward pass on, to the backward pass of the
+    `last` one, in which gradients are reduced, too."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
+            if module is not model:  # the outermost stays whole anyway, and must
+                module.set_reshard_after_forward(False, recurse=False)
+
+
+def shard_again(model: nn.Module) -> None:
+    """Ends what `keep_gathered` began: forward passes without a backward give their weights back."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.set_reshard_after_forward(True, recurse=False)
+
+
 def transformer_layers(model: nn.Module) -> nn.ModuleList:
     """The model's repeated blocks: its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

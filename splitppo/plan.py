@@ -16,9 +16,8 @@ from typing import Annotated
 import tyro
 
 from splitppo.bench import Bench, job_flags, run_job
-from splitppo.cost import Side, Split, advice, measured
+from splitppo.cost import Side, Split, advice, may_move, run_work
 from splitppo.errors import UserError
-from splitppo.timeline import read_column
 
 PROBE_STEPS = 5
 
@@ -40,9 +39,10 @@ def plan_lines(run: Path, gpus: int | None = None) -> list[str]:
     actor, critic = int(found[2]), 0 if found[1] == "colocated" else int(found[3])
     side: Side = settings["placement"].get("reference", "actor")
     split = Split(actor, critic, side)
-    actors, critics = ([step.metrics for step in read_column(file).values()] for file in files[2:])
-    work = measured(actors, critics, split, settings["rollout"]["batch_size"])
-    return advice(work, split, gpus or actor + critic)
+    work = run_work(run, split, settings["rollout"]["batch_size"])
+    ppo = settings["ppo"]
+    movable = may_move(ppo["kl_coef"], ppo["kl_loss_coef"])
+    return advice(work, split, gpus or actor + critic, movable=movable)
 
 
 def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
@@ -54,10 +54,11 @@ def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
     job = "colocated" if gpus == 1 else f"{gpus - gpus // 2}+{gpus // 2}"
     bench = Bench(gpus=gpus, warmup=2, steps=PROBE_STEPS - 2, out=str(out))
     print(f"probe: {job}, {PROBE_STEPS} steps ...", flush=True)
-    if wrong := run_job(job, bench, job_flags(bench, flags, out), out):
-        log = (out / f"{job}.log").read_text(errors="replace")
-        print(log[-3000:], file=sys.stderr)
-        raise UserError(f"the probe failed: {wrong.partition('; see')[0]}; its end is above")
+    try:
+        run_job(job, bench, job_flags(bench, flags, [], out), out)
+    except UserError as error:
+        print((out / f"{job}.log").read_text(errors="replace")[-3000:], file=sys.stderr)
+        raise UserError(f"the probe failed: {str(error).partition('; see')[0]}; its end is above") from error
     return out / job
 
 

@@ -70,6 +70,9 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
     reference = counts.get("reference", 0) * width
     actor += reference / len(placement.actor) if config.placement.reference == "actor" else 0
     critic += reference / len(placement.critic) if config.placement.reference == "critic" else 0
+    if config.compute.gather == "mini_batch":  # whole weights, and gradients in float32
+        actor += counts["policy"] * (width + 4)
+        critic += counts["value"] * (width + 4)
     lengths, held_out = sorted(len(prompt.tokens) for prompt in training.prompts), len(validation.prompts)
     lines = [f"data: {len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {held_out:,} held out"]
     lines += training.told + validation.told

@@ -43,6 +43,9 @@ def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]]) 
     metrics: dict[str, Any] = {}
     for name in figures[0] if figures else ():
         total = sum(figure[name] for figure in figures)
-        metrics[f"{role}/{loss if name == 'loss' else name}"] = total if name == "skipped" else total / len(figures)
+        short = loss if name == "loss" else name
+        # how the work was cut depends on the placement, as all of perf does, and nothing else here
+        name_there = f"perf/{name}" if name in ("padding", "imbalance") else f"{role}/{short}"
+        metrics[name_there] = total if name == "skipped" else total / len(figures)
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
     return metrics

@@ -1,17 +1,8 @@
 """From a configuration to a run: the checks before it, its folder, its data, and the models of each role."""
 
-import difflib
 import functools
-import json
-import logging
-import platform
-import shutil
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +13,14 @@ from splitppo import checkpoint, data, models
 from splitppo.actor import Actor
 from splitppo.attention import packs
 from splitppo.channel import Links, Wire
-from splitppo.config import Config, to_toml
+from splitppo.config import Config
+from splitppo.cost import Split, advice, may_move, run_work
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.start import warnings as engine_warnings
 from splitppo.engine.vllm_process import Process
+from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.metrics import ColumnLog
 from splitppo.outputs import PolicyOutputs
@@ -42,10 +35,25 @@ from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
+from splitppo.run_files import log_to_file, write_run_files
 from splitppo.runtime import Runtime, compiles, dtype_of, format_map
 from splitppo.tiny import build_tiny
 from splitppo.trackers import Trackers
 from splitppo.validation import Validator, write_rows
+
+ADVICE = 8  # steps after which the log says which split would be faster
+
+
+def advise(config: Config, placement: Placement, folder: Path, start: int) -> list[str]:
+    """What the cost model says of a run's placement; [] where the actor's metrics can't be read from here yet."""
+    critics = 0 if placement.colocated else len(placement.critic)
+    split = Split(len(placement.actor), critics, config.placement.reference)
+    try:
+        work = run_work(folder, split, config.rollout.batch_size, start)
+    except UserError:
+        return []
+    movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
+    return [f"[plan] {line}" for line in advice(work, split, split.actor + split.critic, movable=movable)[:3]]
 
 
 def owners(config: Config, placement: Placement, step: int) -> Ownership:
@@ -85,13 +93,13 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         for warning in engine_warnings(config, runtime.device.type):
             print(f"warning: {warning}", flush=True)
-        _write_run_files(config, folder, found)
+        write_run_files(config, folder, found)
         (folder / "placement.txt").write_text(placed + "\n")
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
         runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    _log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
+    log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
     return Run(config, runtime, folder, Path(found) if found else None, engine)
 
 
@@ -244,6 +252,10 @@ class Run:
             checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
             if role == "critic":
                 checkpoint.prune(self.folder, self.config.checkpoint.keep)
+        due = max(self.start, self.config.ppo.critic_warmup) + ADVICE
+        if role == "critic" and log.first and step == due and self.runtime.device.type == "cuda":
+            for line in advise(self.config, self.runtime.placement, self.folder, self.start):
+                print(line, flush=True)
         if role == "actor":
             self.trackers.update()
         self.profiler.boundary(step + 1)
@@ -296,7 +308,9 @@ class Run:
     def _learner(self, name: str, runner: Runner) -> Learner:
         optim = self.config.policy.optim if name == "policy" else self.config.value.optim
         steps, aggregate = self.config.steps, self.config.ppo.aggregate
-        return Learner(self._model(name, runner), runner, optim, steps=steps, aggregate=aggregate)
+        once = self.config.compute.gather == "mini_batch"
+        how: Any = {"steps": steps, "aggregate": aggregate, "gather_once": once}
+        return Learner(self._model(name, runner), runner, optim, **how)
 
     def _phase(self, name: str) -> None:
         """Times the phases of the start, and tells the other ranks; "" ends the last."""
@@ -323,40 +337,3 @@ class Run:
         drawn = seed if is_drawn(self.config, name) else None
         models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)
         return model
-
-
-def _write_run_files(config: Config, folder: Path, resumed: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path, text = folder / "config.toml", to_toml(config)
-    if resumed:
-        print(f"going on from {resumed}", flush=True)
-        before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for change in difflib.ndiff(before, text.splitlines()):
-            if change[0] in "+-":
-                print(f"  {'now' if change[0] == '+' else 'was'} {change[2:]}", flush=True)
-    path.write_text(text, encoding="utf-8")
-    (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "command": " ".join(sys.argv)}
-    for package in ("splitppo", "torch", "transformers", "safetensors", "vllm"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return found | {"git": revision or "not a checkout"}
-
-
-def _log_to_file(path: Path) -> None:
-    """Warnings and messages of the libraries, of this rank."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    root.addHandler(handler)
-    logging.captureWarnings(True)
-    # of the value model's output, on which nothing is done in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")

@@ -59,6 +59,7 @@ class Hyper:
     mask_truncated: bool = False
     kl_target: float | None = None
     kl_horizon: int = 10000
+    old_logprobs: str = "trainer"
 
 
 @dataclass
@@ -153,6 +154,8 @@ def ppo_step(
 ) -> StepResult:
     with torch.no_grad():
         old = [act(policy, row, h.temperature)[0] for row in step.rows]
+        if h.old_logprobs == "engine":
+            old = [torch.tensor(row.engine) for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
         old_values = [run(value, row)[:, 0] for row in step.rows]
         adv, returns, kls = [], [], []

@@ -246,6 +246,7 @@ def test_one_rank_is_the_paper(baseline):
         (3, {"placement__actor": 2, "slow": "actor"}),
         (3, {"placement__actor": 2, "compute__activation_checkpointing": ""}),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
+        (4, {"placement__actor": 2, "compute__gather": "mini_batch"}),
         (2, {"placement__actor": 1, "placement__barrier": "", "rollout__chunks": 1}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
@@ -269,6 +270,14 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
     argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
     compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
+
+
+def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
+    seen = run(inputs, tmp_path, 3, placement__actor=2, ppo__old_logprobs="engine")
+    compare(seen, reference(inputs, seen, fresh_head(inputs), old_logprobs="engine"))
+    lines = (tmp_path / "run" / "metrics" / "actor.jsonl").read_text().splitlines()
+    assert all("actor/entropy" not in line and "mismatch" not in line for line in lines), "a forward pass was run"
+    assert all("actor/ref_kl" in line for line in lines)
 
 
 @pytest.mark.parametrize(("actor", "chunks", "offload"), [(2, 4, {}), (1, 2, {"reference__offload": ""})])

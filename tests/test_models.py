@@ -1,10 +1,12 @@
 """Families of Hugging Face models, tiny and random: built on meta, sharded, filled, and equal to the library's own."""
 
+import copy
 from typing import Any, cast
 
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
     Gemma2Config,
@@ -18,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from splitppo.attention import PACKED, why_not_packed
+from splitppo.attention import PACKABLE, PACKED, why_not_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.models import build, check_folder, clean, fill, read_config
@@ -120,6 +122,25 @@ def test_a_value_model_is_its_body_and_a_fresh_head(family, mesh, tmp_path):
         if why_not_packed(config) is None:
             cast(Any, model).config._attn_implementation = PACKED
             torch.testing.assert_close(value_outputs(model, packed), values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKABLE))
+def test_a_type_that_is_packed_keeps_rows_apart(kind):
+    size = SIZE | {"num_key_value_heads": 4} if kind == "phi3" else SIZE
+    make: Any = CONFIG_MAPPING[kind]
+    config = make(**size, bos_token_id=0, eos_token_id=0)
+    config.initializer_range = 0.3  # the rows' neighbours are to matter
+    for name in vars(config):
+        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PACKED).eval()
+    model.load_state_dict(plain.state_dict())
+    assert why_not_packed(config) is None
+    padded, packed = micro_batch(rows(), CPU), micro_batch(rows(), CPU, packed=True)
+    due, got = (PolicyOutputs(1.0, 50)(m, b, entropy=False)[0] for m, b in ((plain, padded), (model, packed)))
+    torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-4)
 
 
 def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):

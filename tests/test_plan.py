@@ -1,7 +1,7 @@
 """The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs, lengths and table."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,11 @@ def test_columns_by_hand():
 
 
 def test_the_advice_names_the_faster_splits_first():
-    lines = advice(WORK, Split(3, 1), 4)
+    lines = advice(WORK, Split(3, 1), 4, movable=True)
     assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
     assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x, idle column 14%"
     assert "colocated on 4: 6.05 s" in lines[2]
+    assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), 4, movable=False))
 
 
 def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[dict]]:
@@ -45,6 +46,7 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
     actor["timing_s/step"] = sum(actor.values()) + work.rest
     score = (work.score + (not beside) * work.reference) / y
     critic = {"timing_s/score": score, "timing_s/update": work.value / y, "critic/ref_kl": 0.1}
+    actor["actor/mismatch_mean"] = 0.01
     slow = {name: 10 * value for name, value in actor.items()}
     return [slow] * 2 + [actor] * (steps - 2), [critic] * steps
 
@@ -53,13 +55,32 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
     assert asdict(measured(actor, critic, split, 540)) == pytest.approx(asdict(WORK))
+    # a wait too short to be noted in the first step, and none of the policy's updates at the beginning
+    critic_late = [line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0} for line in actor]
+    mixed = [*actor[:3], *critic_late[3:]]
+    assert measured(mixed, critic, split, 540).rest == pytest.approx(WORK.rest)
+    warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
+    assert measured(warming + actor[3:], critic, split, 540).policy == pytest.approx(WORK.policy)
+    with pytest.raises(UserError, match="no policy update beyond its warm-up"):
+        measured(warming, critic, split, 540)
     with pytest.raises(UserError, match="no more than 2 steps"):
         measured(actor[:2], critic, split, 540)
 
 
+@pytest.mark.parametrize("split", [Split(2, 2), Split(2, 2, "critic")])
+def test_without_old_log_probs_the_forward_pass_is_the_references(split):
+    work = replace(WORK, old=0.0)
+    actor, critic = lines(split, work)
+    for line in actor:
+        line.pop("actor/mismatch_mean", None)
+    found = measured(actor, critic, split, 540)
+    assert (found.old, found.reference, found.score) == pytest.approx((0.0, 2.0, 2.0))
+
+
 def write_run(folder: Path, *, steps: int = 5) -> Path:
     (folder / "metrics").mkdir(parents=True)
-    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 540\n')
+    ppo = "[ppo]\nkl_coef = 0.1\nkl_loss_coef = 0.0\n"
+    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 540\n' + ppo)
     (folder / "placement.txt").write_text("placement per_node: 2 actor, 2 critic\n  rank 0 ...\n")
     for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
         text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
@@ -93,11 +114,13 @@ def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
 
 
 def test_jobs_are_read_and_wrong_ones_told():
-    assert bench.parse_job("colocated", 4) == (Split(4, 0), ["--placement.mode", "colocated"])
+    assert bench.parse_job("colocated", 4)[0] == Split(4, 0)
     split, flags = bench.parse_job("3+1/critic/barrier", 4)
     assert (split, flags[-1]) == (Split(3, 1, "critic"), "--placement.barrier")
-    assert bench.default_jobs(4) == ("colocated", "2+2/barrier", "2+2", "2+2/critic", "3+1", "3+1/critic")
-    assert bench.default_jobs(1) == ("colocated",)
+    jobs = ("colocated", "2+2/barrier", "2+2", "3+1")
+    assert bench.default_jobs(4, movable=False) == jobs
+    assert bench.default_jobs(4, movable=True) == (*jobs, "2+2/critic", "3+1/critic")
+    assert bench.default_jobs(1, movable=True) == ("colocated",)
     for wrong, told in (("3+2", "add up to --gpus 4"), ("4+0", "at least one rank"), ("3-1", "write colocated, 3\\+1")):
         with pytest.raises(UserError, match=told):
             bench.parse_job(wrong, 4)
@@ -111,6 +134,9 @@ def test_lengths_are_seeded_and_as_asked(tmp_path):
     assert bench.lengths_of("fixed:512") == [512]
     (tmp_path / "own").write_text("3\n5\n")
     assert bench.lengths_of(str(tmp_path / "own")) == [3, 5]
+    (tmp_path / "empty").touch()
+    with pytest.raises(UserError, match="holds no number"):
+        bench.lengths_of(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="write fixed:512, lognormal:240:1024, or name a file"):
         bench.lengths_of("normal:3")
 
@@ -118,13 +144,17 @@ def test_lengths_are_seeded_and_as_asked(tmp_path):
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
-    argv = ["bench", "--gpus", "2", "--jobs", "colocated", "1+1", "--lengths", "lognormal:4:12", "--warmup", "2"]
+    (tmp_path / "preset.toml").write_text('[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n')
+    trainer += ["--config", str(tmp_path / "preset.toml")]
+    argv = ["bench", "--gpus", "2", "--jobs", "1+1", "colocated", "--lengths", "lognormal:4:12", "--warmup", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
     assert bench.main() == 0
     told = capsys.readouterr().out
     assert "1+1 against colocated: " in told
     record = json.loads((out / "bench.json").read_text())
-    colocated, split = record["results"]
+    split, colocated = record["results"]
+    assert split["predicted_s"] > 0
+    assert "wait_barrier" not in split["phases"]["actor"], "the preset's barrier was taken over"
     lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
     for folder, result in (("colocated", colocated), ("1+1", split)):
         steps = [json.loads(line) for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()]

@@ -160,11 +160,20 @@ EARLY = [
         ["--placement.reference=critic", "--ppo.kl-coef=0.1"],
         ["placement.reference is for two groups, and every rank plays both roles; leave it unset"],
     ),
+    (
+        ["--ppo.old-logprobs=engine", "--ppo.importance=token"],
+        ["ppo.importance=token weighs by the trainer's old log-probs", "set one of them back"],
+    ),
+    (
+        ["--ppo.old-logprobs=engine", "--rollout.top-k=5"],
+        ["ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5", "use top_p 1 and top_k 0"],
+    ),
     (["--placement.barrier"], ["placement.barrier is for two groups"]),
     (["--rollout.lengths={d}/none.txt"], ["rollout.lengths={d}/none.txt: no such file", "name one that every rank"]),
     (["--rollout.lengths={d}/lengths.txt"], ["lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6"]),
     (["--rollout.lengths={d}/key.toml"], ["key.toml number 1 is '[rollout]'; use 1 to"]),
     (["--rollout.lengths={d}/bare.txt"], ["bare.txt holds no number; write one a line"]),
+    (["--rollout.lengths={d}/bare.txt", "--ppo.mask-truncated"], ["which ppo.mask_truncated would leave out"]),
     (["--rollout.lengths={d}/bare.txt", "--rollout.stop=a"], ["leave rollout.stop unset beside it"]),
     (
         ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],

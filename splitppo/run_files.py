@@ -1,0 +1,52 @@
+"""What a run's folder says of the run: its settings, the versions it ran with, the libraries' messages."""
+
+import difflib
+import json
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from splitppo.config import Config, to_toml
+
+
+def write_run_files(config: Config, folder: Path, resumed: str) -> None:
+    """The settings, with what changed if the run goes on, and the versions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, text = folder / "config.toml", to_toml(config)
+    if resumed:
+        print(f"going on from {resumed}", flush=True)
+        before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for change in difflib.ndiff(before, text.splitlines()):
+            if change[0] in "+-":
+                print(f"  {'now' if change[0] == '+' else 'was'} {change[2:]}", flush=True)
+    path.write_text(text, encoding="utf-8")
+    (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "command": " ".join(sys.argv)}
+    for package in ("splitppo", "torch", "transformers", "safetensors", "vllm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return found | {"git": revision or "not a checkout"}
+
+
+def log_to_file(path: Path) -> None:
+    """Warnings and messages of the libraries, of this rank."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    # of the value model's output, on which nothing is done in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
