@@ -287,6 +287,17 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, chunks, offl
     compare(seen, reference(inputs, seen, fresh_head(inputs), kl_loss_coef=0.0))
 
 
+def test_deferral_changes_no_bit(inputs, tmp_path):
+    """The critic's update under the next rollout is a matter of time alone."""
+    seen = []
+    for name, barrier in (("with", {"placement__barrier": ""}), ("without", {})):
+        (tmp_path / name).mkdir()
+        seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, **barrier))
+    for kind in ("policy", "value"):
+        assert all(torch.equal(weight, seen[1][kind][name]) for name, weight in seen[0][kind].items()), kind
+    assert [seen[0]["actor"], seen[0]["critic"]] == [seen[1]["actor"], seen[1]["critic"]]
+
+
 PRACTICE = {
     "lam_value": 1.0,
     "value_epochs": 1,
