@@ -74,6 +74,35 @@ def predict(work: Work, split: Split) -> float:
     return max(both) if split.critic else sum(both)
 
 
+def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Seconds of a span in a step, over all lines."""
+    return sum(line.get(f"timing_s/{name}", 0.0) for line in lines) / len(lines)
+
+
+def updates(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of an update, over the steps that had one: the policy has none while the critic warms up."""
+    found = [line for line in lines if "timing_s/update" in line]
+    if not found:
+        raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
+    return mean(found, "update")
+
+
+def forward_passes(
+    forward: float, policy: float, split: Split, *, has_reference: bool, by_engine: bool
+) -> tuple[float, float]:
+    """Old and reference log-probs' part, on one GPU, of the actor's `forward`; `policy` is its update.
+
+    Args:
+        by_engine: the old ones are the engine's, and take no forward pass.
+    """
+    if has_reference and split.reference == "actor":
+        old = 0.0 if by_engine else forward / 2
+        return old, forward - old
+    old = 0.0 if by_engine else forward
+    # a forward pass is a third of an update, where there is none to go by
+    return old, (policy / 3 if by_engine else old) if has_reference else 0.0
+
+
 def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, Any]], split: Split, batch: int) -> Work:
     """The work of a run's steps, from the lines of its metrics; of the reference's it takes that it is the old
     log-probs', as it is with a reference of the policy's size.
@@ -85,27 +114,11 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
     if not actor or not critic:
         raise UserError(f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on")
 
-    def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-        return sum(line.get(f"timing_s/{name}", 0.0) for line in lines) / len(lines)
-
-    def update(lines: Sequence[Mapping[str, Any]]) -> float:
-        """Of the steps that had one: the policy has none while the critic warms up."""
-        found = [line for line in lines if "timing_s/update" in line]
-        if not found:
-            raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
-        return mean(found, "update")
-
     x, y = split.actor, split.critic or split.actor
     forward, score = mean(actor, "logprobs") * x, mean(critic, "score") * y
-    policy, has_reference = update(actor) * x, "critic/ref_kl" in critic[0]
+    policy, has_reference = updates(actor) * x, "critic/ref_kl" in critic[0]
     by_engine = "actor/mismatch_mean" not in actor[0]  # whose log-probs are the old ones: no forward pass for them
-    if not has_reference or split.reference == "critic":
-        old = 0.0 if by_engine else forward
-        # a forward pass is a third of an update, where there is none to go by
-        reference = (policy / 3 if by_engine else old) if has_reference else 0.0
-    else:
-        old = 0.0 if by_engine else forward / 2
-        reference = forward - old
+    old, reference = forward_passes(forward, policy, split, has_reference=has_reference, by_engine=by_engine)
     named = {f"timing_s/{name}" for name in ("sync", "rollout", "logprobs", "update", "validate", "checkpoint")}
     known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
     beside = mean(actor, "step") - sum(mean(actor, name.removeprefix("timing_s/")) for name in known)
@@ -119,7 +132,7 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
         reference=reference,
         score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
         policy=policy,
-        value=update(critic) * y,
+        value=updates(critic) * y,
     )
 
 

@@ -116,22 +116,21 @@ class Runtime:
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
         me = self.launch.rank
-        self.store.set(f"done/{me}", "1")
-        for rank in range(self.launch.world):
-            try:
-                self.store.get(f"done/{rank}")
-            except dist.DistStoreError as error:
-                waited = f"{self.describe(me)} waited {self.timeout:g} s for {self.describe(rank)}"
-                raise RuntimeError(f"end of the run: {waited}; raise --timeout if that is only slow") from error
+        self.meet("end of the run")
         self.store.set(f"left/{me}", "1")
         for rank in range(self.launch.world if me == 0 else 0):
             self.store.get(f"left/{rank}")  # rank 0 may hold the store: it goes last
 
     def meet(self, where: str) -> None:
-        """Returns when every rank is here; without a word to the GPUs."""
-        self.store.set(f"meet/{where}/{self.launch.rank}", "1")
+        """Returns when every rank is here, without a word to the GPUs."""
+        me = self.launch.rank
+        self.store.set(f"meet/{where}/{me}", "1")
         for rank in range(self.launch.world):
-            self.store.get(f"meet/{where}/{rank}")
+            try:
+                self.store.get(f"meet/{where}/{rank}")
+            except dist.DistStoreError as error:
+                waited = f"{self.describe(me)} waited {self.timeout:g} s for {self.describe(rank)}"
+                raise RuntimeError(f"{where}: {waited}; raise --timeout if that is only slow") from error
 
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""

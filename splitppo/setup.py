@@ -246,7 +246,7 @@ class Run:
         log = self.log(role)
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
-                self.runtime.meet(f"step_{step}")
+                self.runtime.meet(f"barrier of step {step}")
         log.finish(step, metrics | (self.wire.spent() if self.wire else {}))
         if log.first and self._due(step):
             checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)

@@ -107,6 +107,8 @@ FLAGS_OUT_OF_BOUNDS = [
     (as_flags(given, names.split()[0]), [f"{names.split()[0]}={shown} {rule}"]) for given, shown, rule, names in BOUNDS
 ]
 
+TWO_FILES = ["--data.files", "{d}/good.jsonl", "{d}/two.jsonl", "--data.weights", "1", "2"]
+
 EARLY = [
     # flags
     *FLAGS_OUT_OF_BOUNDS,
@@ -358,30 +360,11 @@ DATA = [
         ],
     ),
     (
-        [
-            "--data.files",
-            "{d}/good.jsonl",
-            "{d}/two.jsonl",
-            "--data.weights",
-            "1",
-            "2",
-            "--data.overlong=filter",
-            "--rollout.max-prompt-tokens=4",
-            "--reward.function=exact_match",
-        ],
+        [*TWO_FILES, "--data.overlong=filter", "--rollout.max-prompt-tokens=4", "--reward.function=exact_match"],
         ["data.weights: no row of {d}/two.jsonl is left to take its share; drop the file, or mend data.max_rows=None"],
     ),
     (
-        [
-            "--data.files",
-            "{d}/good.jsonl",
-            "{d}/two.jsonl",
-            "--data.weights",
-            "1",
-            "2",
-            "--data.max-rows=1",
-            "--reward.function=exact_match",
-        ],
+        [*TWO_FILES, "--data.max-rows=1", "--reward.function=exact_match"],
         ["data.weights: no row of {d}/", "mend data.max_rows=1 and data.overlong=refuse"],
     ),
     (["--data.system=Add."], ["data.system is for the chat template, but the tokenizer", "an instruct model or drop"]),
