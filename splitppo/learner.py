@@ -1,5 +1,6 @@
 """A model on one group: sharded forward passes, PPO updates, the stream of full weights."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from splitppo.balance import balance
 from splitppo.config import OptimConfig
 from splitppo.models import clean
 from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, shard_again
-from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows
+from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows, to_device
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 
@@ -49,10 +50,13 @@ class Runner:
         """
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         (cut,) = self.cut(model, [rollout.totals])
+        found = []
         for rows in cut:
             batch = micro_batch([rollout.samples[i] for i in rows], self.device, packed=is_packed(model))
-            for field, out in zip(by_row, outputs(model, batch), strict=True):
-                for i, line in zip(rows, out.float().cpu(), strict=False):
+            found.append([out.float() for out in outputs(model, batch)])
+        for rows, outs in zip(cut, found, strict=True):  # only now: reading waits for the GPU, which would then idle
+            for field, out in zip(by_row, outs, strict=True):
+                for i, line in zip(rows, out.cpu(), strict=False):
                     field[rollout.rows[i]] = line[: rollout.lengths[i]]
         return [rollout.pack(field) for field in by_row]
 
@@ -106,11 +110,7 @@ class Learner:
         plain = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=runner.device.type == "cuda",
+            [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
         )
         self.updates = 0
 
@@ -171,12 +171,13 @@ class Learner:
         pieces = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         share = self._shares(rollout, plans)
-        sums, steps = [], []
+        sums, norms = [], []
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, pieces, objective, total))
-                steps.append(self._optimizer_step())
+                norms.append(self._optimizer_step())
         self.updates += 1
+        steps = [{"grad_norm": norm, "skipped": float(not math.isfinite(norm))} for norm in map(float, norms)]
         return [figures | step | share for figures, step in zip(self._over_group(sums), steps, strict=True)]
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -248,7 +249,7 @@ class Learner:
             samples = [rollout.samples[i] for i in rows]
             batch = micro_batch(samples, self.runner.device, packed=is_packed(self.model))
             packed = {name: [split[i] for i in rows] or [torch.zeros(1)] for name, split in pieces.items()}
-            padded = {name: pad_rows(tensors).to(self.runner.device) for name, tensors in packed.items()}
+            padded = {name: to_device(pad_rows(tensors), self.runner.device) for name, tensors in packed.items()}
             loss, metrics = objective(self.model, batch, padded)
             loss = loss * (algo.aggregate_weight(batch.mask, self.aggregate) / total[0])
             loss.backward()
@@ -259,19 +260,19 @@ class Learner:
             shard_again(self.model)
         return sums
 
-    def _optimizer_step(self) -> dict[str, float]:
+    def _optimizer_step(self) -> Tensor:
         """Clips, steps, clears. A gradient that isn't finite is dropped: its norm, over the group, tells every rank
-        alike."""
+        alike. Returns that norm, still on the device: nothing here waits for the GPU."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        finite = bool(norm.isfinite())
-        if finite:
-            if self.optim.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.max_grad_norm, norm)
-            self.optimizer.step()
+        if self.optim.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.max_grad_norm, norm)
+        # what a loss scaler tells a fused optimizer: 1 leaves weights and state as they are
+        cast(Any, self.optimizer).found_inf = (~norm.isfinite()).float()
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": float(norm), "skipped": 0.0 if finite else 1.0}
+        return norm
 
     def _over_group(self, sums: list[dict[str, Any]]) -> list[dict[str, float]]:
         """Sums the ranks' parts of the figures of all optimizer steps in one message."""

@@ -125,16 +125,19 @@ class MicroBatch:
         before: `[N]` int64, where in the flattened ids the N response tokens were chosen: one before each.
         responses: `[N]` int64, the response tokens.
         mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
+        places: `[N]` int64, where in the flattened mask the response tokens are.
     """
 
     inputs: dict[str, Any]
     before: Tensor
     responses: Tensor
     mask: Tensor
+    places: Tensor
 
     def pad(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B, T]`, 0 where padded."""
-        return packed.new_zeros(self.mask.shape).masked_scatter(self.mask, packed)
+        # by index: the gradient through a mask would make the host wait for the GPU to count it
+        return packed.new_zeros(self.mask.numel()).index_copy(0, self.places, packed).view(self.mask.shape)
 
 
 def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
@@ -151,8 +154,14 @@ def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool
     before = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, lengths.tolist(), strict=True)])
     responses = torch.tensor([token for sample in samples for token in sample.response], dtype=torch.int64)
     mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return MicroBatch(inputs, *(tensor.to(device) for tensor in (before, responses, mask)))
+    places = mask.flatten().nonzero()[:, 0]
+    inputs = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return MicroBatch(inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places)))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor there, without waiting for what the GPU has under way."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:

@@ -13,22 +13,21 @@ whole is done when all its ranks have said it.
 
 import importlib
 import json
-import math
 import os
 import shutil
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 from splitppo.child import end_with_parent
-from splitppo.engine import Sampling, row_seed
 from splitppo.engine.vllm_process import Plan, vllm_version
-from splitppo.rollout import Request, Sample
+from splitppo.engine.vllm_rows import Rows
+from splitppo.rollout import Sample
 
 EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
 # in-process: this process is the engine's own already. The rest: nothing goes out, nothing is read from elsewhere.
@@ -140,9 +139,8 @@ class Host:
     """The engine and the ranks that it serves."""
 
     def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
-        self.llm, self.conns, self.eos, self.dtype = llm, conns, list(plan.eos), plan.dtype
+        self.llm, self.conns, self.dtype, self.rows = llm, conns, plan.dtype, Rows(llm, plan.eos)
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
-        self.open: list[dict[str, Request]] = [{} for _ in conns]  # rows being generated, by request id
         self.generating = [False for _ in conns]
         self.stale = False  # whether the prefix cache holds keys of other weights
         self.asleep: set[str] = set()  # what of its memory is given back
@@ -152,24 +150,24 @@ class Host:
         """Until all ranks have said `close`."""
         left = list(self.conns)  # a rank that has said `close` hangs up, and the others may need a while yet
         while not self.closing:
-            busy = self.llm.has_unfinished_requests()
-            said: Any = wait(left, timeout=0 if busy else None)
+            said: Any = wait(left, timeout=0 if self.rows.open else None)
             for conn in said:
                 message = conn.recv()
                 if message[0] == "close":
                     left.remove(conn)
                 self._hear(self.conns.index(conn), message)
-            if self.llm.has_unfinished_requests():
-                self._route(self.llm.step())
+            if self.rows.open:
+                self._route(self.rows.step())
 
     def _hear(self, rank: int, message: tuple[str, Any]) -> None:
         kind, value = message
         if kind == "generate":
-            self._generate(rank, *value)
+            self.generating[rank] = True
+            self.rows.add(rank, *value)
+            self._end({rank} - self.rows.ranks())
         elif kind == "halt":
-            self.llm.abort_request(list(self.open[rank]))
-            self.open[rank] = {}
-            self._end(rank)
+            self.rows.abort(rank)
+            self._end({rank})
         else:
             self.inbox[rank].append(message)
             if all(self.inbox):
@@ -226,62 +224,19 @@ class Host:
             self.llm.step()
         raise RuntimeError("vLLM keeps cache blocks of rows that have ended")
 
-    def _generate(self, rank: int, requests: Sequence[Request], sampling: Sampling, seed: int, step: int) -> None:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        self.generating[rank] = True
-        for request in requests:
-            params = SamplingParams(
-                temperature=0.0 if sampling.greedy else sampling.temperature,
-                top_p=1.0 if sampling.greedy else sampling.top_p,
-                top_k=0 if sampling.greedy else sampling.top_k,
-                seed=row_seed(seed, step, request.row),
-                max_tokens=request.length or sampling.max_new_tokens,
-                stop=list(sampling.stop),
-                include_stop_str_in_output=True,
-                detokenize=bool(sampling.stop),
-                skip_special_tokens=False,
-                ignore_eos=True,  # all that end a response are named here
-                stop_token_ids=[] if request.length else self.eos,
-                logprobs=0,  # of the drawn token alone
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            prompt = {"prompt_token_ids": request.prompt}
-            self.llm.add_request(name := f"{rank}/{request.row}", prompt, params)
-            self.open[rank][name] = request
-        if not requests:
-            self._end(rank)
-
-    def _route(self, outputs: Sequence[Any]) -> None:
+    def _route(self, ended: Sequence[tuple[int, Sample]]) -> None:
         """Sends the rows that have ended to the ranks that asked for them."""
-        ended: list[list[Sample]] = [[] for _ in self.conns]
-        for output in outputs:
-            rank = int(output.request_id.split("/")[0])
-            if output.finished and output.request_id in self.open[rank]:
-                request = self.open[rank].pop(output.request_id)
-                ended[rank].append(finished_sample(request, output.outputs[0]))
-        for rank, samples in enumerate(ended):
-            if samples:
-                self.conns[rank].send(("samples", samples))
-            if self.generating[rank] and not self.open[rank]:
-                self._end(rank)
+        ranks = {rank for rank, _ in ended}
+        for rank in ranks:
+            self.conns[rank].send(("samples", [sample for of, sample in ended if of == rank]))
+        if ranks:
+            self._end(ranks - self.rows.ranks())
 
-    def _end(self, rank: int) -> None:
-        if self.generating[rank]:
-            self.generating[rank] = False
-            self.conns[rank].send(("done", None))
-
-
-def finished_sample(request: Request, completion: Any) -> Sample:
-    """vLLM's finished row as ours."""
-    tokens, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
-    if len(logprobs) != len(tokens) or completion.finish_reason not in ("stop", "length"):
-        why = f"ended by {completion.finish_reason} with {len(tokens)} tokens and {len(logprobs)} log-probs"
-        raise RuntimeError(f"row {request.row} {why}")
-    if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-    return Sample(request.row, request.prompt, tokens, logprobs, completion.finish_reason == "stop")
+    def _end(self, ranks: Set[int]) -> None:
+        for rank in ranks:
+            if self.generating[rank]:
+                self.generating[rank] = False
+                self.conns[rank].send(("done", None))
 
 
 def connect(plan: Plan) -> list[Connection]:
