@@ -50,6 +50,7 @@ class Actor:
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
         self.synced = -1
+        self.best: tuple[float, int] | None = None  # score of the best validation, and its step
         self.metrics: dict[str, Any] = {}
 
     def warm_up(self) -> None:
@@ -63,6 +64,7 @@ class Actor:
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
         if self.synced != self.policy.updates or not self.engine.loaded:
+            self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
 
@@ -129,11 +131,12 @@ class Actor:
         return self.policy
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the learner: nothing."""
-        return {}
+        """What a checkpoint holds beside the learner."""
+        return {"best": self.best}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Goes on from what `state` returned."""
+        self.best = tuple(state["best"]) if state["best"] else None
 
     def _importance(self, rollout: Rollout, old: Tensor) -> dict[str, Tensor]:
         """The field `weights`, if it is asked for."""
@@ -151,7 +154,10 @@ class Actor:
         if not self.validator.due(step):
             return {}
         self.sync()
-        return self.validator.run(step)
+        metrics = self.validator.run(step)
+        if self.best is None or metrics["val/score/mean"] > self.best[0]:
+            self.best = metrics["val/score/mean"], step
+        return metrics | {"val/best_so_far": self.best[0], "val/best_step": float(self.best[1])}
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]

@@ -305,6 +305,8 @@ class CheckpointConfig:
     """Write one every n steps and after the last; 0: never."""
     keep: int = 2
     """Complete checkpoints to keep, the newest; 0: all."""
+    keep_every: int = 0
+    """Keep those of every n-th step, too; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,8 @@ class Config:
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
     """`auto`: go on from the newest complete checkpoint in run_dir, if any; `never`; or a checkpoint's folder."""
+    force: bool = False
+    """Go on from a checkpoint though settings have changed that make the run another one."""
     dry_run: bool = False
     """Print the resolved config, placement, messages and memory, and stop; needs no torchrun."""
     world_size: int | None = None

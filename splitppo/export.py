@@ -15,7 +15,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from splitppo import models
-from splitppo.checkpoint import complete
+from splitppo.checkpoint import TensorReader, complete
 from splitppo.errors import UserError
 
 
@@ -63,9 +63,9 @@ def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype
     model.to_empty(device="cpu")
     # to_empty gives tied weights memory of their own
     model.tie_weights()
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=saved, no_dist=True)
-    model.load_state_dict(state["model"])
+    # in place; tied ones have one name here, as in training
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    dcp.load({"model": weights}, storage_reader=TensorReader(saved), no_dist=True)
     model.to(dtype).save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     generation = Path(source) / "generation_config.json"

@@ -17,7 +17,7 @@ from splitppo.attention import is_packed
 from splitppo.balance import balance
 from splitppo.config import OptimConfig
 from splitppo.models import clean
-from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, shard_again
+from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, local, shard_again
 from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows, to_device
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
@@ -180,15 +180,31 @@ class Learner:
         steps = [{"grad_norm": norm, "skipped": float(not math.isfinite(norm))} for norm in map(float, norms)]
         return [figures | step | share for figures, step in zip(self._over_group(sums), steps, strict=True)]
 
+    def sharded(self) -> dict[str, nn.Parameter]:
+        """The weights by Hugging Face name, each rank's shards of them."""
+        cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the outermost weights whole
+        return {clean(name): parameter for name, parameter in self.model.named_parameters()}
+
+    def check_finite(self) -> None:
+        """Of the weights; all ranks of the group must call it.
+
+        Raises:
+            FloatingPointError: on all of them, if one has a number that is not finite.
+        """
+        named = self.sharded()
+        bad = torch.stack([~local(parameter).isfinite().all() for parameter in named.values()]).int().tolist()
+        wrong = [name for name, found in zip(named, all_max(bad, self.runner.mesh), strict=True) if found]
+        if wrong:
+            raise FloatingPointError(f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}")
+
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The full weights by Hugging Face name, in `dtype`. All ranks of the group must consume it.
 
         A tensor may share memory with the weight, and is good until the next is asked for: copy what is to be kept.
         """
-        cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the outermost weights whole
         named: list[tuple[str, Tensor]] = []
-        for name, parameter in self.model.named_parameters():
-            named.append((clean(name), parameter))
+        for name, parameter in self.sharded().items():
+            named.append((name, parameter))
             if sum(weight.numel() for _, weight in named) * dtype.itemsize >= GATHER_BYTES:
                 yield from self._gathered(named, dtype)
                 named = []

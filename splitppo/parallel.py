@@ -71,12 +71,12 @@ def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype, mesh: DeviceMe
     """
     ranks = mesh.size()
     if ranks == 1:
-        return [_local(parameter).to(dtype) for parameter in parameters]
+        return [local(parameter).to(dtype) for parameter in parameters]
     rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
     sizes = [row * parameter.shape[1:].numel() for row, parameter in zip(rows, parameters, strict=True)]
-    shards = _local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
+    shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
-        part[: _local(parameter).numel()].copy_(_local(parameter).reshape(-1))
+        part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
     gathered = shards.new_empty(ranks * len(shards))
     dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group())
     return [
@@ -85,7 +85,8 @@ def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype, mesh: DeviceMe
     ]
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter."""
     parameter = parameter.detach()
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

@@ -12,6 +12,7 @@ from splitppo.placement import Placement
 from splitppo.profiler import check_profiler
 from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
+from splitppo.run_files import check_same_run
 from splitppo.tiny import VOCABULARY
 from splitppo.trackers import check_trackers
 
@@ -45,6 +46,8 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
         found = checkpoint.find(Path(config.run_dir), config.resume)
         if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
+        if found and found.parent.parent == Path(config.run_dir) and not config.force:
+            check_same_run(config, Path(config.run_dir))
         if found and (step := checkpoint.read_step(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif config.resume not in ("auto", "never"):

@@ -7,11 +7,43 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from splitppo.config import Config, to_toml
+from splitppo.errors import UserError
+from splitppo.presets import leaves
+
+# What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
+# end: all settings that begin so.
+_FREE = """placement. engine. checkpoint. log. compute.device compute.micro_batch_tokens compute.packing compute.compile
+    compute.gather compute.activation_checkpointing reference.offload rollout.chunks reward.workers reward.timeout
+    reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
+FREE = tuple(_FREE.split())
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """Refuses to go on in a run's folder with settings that would make it another run.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    path = folder / "config.toml"
+    if not path.is_file():
+        return
+    before, now = (dict(leaves(tomllib.loads(text))) for text in (path.read_text(encoding="utf-8"), to_toml(config)))
+    paced = any(now.get(f"{model}.optim.schedule", "constant") != "constant" for model in ("policy", "value"))
+    for name in sorted(before.keys() | now.keys()):
+        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE)
+        if before.get(name) != now.get(name) and (not free or (name == "steps" and paced)):
+            was, given = (shown.get(name, "unset") for shown in (before, now))
+            why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
+            raise UserError(
+                f"{name} was {was} in {folder}, and is {given}{why}: that is another run; give the old value, another "
+                "--run-dir, or --force to go on all the same"
+            )
 
 
 def write_run_files(config: Config, folder: Path, resumed: str) -> None:

@@ -1,6 +1,7 @@
 """One rank's place in the job: launch variables, device, process groups, and how a failure is told."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -8,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from splitppo.channel import WireError
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Placement, Role
+
+GONE = "is gone without a word: killed, perhaps for its memory"
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,10 @@ class Runtime:
     Attributes:
         launch, placement, device: as given.
         mesh: role -> the group's DeviceMesh, for the roles that this rank plays.
+        saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
         wire: process group of all ranks, for the channels alone.
         store: key-value store of the job, in a namespace of its own.
+        alarm: the same, for the thread that hears signals.
         hosts: host name of each rank.
     """
 
@@ -83,19 +89,24 @@ class Runtime:
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
-        # a connection of its own: a wait here must not hold up the process groups' own use of the store
-        own: Any = job.clone() if isinstance(job, dist.TCPStore) else job  # type: ignore[attr-defined]
-        self.store = dist.PrefixStore(f"splitppo/{attempt}", own)
+        # connections of their own: a wait here must not hold up the process groups' use of the store, nor a signal's
+        clones: list[Any] = [job.clone() if isinstance(job, dist.TCPStore) else job for _ in range(2)]  # type: ignore[attr-defined]
+        self.store, self.alarm = (dist.PrefixStore(f"splitppo/{attempt}", clone) for clone in clones)
         self.store.set_timeout(limit)
         self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
+        self.saving: dict[Role, Any] = {}
         groups: dict[Role, tuple[int, ...]] = {"actor": placement.actor, "critic": placement.critic}
         for role, ranks in groups.items():
             group: Any = dist.new_group(list(ranks), backend=backend, timeout=limit)
             if launch.rank in ranks:
                 self.mesh[role] = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
-        self.hosts = self._everyone("host", socket.gethostname())
-        self.devices = self._everyone("device", str(device))
+            self.saving[role] = dist.new_group(list(ranks), backend="gloo", timeout=limit)
+        self.hosts = self.everyone("host", socket.gethostname())
+        self.devices = self.everyone("device", str(device))
+        # of this machine, by rank; a stopped or zombie process is still there
+        self.pids = {r: int(pid) for r, pid in enumerate(self.everyone("pid", str(os.getpid())))}
+        self.pids = {r: pid for r, pid in self.pids.items() if self.hosts[r] == self.hosts[launch.rank]}
 
     def share(self, key: str, value: Callable[[], str]) -> str:
         """Rank 0's value, made by it alone and known to all; the others wait for it."""
@@ -107,11 +118,39 @@ class Runtime:
         """Tells the other ranks what this one is doing, for their errors."""
         self.store.set(f"phase/{self.launch.rank}", text)
 
-    def describe(self, rank: int) -> str:
+    def describe(self, rank: int, store: dist.Store | None = None) -> str:
         """A rank as an error should name it, with what it was doing."""
-        roles = "+".join(self.placement.roles(rank))
-        doing = self.store.get(f"phase/{rank}").decode() if self.store.check([f"phase/{rank}"]) else "starting"
+        roles, store = "+".join(self.placement.roles(rank)), store or self.store
+        doing = store.get(f"phase/{rank}").decode() if store.check([f"phase/{rank}"]) else "starting"
         return f"{roles} rank {rank} on {self.hosts[rank]} (in {doing!r})"
+
+    def ask_to_stop(self, why: str) -> None:
+        """Asks all ranks to stop after the step that they are in; any of them may."""
+        self.alarm.set("stop/asked", f"{why} to rank {self.launch.rank}")
+
+    def asked_to_stop(self) -> bool:
+        return self.store.check(["stop/asked"])
+
+    def stop_after(self, step: int) -> None:
+        """Says which step is the last. One rank does, before any other can be through with that step."""
+        self.store.set("stop/after", str(step))
+
+    def stops_after(self) -> tuple[int, str] | None:
+        """The last step, and who asked for it."""
+        if not self.store.check(["stop/after"]):
+            return None
+        return int(self.store.get("stop/after")), self.store.get("stop/asked").decode()
+
+    def lost(self) -> str | None:
+        """None while no rank has failed, and none of this machine is gone without a word: then which, the first time
+        that a rank of this job asks, else ""."""
+        if self.alarm.check(["failed"]):
+            return ""
+        gone = [rank for rank, pid in self.pids.items() if not _alive(pid)]
+        if not gone:
+            return None
+        first = self.alarm.compare_set("gone", "", str(self.launch.rank)).decode() == str(self.launch.rank)
+        return self.describe(gone[0], self.alarm) if first else ""  # one of them tells it
 
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
@@ -135,6 +174,9 @@ class Runtime:
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
         mine = f"{self.launch.rank}"
+        for pid in self.pids.values():
+            if _alive(pid):
+                os.kill(pid, signal.SIGCONT)  # a stopped one could not hear torchrun's SIGTERM, which then waits 30 s
         try:
             return self.store.compare_set("failed", "", mine).decode() == mine
         except (RuntimeError, dist.DistError):
@@ -144,7 +186,8 @@ class Runtime:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _everyone(self, key: str, value: str) -> list[str]:
+    def everyone(self, key: str, value: str) -> list[str]:
+        """Every rank's small text, in order of ranks; all must call it, once for each key."""
         self.store.set(f"{key}/{self.launch.rank}", value)
         return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
 
@@ -155,6 +198,14 @@ def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> st
     for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
         lines.append(f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}")
     return "\n".join(lines)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
@@ -169,12 +220,20 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _for_torchrun(error.with_traceback(None))
         return 2
+    gone = runtime.lost() if runtime is not None else None
     if runtime is not None and not runtime.failed(error):
         why = error if isinstance(error, WireError) else type(error).__name__
         print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
         return 1
+    if isinstance(error, torch.OutOfMemoryError):
+        error.add_note(
+            "to need less of the GPU: a lower --compute.micro-batch-tokens or --engine.memory-fraction, "
+            "--compute.activation-checkpointing, --reference.offload, or more ranks"
+        )
     if runtime is not None:
         error.add_note(f"on {runtime.describe(launch.rank)}")
+        if gone:
+            error.add_note(f"it follows from this: {gone} {GONE}")
     traceback.print_exception(error)
     _for_torchrun(error)
     return 1

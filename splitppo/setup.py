@@ -28,6 +28,7 @@ from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
 from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders
 from splitppo.profiler import Profiler
+from splitppo.progress import Progress
 from splitppo.reading import read_lengths
 from splitppo.reference import Reference
 from splitppo.rewards.functions import check_prompts
@@ -37,6 +38,7 @@ from splitppo.roles import Shared
 from splitppo.rollout import Prompt
 from splitppo.run_files import log_to_file, write_run_files
 from splitppo.runtime import Runtime, compiles, dtype_of, format_map
+from splitppo.saving import load
 from splitppo.tiny import build_tiny
 from splitppo.trackers import Trackers
 from splitppo.validation import Validator, write_rows
@@ -88,7 +90,7 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     """
     runtime.phase("reading the data")
     folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
-    found = runtime.share("resume", lambda: str(checkpoint.find(folder, config.resume) or ""))
+    found = find_checkpoint(config, runtime, folder)
     if runtime.launch.rank == 0:
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         for warning in engine_warnings(config, runtime.device.type):
@@ -103,13 +105,30 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     return Run(config, runtime, folder, Path(found) if found else None, engine)
 
 
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
+    """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
+    What earlier runs left of others is removed."""
+    launch, looked = runtime.launch, 0
+
+    def damage_of(candidate: Path) -> str:
+        nonlocal looked
+        looked += 1
+        own = checkpoint.damage(candidate, share=launch.rank, of=launch.world)
+        return next((told for told in runtime.everyone(f"damage/{looked}", own) if told), "")
+
+    found = checkpoint.find(folder, config.resume, damage_of, tell=launch.rank == 0)
+    runtime.share("tidy", lambda: checkpoint.tidy(folder, checkpoint.read_step(found) if found else 0) or "tidy")
+    return str(found or "")
+
+
 class Run:
     """A run as one rank sees it.
 
     Attributes:
         folder: the run's folder.
         resumed: the checkpoint it goes on from.
-        steps: the steps to do, counted from 1.
+        start: the step after which it was written, or 0.
+        progress: its steps and checkpoints.
     """
 
     def __init__(
@@ -118,7 +137,7 @@ class Run:
         self.engine_process = engine
         self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
         self.start = checkpoint.read_step(resumed) if resumed else 0
-        self.steps = range(self.start + 1, config.steps + 1)
+        self.progress = Progress(config, runtime, folder, self.start)
         self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
         self.tokenizer = models.read_tokenizer(self.folders["policy"])
         self.dtype = dtype_of(config, runtime.device)
@@ -226,7 +245,7 @@ class Run:
         if self.resumed:
             for role, holder in (("actor", actor), ("critic", critic)):
                 if holder:
-                    holder.load_state(checkpoint.load(holder.learner, self.resumed, role))
+                    holder.load_state(load(holder.learner, self.resumed / role))
                     holder.learner.updates = self.start
         elif actor:
             log = self.log("actor")
@@ -236,10 +255,12 @@ class Run:
                 log.finish(0, metrics)
         self.profiler.boundary(self.start + 1)
 
-    def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
-        """Writes the role's part of a checkpoint if one is due."""
-        if self._due(step):
-            checkpoint.save(holder.learner, holder.state(), checkpoint.step_folder(self.folder, step), role)
+    def may_stop(self, step: int) -> None:
+        """Makes this step the last if somebody asked for an end: the actor group's first rank says so here, before any
+        rank can be through with the step, since all need its rows' log-probs for that."""
+        mesh = self.runtime.mesh.get("actor")
+        if mesh is not None and mesh.get_local_rank() == 0 and self.runtime.asked_to_stop():
+            self.runtime.stop_after(step)
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: its line, then the word that its checkpoint counts, so that a resumed run has every line."""
@@ -248,10 +269,7 @@ class Run:
             with log.span("wait_barrier"):
                 self.runtime.meet(f"barrier of step {step}")
         log.finish(step, metrics | (self.wire.spent() if self.wire else {}))
-        if log.first and self._due(step):
-            checkpoint.commit(checkpoint.step_folder(self.folder, step), role, step=step)
-            if role == "critic":
-                checkpoint.prune(self.folder, self.config.checkpoint.keep)
+        self.progress.finish(role, step, metrics)
         due = max(self.start, self.config.ppo.critic_warmup) + ADVICE
         if role == "critic" and log.first and step == due and self.runtime.device.type == "cuda":
             for line in advise(self.config, self.runtime.placement, self.folder, self.start):
@@ -260,20 +278,20 @@ class Run:
             self.trackers.update()
         self.profiler.boundary(step + 1)
 
-    def _due(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.steps)
-
     def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Writes a step's samples; the critic group's first rank does."""
         if self.runtime.mesh["critic"].get_local_rank() == 0 and samples:
             write_rows(self.folder / "samples", step, samples)
 
     def end(self) -> None:
-        """Waits for the other column's last update and names the run's folder."""
+        """Waits for the checkpoints and the other column's last update, and names the run's folder."""
+        self.progress.close()
         self.runtime.wait_for_all()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
+            if why := self.progress.stopped:
+                where = checkpoint.complete(self.folder)[-1].name
+                print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} goes on")
             print(f"run folder: {self.folder}", flush=True)
 
     def _shared(self) -> Shared:

@@ -25,12 +25,13 @@ from splitppo.preview import preview
 from splitppo.rollout import Rollout
 from splitppo.runtime import Launch, Runtime, pick_device, report_failure
 from splitppo.setup import Run, prepare
+from splitppo.stopping import RESUMABLE, StopSignals
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:
     """Generates, sends finished rows, takes advantages back, updates the policy."""
     log = run.log("actor")
-    for step in run.steps:
+    for step in run.progress.steps():
         with log.span("sync"):
             actor.sync()
         samples = []
@@ -43,6 +44,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         rollout = Rollout(samples)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)
+        run.may_stop(step)
         with log.span("wait_advantages"):
             links.logprobs.send(step, rollout, *logprobs)
             (advantages,) = links.advantages.recv(step, rollout, fields=1)
@@ -51,14 +53,14 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
-            run.save("actor", step, actor)
+            run.progress.save("actor", step, actor)
         run.finish("actor", step, metrics)
 
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
     """Scores rows as they come, sends advantages back, updates the value model under the actor's next rollout."""
     log = run.log("critic")
-    for step in run.steps:
+    for step in run.progress.steps():
         parts = []
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
@@ -75,14 +77,14 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             metrics = critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.save("critic", step, critic)
+            run.progress.save("critic", step, critic)
         run.finish("critic", step, metrics)
 
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
     """The same algorithm in one column: every rank plays both roles, one after the other."""
     log, critic_log = run.log("actor"), run.log("critic")
-    for step in run.steps:
+    for step in run.progress.steps():
         with log.span("sync"):
             actor.sync()
         with log.span("rollout"):
@@ -91,6 +93,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             scored = critic.score(step, rollout)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)
+        run.may_stop(step)
         with critic_log.span("advantages"):
             advantages, returns = critic.judge(scored, logprobs)
         with log.span("update"):
@@ -101,16 +104,16 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.save("actor", step, actor)
-            run.save("critic", step, critic)
+            run.progress.save("actor", step, actor)
+            run.progress.save("critic", step, critic)
         run.finish("actor", step, metrics)
         run.finish("critic", step, critic_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after a failure, 2 for wrong input."""
+    """Returns the exit status: 0, 1 after a failure, 2 for wrong input, 75 after a stop that the run can go on from."""
     argv = sys.argv[1:] if argv is None else argv
-    launch, runtime = Launch.from_env(), None
+    launch, runtime, run = Launch.from_env(), None, None
     if launch.world > 1:
         # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -127,12 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         preflight(config, placement, device.type, launch.local_world)
         engine = launch_engine(config, placement, launch, device)
         runtime = Runtime(launch, placement, device, config.timeout)
-        train(prepare(config, runtime, engine))
+        signals = StopSignals(runtime)
+        run = prepare(config, runtime, engine)
+        train(run)
+        signals.close()
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
+        if run and (good := run.progress.last_good()):
+            error.add_note(f"the last good checkpoint is {good}")
         return report_failure(error, runtime, launch)
     runtime.close()
-    return 0
+    return RESUMABLE if run.progress.stopped else 0
 
 
 def train(run: Run) -> None:

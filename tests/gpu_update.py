@@ -139,7 +139,7 @@ def overlap(options: argparse.Namespace, launch: Launch, device: torch.device) -
     nothing: Callable[[], Any] = lambda: None  # noqa: E731
     for turn in ("warm", "actor", "critic", "both"):
         took = seconds(runtime, options, update if turn in ("both", "warm", role) else nothing, turn)
-        told = runtime._everyone(f"took/{turn}", f"{took:.4f}")
+        told = runtime.everyone(f"took/{turn}", f"{took:.4f}")
         runtime.meet(f"after {turn}")
         if turn == "actor":
             alone = float(told[0])

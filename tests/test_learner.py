@@ -17,6 +17,7 @@ from splitppo.parallel import parallelize
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
 from splitppo.runtime import Launch, Runtime
+from splitppo.saving import Saver, load
 from splitppo.tiny import build_tiny
 
 BATCH, TEMPERATURE = 11, 0.7
@@ -207,18 +208,23 @@ def test_a_rank_without_rows_takes_part(folder):
 
 
 def save_rank(rank, world, folder, target):
-    learner, _ = make_learner(folder, "policy", world, rank)
+    learner, runtime = make_learner(folder, "policy", world, rank)
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
-    checkpoint.save(learner, {"kept": [1.5]}, target, "actor")
+    told = target / "committed"
+    saver = Saver(learner, "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step)))
+    saver.begin(1, {"kept": [1.5]})
+    saver.commit(1)
+    # on the way to the disk; what is written must be what it was
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    saver.wait()
     return full_weights(learner)
 
 
 def load_rank(rank, world, folder, target):
     learner, _ = make_learner(folder, "policy", world, rank)
-    assert checkpoint.load(learner, target, "actor") == {"kept": [1.5]}
+    assert load(learner, checkpoint.step_folder(target, 1) / "actor") == {"kept": [1.5]}
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
@@ -228,6 +234,7 @@ def load_rank(rank, world, folder, target):
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1), (1, 3)])
 def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path, first, second):
     due = run_ranks(first, save_rank, first, folder, tmp_path)[0]
+    assert (tmp_path / "committed").read_text() == "1"
     got = run_ranks(second, load_rank, second, folder, tmp_path)[0]
     for name, weight in got.items():
         torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,43 +134,114 @@ def test_only_checkpoints_of_both_groups_count(whole, tmp_path):
     assert [folder.name for folder in found] == ["step_000002", "step_000004"]
     half = tmp_path / "checkpoints" / "step_000006" / "actor"
     half.mkdir(parents=True)
-    (half / "COMPLETE").write_text('{"step": 6}')
+    checkpoint.write_manifest(half, 6, {})
     assert checkpoint.complete(tmp_path) == []
     assert checkpoint.find(tmp_path, "auto") is None
 
 
-def test_prune_keeps_the_newest(tmp_path):
-    for step in (1, 2, 3):
-        for role in ("actor", "critic"):
-            folder = checkpoint.step_folder(tmp_path, step) / role
-            folder.mkdir(parents=True)
-            (folder / "COMPLETE").write_text(json.dumps({"step": step}))
+def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -> Path:
+    """A checkpoint without tensors."""
+    for role in roles:
+        part = checkpoint.step_folder(run_dir, step) / role
+        part.mkdir(parents=True)
+        (part / "state.json").write_text("{}")
+        checkpoint.write_manifest(part, step, {"state.json": checkpoint.measure(part / "state.json")})
+    return checkpoint.step_folder(run_dir, step)
+
+
+def names(run_dir: Path) -> list[str]:
+    return [folder.name for folder in checkpoint.complete(run_dir)]
+
+
+def test_prune_keeps_the_newest_and_every_nth(tmp_path):
+    for step in range(1, 8):
+        made_up(tmp_path, step)
     checkpoint.prune(tmp_path, 0)
-    assert len(checkpoint.complete(tmp_path)) == 3
+    assert len(names(tmp_path)) == 7
+    checkpoint.prune(tmp_path, 2, 3)
+    assert names(tmp_path) == ["step_000003", "step_000006", "step_000007"]
     checkpoint.prune(tmp_path, 2)
-    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step_000002", "step_000003"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
 
 
 def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
     """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
     folder = tmp_path / "run"
-    old = checkpoint.step_folder(folder, 1) / "actor"
-    old.mkdir(parents=True)
-    (old / "COMPLETE").write_text('{"step": 1}')
+    made_up(folder, 1, ["actor"])
 
     def dies_before_the_actors_word(rank: int) -> int:
-        commit = checkpoint.commit
+        rename = Path.rename
 
-        def dying(folder: Path, role: str, *, step: int) -> None:
-            if role == "actor":
-                raise RuntimeError("killed")
-            commit(folder, role, step=step)
+        def dying(self: Path, target: Any) -> Path:
+            if self.name == "actor.partial":
+                raise OSError("killed")
+            return rename(self, target)
 
-        checkpoint.commit = dying
+        Path.rename = dying
         return train.main([*SMALL, "--steps=1", "--checkpoint.every=1", f"--run-dir={folder}"])
 
     assert run_ranks(1, dies_before_the_actors_word) == [1]
-    assert checkpoint.complete(folder) == []
+    assert names(folder) == []
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(whole, tmp_path):
+    def lost(folder: Path) -> None:
+        next((folder / "critic").glob("__0_*")).unlink()
+
+    def cut(folder: Path) -> None:
+        path = next((folder / "actor").glob("__0_*"))
+        path.write_bytes(path.read_bytes()[:-1])
+
+    def flipped(folder: Path) -> None:
+        path = next((folder / "actor").glob("__0_*"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+
+    def torn(folder: Path) -> None:
+        (folder / "critic" / checkpoint.MANIFEST).write_text('{"step": 4, "fi')
+
+    for spoil, told in (
+        (lost, r"critic/__0_0.distcp is missing"),
+        (cut, r"actor/__0_0.distcp has \d+ bytes, not \d+"),
+        (flipped, r"actor/__0_0.distcp is not what was written \(CRC-32\)"),
+        (torn, r"critic/manifest.json can't be read"),
+    ):
+        run_dir = tmp_path / spoil.__name__
+        shutil.copytree(whole, run_dir)
+        last = checkpoint.step_folder(run_dir, 4)
+        spoil(last)
+        assert re.search(told, checkpoint.damage(last))
+        found = checkpoint.find(run_dir, "auto", checkpoint.damage)
+        assert found == checkpoint.step_folder(run_dir, 2)
+        with pytest.raises(UserError, match=f"no checkpoint can be used.*{told}"):
+            checkpoint.find(run_dir.parent, str(last), checkpoint.damage)
+        checkpoint.tidy(run_dir, 2)
+        assert names(run_dir) == ["step_000002"]
+        assert (run_dir / "checkpoints" / "step_000004.damaged").is_dir()
+
+
+def test_a_run_goes_on_before_a_damaged_checkpoint_and_writes_it_again(whole, tmp_path, capfd):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    (checkpoint.step_folder(run_dir, 4) / "actor" / "state.json").write_text("[]")
+    argv = [*SMALL, f"--run-dir={run_dir}", "--checkpoint.every=2", "--force"]
+    run_ranks(2, main_rank, argv)
+    assert "step_000004: actor/state.json has 2 bytes, not" in capfd.readouterr().out
+    assert names(run_dir) == ["step_000002", "step_000004"]
+    for role in ("actor", "critic"):
+        assert figures(run_dir, role) == figures(whole, role)
+
+
+def test_nothing_but_tensors_is_read(tmp_path):
+    class Bad:
+        def __reduce__(self) -> Any:
+            return (os.system, (f"touch {tmp_path / 'run'}",))
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bad()))
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system has no place in a checkpoint"):
+        checkpoint.TensorReader(tmp_path).read_metadata()
+    assert not (tmp_path / "run").exists()
 
 
 def test_going_back_needs_another_folder(whole):

@@ -1,0 +1,91 @@
+"""How a run gets on: which step is its last, when its checkpoints are written, whether its numbers are still good."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from splitppo import checkpoint
+from splitppo.config import Config
+from splitppo.learner import Learner
+from splitppo.placement import Role
+from splitppo.runtime import Runtime
+from splitppo.saving import Saver
+
+BAD_STEPS = 3  # steps in a row without one good update, after which there is no hope
+
+
+class Holder(Protocol):
+    """A role's part of the run that a checkpoint holds."""
+
+    @property
+    def learner(self) -> Learner: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
+class Progress:
+    """One rank's view of it.
+
+    Args:
+        folder: the run's.
+        start: the step after which the run goes on.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, folder: Path, start: int):
+        self.config, self.runtime, self.folder, self.start = config, runtime, folder, start
+        self.savers: dict[Role, Saver] = {}
+        self.bad: dict[Role, int] = {}  # bad steps in a row
+        self.stopped: str | None = None  # who asked for an end before the last step
+
+    def steps(self) -> Iterator[int]:
+        """The steps to do, counted from 1."""
+        for step in range(self.start + 1, self.config.steps + 1):
+            yield step
+            if (stop := self.runtime.stops_after()) and stop[0] <= step:
+                self.stopped = stop[1] if step < self.config.steps else None
+                return
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after this step."""
+        every = self.config.checkpoint.every
+        if every and (step % every == 0 or step == self.config.steps):
+            return True
+        stop = self.runtime.stops_after()
+        return stop is not None and stop[0] <= step
+
+    def save(self, role: Role, step: int, holder: Holder) -> None:
+        """Starts to write the role's part of a checkpoint, if one is due."""
+        if self.due(step):
+            if role not in self.savers:
+                group = self.runtime.saving[role]
+                self.savers[role] = Saver(holder.learner, role, self.folder, group, committed=self._prune)
+            self.savers[role].begin(step, holder.state())
+
+    def finish(self, role: Role, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends a step whose line is written: its checkpoint counts once all of it is on the disk.
+
+        Raises:
+            FloatingPointError: no update of the last steps had a finite gradient.
+        """
+        if role in self.savers:
+            self.savers[role].commit(step)
+        taken = metrics.get("optimizer_steps", ())
+        all_skipped = bool(taken) and metrics[f"{role}/skipped"] == len(taken)
+        self.bad[role] = self.bad.get(role, 0) + 1 if all_skipped else 0
+        if self.bad[role] >= BAD_STEPS:
+            raise FloatingPointError(
+                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; look at its loss and the scores, and "
+                f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
+            )
+
+    def last_good(self) -> Path | None:
+        """The newest checkpoint that counts."""
+        return next(reversed(checkpoint.complete(self.folder)), None)
+
+    def close(self) -> None:
+        """Until everything is written."""
+        for saver in self.savers.values():
+            saver.wait()
+
+    def _prune(self, _: int) -> None:
+        checkpoint.prune(self.folder, self.config.checkpoint.keep, self.config.checkpoint.keep_every)

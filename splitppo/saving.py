@@ -1,0 +1,122 @@
+"""Writing a group's part of a checkpoint while it trains on, and reading it again."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from splitppo.checkpoint import PARTIAL, TensorReader, measure, step_folder, sync_folder, write_manifest
+from splitppo.learner import Learner
+from splitppo.placement import Role
+
+
+def tensors_of(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """The weights and AdamW's state, by kind and Hugging Face name; the tensors themselves, sharded as they are."""
+    named = learner.sharded()
+    held: dict[str, dict[str, Tensor]] = {"model": {name: p.detach() for name, p in named.items()}}
+    for name, parameter in named.items():
+        state = learner.optimizer.state[parameter]
+        if not state:  # what AdamW's first step would make
+            state |= {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.zeros((), dtype=torch.float32, device=learner.runner.device)
+        for kind, tensor in state.items():
+            held.setdefault(kind, {})[name] = tensor
+    return held
+
+
+def load(learner: Learner, part: Path) -> dict[str, Any]:
+    """Reads a part, for any number of ranks, all of which must call it; returns its `state`."""
+    group = learner.runner.mesh.get_group()
+    dcp.load(tensors_of(learner), storage_reader=TensorReader(part), process_group=group)
+    return json.loads((part / "state.json").read_text())
+
+
+class Saver:
+    """Writes the checkpoints of a role's learner, one at a time, in a thread.
+
+    `begin` copies the tensors to host memory, which is all that training waits for; the thread writes them. The part
+    counts once `commit` has said that the step's metrics are written, too: a resumed run has every line.
+
+    Args:
+        group: process group of the role's ranks over Gloo, for this thread alone.
+        committed: called by the group's first rank with each step whose part counts.
+    """
+
+    def __init__(self, learner: Learner, role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]):
+        self.learner, self.role, self.run_dir, self.group = learner, role, run_dir, group
+        self.rank, self.committed = learner.runner.mesh.get_local_rank(), committed
+        gpu = learner.runner.device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))
+        self.thread: threading.Thread | None = None
+        self.step = 0
+        self.written = threading.Event()
+        self.error: BaseException | None = None
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Starts to write the part of a step; waits for the one before it.
+
+        Args:
+            state: goes into the part as JSON, the same on all ranks.
+
+        Raises:
+            FloatingPointError: a weight is not finite; nothing is written.
+        """
+        self.wait()
+        self.learner.check_finite()
+        staged: Any = self.stager.stage(tensors_of(self.learner))
+        self.step, self.written = step, threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(step, staged, dict(state)), daemon=True)
+        self.thread.start()
+
+    def commit(self, step: int) -> None:
+        """Lets the part of this step count, if there is one. Raises what the thread failed by, if it has."""
+        if step == self.step:
+            self.written.set()
+        if self.error is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what `begin` began is written.
+
+        Raises:
+            RuntimeError: it could not be; the cause is behind it.
+        """
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.thread = None
+        if self.error is not None:
+            folder = step_folder(self.run_dir, self.step)
+            why = f"the {self.role}'s part of checkpoint {folder} could not be written; earlier ones are whole"
+            raise RuntimeError(why) from self.error
+
+    def _run(self, step: int, staged: dict[str, Any], state: dict[str, Any]) -> None:
+        try:
+            self._write(step_folder(self.run_dir, step) / self.role, step, staged, state)
+        except BaseException as error:
+            self.error = error
+
+    def _write(self, part: Path, step: int, staged: dict[str, Any], state: dict[str, Any]) -> None:
+        partial = part.with_name(f"{part.name}{PARTIAL}")
+        if self.rank == 0:
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / "state.json").write_text(json.dumps(state))
+        dcp.save(staged, storage_writer=dcp.FileSystemWriter(partial), process_group=self.group)
+        own = {path.name: measure(path) for path in partial.glob(f"__{self.rank}_*")}
+        if self.rank == 0:
+            own |= {name: measure(partial / name) for name in (".metadata", "state.json")}
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, own, group=self.group)
+        if self.rank == 0:
+            write_manifest(partial, step, {name: file for files in parts for name, file in files.items()})
+            self.written.wait()
+            partial.rename(part)
+            sync_folder(part.parent)
+            self.committed(step)

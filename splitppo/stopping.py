@@ -1,0 +1,55 @@
+"""Stopping a run so that it can go on: SIGTERM and SIGUSR1, as schedulers send them before they take a node away."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from splitppo.runtime import GONE, Runtime
+
+RESUMABLE = 75  # exit status after such a stop: EX_TEMPFAIL of sysexits.h, come again later
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopSignals:
+    """Hears the signals in a thread: the main one may be waiting in C++, where Python's handlers don't reach it.
+
+    A signal to any rank asks all of them to stop after the step that they are in (`Runtime.ask_to_stop`). torchrun also
+    sends SIGTERM when another rank has failed: then there is no step to end, and the rank ends at once.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.heard, told = socket.socketpair()
+        told.setblocking(False)
+        self.told = told
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        """From here on they end the process, as they would without this."""
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _listen(self) -> None:
+        while data := self.heard.recv(64):
+            for number in sorted(set(data) & set(SIGNALS)):
+                self._hear(signal.Signals(number))
+
+    def _hear(self, number: signal.Signals) -> None:
+        try:
+            self.runtime.ask_to_stop(number.name)
+            lost = None
+            while number == signal.SIGTERM and (lost := self.runtime.lost()) is None:
+                time.sleep(0.1)
+            if lost:
+                print(f"{lost} {GONE}", file=sys.stderr, flush=True)
+        except RuntimeError:  # the store is gone, with the rank or the launcher that held it
+            number = signal.SIGTERM
+        if number == signal.SIGTERM:
+            os._exit(1)

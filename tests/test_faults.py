@@ -1,0 +1,141 @@
+"""Faults: what clusters do to jobs, injected into whole runs (tests/faults.py), and numbers gone bad."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from ranks import run_ranks
+from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
+
+from splitppo import algo, checkpoint, train
+from splitppo.metrics import ColumnLog
+
+INJECTIONS = faults.draw(28, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def test_the_injections_are_of_every_kind_and_moment():
+    assert {fault.kind for fault in INJECTIONS} == set(faults.KINDS)
+    assert {fault.moment for fault in INJECTIONS} == set(faults.MOMENTS)
+    assert {fault.placement for fault in INJECTIONS} == set(faults.PLACEMENTS)
+
+
+@pytest.mark.parametrize("fault", INJECTIONS, ids=lambda fault: str(fault).replace(" ", "_"))
+def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
+    wrong, _ = faults.trouble(fault, folder)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on(tmp_path, number):
+    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank."""
+    run_dir = tmp_path / "run"
+    argv = [*SMALL, "--steps=40", "--ppo.epochs=1", f"--run-dir={run_dir}"]
+    process = torchrun(2, *argv)
+    lines = run_dir / "metrics" / "actor.jsonl"
+    deadline = time.monotonic() + 60
+    while not (lines.is_file() and len(lines.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if number == signal.SIGTERM:
+        os.kill(process.pid, number)
+    else:
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+        os.kill(int(ranks.split()[-1]), number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search(rf"stopped by {number.name} to rank \d: step_\d+ is saved", out), out
+    (saved,) = names(run_dir)
+    step = int(saved.removeprefix("step_"))
+    assert 3 <= step < 40
+    left = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+    more = [*argv, f"--steps={step + 2}"]
+    run_ranks(2, main_rank, more)
+    whole = tmp_path / "whole"
+    run_ranks(2, main_rank, [*more, f"--run-dir={whole}"])
+    for role in ("actor", "critic"):
+        ours, due = figures(run_dir, role), figures(whole, role)
+        due = {k: {n: v for n, v in record.items() if not n.startswith("val/")} for k, record in due.items()}
+        ours = {k: {n: v for n, v in record.items() if not n.startswith("val/")} for k, record in ours.items()}
+        assert_same(ours, due)
+
+
+def test_gradients_that_stay_bad_end_the_run_with_the_last_good_checkpoint(tmp_path, capfd):
+    def rank_main(rank: int) -> int:
+        loss = algo.value_loss
+        calls = []
+
+        def bad(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            value, metrics = loss(*args, **kwargs)
+            return (value if len(calls) <= 2 else value * float("nan")), metrics
+
+        algo.value_loss = bad
+        argv = [*SMALL, "--steps=9", "--ppo.epochs=1", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1"]
+        return train.main(argv)
+
+    assert run_ranks(1, rank_main) == [1]
+    said = capfd.readouterr()
+    assert "no gradient of the critic's last 3 steps was finite" in said.err
+    assert "the last good checkpoint is" in said.err
+    records = [json.loads(line) for line in (tmp_path / "run/metrics/critic.jsonl").read_text().splitlines()]
+    assert [record["critic/skipped"] for record in records] == [0, 2, 2, 2]
+
+
+def test_bad_weights_are_neither_saved_nor_given_to_the_engine(tmp_path, capfd):
+    def rank_main(rank: int) -> int:
+        finish = ColumnLog.finish
+
+        def spoiling(self: ColumnLog, step: int, metrics: Any) -> None:
+            if step == 2 and self.role == "actor":
+                next(iter(learners[0].sharded().values())).data.fill_(float("inf"))
+            finish(self, step, metrics)
+
+        learners: list[Any] = []
+        made = faults.Learner.__init__
+        faults.Learner.__init__ = lambda self, *a, **k: (made(self, *a, **k), learners.append(self))[0]
+        ColumnLog.finish = spoiling
+        return train.main([*SMALL, f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1", "--checkpoint.keep=0"])
+
+    assert run_ranks(1, rank_main) == [1]
+    assert "FloatingPointError: weights are not finite: 1 tensors" in capfd.readouterr().err
+    assert names(tmp_path / "run") == ["step_000001", "step_000002"]
+    assert not any(checkpoint.damage(folder) for folder in checkpoint.complete(tmp_path / "run"))
+
+
+def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
+    """File handles, threads and memory of a rank, the disk's part of a run."""
+
+    def rank_main(rank: int) -> list[tuple[int, int, int, int]]:
+        seen, finish, checkpoints = [], ColumnLog.finish, tmp_path / "run" / "checkpoints"
+
+        def noting(self: ColumnLog, step: int, metrics: Any) -> None:
+            finish(self, step, metrics)
+            if self.role == "critic":
+                memory = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+                threads = len(list(Path("/proc/self/task").iterdir()))
+                handles = len(list(Path("/proc/self/fd").iterdir()))
+                seen.append((handles, threads, memory, len(list(checkpoints.glob("step_*")))))
+
+        ColumnLog.finish = noting
+        argv = [*SMALL, "--steps=90", "--ppo.epochs=1", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=5"]
+        assert train.main([*argv, "--log.validate-every=0"]) == 0
+        return seen
+
+    (seen,) = run_ranks(1, rank_main)
+    early, late = seen[20:40], seen[-20:]
+    for i, name in enumerate(("file handles", "threads")):
+        assert max(step[i] for step in late) <= max(step[i] for step in early), name
+    assert min(step[2] for step in late) < 1.02 * max(step[2] for step in early)
+    assert max(step[3] for step in seen) <= 4  # two that are kept, one before it is removed, one being written
