@@ -13,6 +13,7 @@ run needs to go on (order of the data, noise, learning rate) is a function of th
 import json
 import os
 import pickle
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -199,8 +200,8 @@ def tidy(run_dir: Path, start: int) -> None:
     that goes on from there writes these steps again, and the parts of two runs must never make one."""
     whole = set(complete(run_dir))
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
-        if folder.suffix == ".damaged":
-            continue
+        if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):
+            continue  # put aside, by this or by its owner
         if folder not in whole:
             shutil.rmtree(folder)
         elif int(folder.name.removeprefix("step_")) > start:

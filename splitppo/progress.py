@@ -56,10 +56,18 @@ class Progress:
     def save(self, role: Role, step: int, holder: Holder) -> None:
         """Starts to write the role's part of a checkpoint, if one is due."""
         if self.due(step):
-            if role not in self.savers:
-                group = self.runtime.saving[role]
-                self.savers[role] = Saver(holder.learner, role, self.folder, group, committed=self._prune)
-            self.savers[role].begin(step, holder.state())
+            self._saver(role, holder.learner).begin(step, holder.state())
+
+    def allocate(self, role: Role, learner: Learner) -> None:
+        """Takes what writing checkpoints needs of the host's memory, if they are written."""
+        if self.config.checkpoint.every:
+            self._saver(role, learner).allocate()
+
+    def _saver(self, role: Role, learner: Learner) -> Saver:
+        if role not in self.savers:
+            group = self.runtime.saving[role]
+            self.savers[role] = Saver(learner, role, self.folder, group, committed=self._prune)
+        return self.savers[role]
 
     def finish(self, role: Role, step: int, metrics: Mapping[str, Any]) -> None:
         """Ends a step whose line is written: its checkpoint counts once all of it is on the disk.

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from splitppo.checkpoint import PARTIAL, TensorReader, measure, step_folder, sync_folder, write_manifest
 from splitppo.learner import Learner
+from splitppo.parallel import local
 from splitppo.placement import Role
 
 
@@ -52,12 +54,23 @@ class Saver:
     def __init__(self, learner: Learner, role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]):
         self.learner, self.role, self.run_dir, self.group = learner, role, run_dir, group
         self.rank, self.committed = learner.runner.mesh.get_local_rank(), committed
-        gpu = learner.runner.device.type == "cuda"
-        self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))
+        ranks = dist.get_process_group_ranks(group)
+        self.host = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=(role,))
+        self.copies: dict[str, dict[str, Tensor]] = {}
         self.thread: threading.Thread | None = None
         self.step = 0
         self.written = threading.Event()
         self.error: BaseException | None = None
+
+    def allocate(self) -> None:
+        """Takes the host memory for the copies: pinned, for a GPU, which takes seconds and is best done before the
+        first step."""
+        pinned = self.learner.runner.device.type == "cuda"
+        for kind, tensors in tensors_of(self.learner).items():
+            shards = {name: local(tensor) for name, tensor in tensors.items()}
+            self.copies[kind] = {
+                name: torch.empty(shard.shape, dtype=shard.dtype, pin_memory=pinned) for name, shard in shards.items()
+            }
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Starts to write the part of a step; waits for the one before it.
@@ -70,7 +83,14 @@ class Saver:
         """
         self.wait()
         self.learner.check_finite()
-        staged: Any = self.stager.stage(tensors_of(self.learner))
+        if not self.copies:
+            self.allocate()
+        staged = {
+            kind: {name: self._copy(tensor, self.copies[kind][name]) for name, tensor in tensors.items()}
+            for kind, tensors in tensors_of(self.learner).items()
+        }
+        if self.learner.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.learner.runner.device)
         self.step, self.written = step, threading.Event()
         self.thread = threading.Thread(target=self._run, args=(step, staged, dict(state)), daemon=True)
         self.thread.start()
@@ -96,6 +116,14 @@ class Saver:
             folder = step_folder(self.run_dir, self.step)
             why = f"the {self.role}'s part of checkpoint {folder} could not be written; earlier ones are whole"
             raise RuntimeError(why) from self.error
+
+    def _copy(self, tensor: Tensor, to: Tensor) -> Tensor:
+        """The same tensor in host memory, sharded as it is."""
+        to.copy_(local(tensor), non_blocking=True)
+        if not isinstance(tensor, DTensor):
+            return to
+        whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(to, self.host, tensor.placements, run_check=False, **whole)
 
     def _run(self, step: int, staged: dict[str, Any], state: dict[str, Any]) -> None:
         try:

@@ -178,6 +178,7 @@ class Run:
             if compiles(config, runner.device):
                 self._phase("compiling")
                 actor.warm_up()
+            self.progress.allocate("actor", policy)
             self._phase("the engine's start")
             told = finish_start(engine)
             self._phase("")
@@ -196,6 +197,7 @@ class Run:
         critic = Critic(self.shared, value, scorer, self._reward_model(runner), reference)
         if compiles(self.config, runner.device):
             critic.warm_up()
+        self.progress.allocate("critic", value)
         return critic
 
     @property

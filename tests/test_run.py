@@ -20,10 +20,11 @@ import torch
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from splitppo import checkpoint, train
+from splitppo import checkpoint, export, train
 from splitppo.config import parse, to_toml
 from splitppo.errors import UserError
 from splitppo.models import build, fill, read_config
+from splitppo.run_files import check_same_run
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
 
@@ -103,7 +104,7 @@ def test_run_folder_holds_what_makes_it_again(whole):
     assert {"prompt", "response", "score", "ground_truth", "row"} <= samples[0].keys()
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, []), (3, ["--placement.critic=2"]), (1, [])])
+@pytest.mark.parametrize(("world", "changes"), [(3, ["--placement.critic=2"]), (1, [])])
 def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path, world, changes):
     folder = tmp_path / "run"
     first = [f"--run-dir={folder}", "--checkpoint.every=2"]
@@ -111,6 +112,26 @@ def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_pat
     run_ranks(world, main_rank, [*SMALL, *first, *changes])
     for role in ("actor", "critic"):
         assert_same(figures(folder, role), figures(whole, role))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
+    folder = tmp_path / "run"
+    first = [f"--run-dir={folder}", "--checkpoint.every=2"]
+    run_ranks(2, main_rank, [*SMALL, *first, "--steps=2"])
+    run_ranks(2, main_rank, [*SMALL, *first])
+    for role in ("actor", "critic"):
+        assert figures(folder, role) == figures(whole, role)
+
+
+def test_a_run_goes_on_while_its_policy_has_not_learnt_yet(tmp_path):
+    """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint is written."""
+    argv = [*SMALL, "--ppo.critic-warmup=3", "--checkpoint.every=2"]
+    run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / 'whole'}", "--placement.mode=colocated"])
+    run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "run", 4))
+    run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
+    for role in ("actor", "critic"):
+        assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)
 
 
 def test_a_killed_run_goes_on(whole, tmp_path):
@@ -310,8 +331,45 @@ def test_export_loads_with_from_pretrained(whole, tmp_path):
     fill(again, str(tmp_path / "value"), device=torch.device("cpu"))
     assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), "the head is lost"
     assert value.state_dict()["score.weight"].any()
+    for kind, said in (("policy", "* `val/score/mean`:"), ("value", "* started from: the embedded tiny model")):
+        card = (tmp_path / kind / "README.md").read_text()
+        assert said in card
+        assert "* steps: 4 of 4, 12 rows each" in card
+        assert "batch_size = 12" in card
     # the trained policy's greedy score is what the run logged last
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+
+
+def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    next((checkpoint.step_folder(tmp_path / "run", 4) / "critic").glob("__0_*")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"):
+        export.export(export.Export(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2 in .*, and is 0.3: that is another run"),
+        (["--seed=8"], "seed was 0"),
+        (["--reward.clip", "0", "1"], r"reward.clip was unset in .*, and is \[0.0, 1.0\]"),
+        (["--policy.optim.schedule=linear"], "policy.optim.schedule was constant"),
+    ],
+)
+def test_another_run_is_refused_by_name(whole, change, told, capfd):
+    argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
+    assert train.main([*argv, *change]) == 2
+    assert re.search(told, capfd.readouterr().err)
+    free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
+    check_same_run(parse([*argv, *free]), whole)
+
+
+def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
+    argv = ["--policy.optim.schedule=cosine", "--steps=6"]
+    (tmp_path / "config.toml").write_text(to_toml(parse(argv)))
+    check_same_run(parse(argv), tmp_path)
+    with pytest.raises(UserError, match=r"steps was 6 .* and is 8 and the learning rate's schedule ends"):
+        check_same_run(parse([*argv, "--steps=8"]), tmp_path)
 
 
 def test_dry_run_needs_no_process_group(capsys):

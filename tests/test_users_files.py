@@ -410,9 +410,11 @@ def test_what_is_steered_and_normalised_goes_on_where_it_stopped(
         for step, record in due.items():
             clock = ("time", "spans", "optimizer_steps")
             figures = {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
-            assert {name: got[step][name] for name in figures} == pytest.approx(figures, abs=1e-6), f"{role} {step}"
+            assert {name: got[step][name] for name in figures} == pytest.approx(figures, rel=1e-5, abs=1e-6), (
+                f"{role} {step}"
+            )
             for one, other in zip(got[step]["optimizer_steps"], record["optimizer_steps"], strict=True):
-                assert one == pytest.approx(other, abs=1e-6)
+                assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     coefficients = [record["critic/kl_coef"] for record in records(steered, "critic").values()]
     assert coefficients[0] == 0.1
     assert len(set(coefficients)) == 4, "nothing was steered"

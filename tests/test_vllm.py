@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port
+from ranks import free_port, run_ranks
 from test_engine import (
     CLOSE,
     FIRST,
@@ -30,8 +30,9 @@ from test_engine import (
     start_vllm,
 )
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from splitppo import export, train
 from splitppo.config import Config, parse
 from splitppo.engine import Sampling, row_seed, start
 from splitppo.engine import vllm as trainer_side
@@ -764,3 +765,26 @@ def test_an_engine_killed_while_it_generates_is_named(engine: Any) -> None:
     began = time.monotonic()
     engine.close()
     assert time.monotonic() - began < 1
+
+
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0].outputs[0].token_ids)))
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
+    argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
+    assert run_ranks(1, lambda _: train.main([*argv, f"--run-dir={tmp_path / 'run'}"])) == [0]
+    folder = export.export(export.Export(tmp_path / "run", dtype="float32")) / "policy"
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-c", GENERATE, str(folder)]
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == ids[0, 4:].tolist()

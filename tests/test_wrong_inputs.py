@@ -59,7 +59,12 @@ BOUNDS = [
     ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
     ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
-    ("-1", "-1", "must be at least 0", "checkpoint.every checkpoint.keep log.samples log.validate_every"),
+    (
+        "-1",
+        "-1",
+        "must be at least 0",
+        "checkpoint.every checkpoint.keep checkpoint.keep_every log.samples log.validate_every",
+    ),
     ("-1", "-1", "must be at least 0", "ppo.critic_warmup reward.overlong_tokens policy.optim.warmup_steps"),
     ("-1e-3", "-0.001", "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef policy.optim.lr"),
     ("-0.1", "-0.1", "must be at least 0", "log.validate_temperature value.optim.weight_decay"),
@@ -463,7 +468,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "heads/config.json": '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}',
     }
     for role in ("actor", "critic"):
-        texts[f"run/checkpoints/step_000004/{role}/COMPLETE"] = '{"step": 4}'
+        texts[f"run/checkpoints/step_000004/{role}/manifest.json"] = '{"step": 4, "files": {}}'
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
