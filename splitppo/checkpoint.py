@@ -11,12 +11,11 @@ run needs to go on (order of the data, noise, learning rate) is a function of th
 """
 
 import json
-import os
 import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from splitppo.errors import UserError
+from splitppo.files import write_whole
 
 ROLES = ("actor", "critic")
 MANIFEST = "manifest.json"
@@ -54,28 +54,10 @@ def measure(path: Path) -> File:
     return File(size, crc)
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes a small file so that it survives a loss of power."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in it survive a loss of power."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
     """Says of what a part consists."""
     listed = {name: [file.bytes, file.crc32] for name, file in sorted(files.items())}
-    write_synced(part / MANIFEST, json.dumps({"step": step, "files": listed}, indent=1) + "\n")
-    sync_folder(part)
+    write_whole(part / MANIFEST, json.dumps({"step": step, "files": listed}, indent=1) + "\n")
 
 
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
@@ -170,29 +152,33 @@ def _step(folder: Path) -> int:
         raise UserError(f"--resume {folder}: it is damaged: {error}; name another one") from error
 
 
-def find(
-    run_dir: Path, resume: str, damage_of: Callable[[Path], str] | None = None, *, tell: bool = False
-) -> Path | None:
-    """The checkpoint to go on from.
+def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, tell: bool = False) -> Path | None:
+    """The newest of these checkpoints that is whole, None if there are none.
 
     Args:
-        damage_of: tells what is wrong with one; by default by its files' sizes alone.
         tell: name those that are skipped, since they are damaged, on the screen.
 
     Raises:
-        UserError: what `candidates` says, or none that there is can be used.
+        UserError: all of them are damaged.
     """
-    folders = candidates(run_dir, resume)
     if not folders:
         return None
-    found, skipped = newest(folders, damage_of or (lambda folder: damage(folder, sizes_only=True)))
+    found, skipped = newest(folders, damage_of)
     told = "; ".join(f"{folder}: {wrong}" for folder, wrong in skipped)
     if found is None:
-        other = "use another --run-dir to begin anew" if resume == "auto" else "name another one"
-        raise UserError(f"no checkpoint can be used: {told}; {other}")
+        raise UserError(f"no checkpoint can be used: {told}; name another one, or begin anew in another --run-dir")
     if skipped and tell:
         print(f"damaged: {told}", flush=True)
     return found
+
+
+def find(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to go on from, by the sizes of its files alone.
+
+    Raises:
+        UserError: what `candidates` and `choose` say.
+    """
+    return choose(candidates(run_dir, resume), lambda folder: damage(folder, sizes_only=True))
 
 
 def tidy(run_dir: Path, start: int) -> None:
@@ -216,7 +202,7 @@ def tidy(run_dir: Path, start: int) -> None:
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
     """Removes all but the newest `keep` complete checkpoints (0 keeps all) and those of every `keep_every`-th step."""
     for folder in complete(run_dir)[:-keep] if keep else []:
-        if keep_every and read_step(folder) % keep_every == 0:
+        if keep_every and int(folder.name.removeprefix("step_")) % keep_every == 0:
             continue
         gone = folder.with_name(f"{folder.name}.gone")  # from here on it doesn't count, whatever happens
         with suppress(FileNotFoundError):  # both groups may be at it

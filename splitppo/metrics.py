@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from splitppo.files import write_whole
 from splitppo.placement import Role
 
 # what a console line shows beside the seconds of the spans
@@ -52,7 +53,7 @@ class ColumnLog:
             lines = self.path.read_text().splitlines(keepends=True) if start and self.path.is_file() else []
             # a crash may have torn the last one
             keep = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
-            self.path.write_text("".join(keep))
+            write_whole(self.path, "".join(keep))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """What can be told wrong about files, folders, functions and the engine before a process group or GPU is touched."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from splitppo import checkpoint, data, models
@@ -46,12 +47,30 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
         found = checkpoint.find(Path(config.run_dir), config.resume)
         if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
-        if found and found.parent.parent == Path(config.run_dir) and not config.force:
+        if found and found.parent.parent.resolve() == Path(config.run_dir).resolve() and not config.force:
             check_same_run(config, Path(config.run_dir))
         if found and (step := checkpoint.read_step(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif config.resume not in ("auto", "never"):
         raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
+
+
+def again(config: Config) -> Config:
+    """The configuration of an attempt: one that torchrun started anew goes on from the newest checkpoint, wherever the
+    first one was told to begin.
+
+    Raises:
+        UserError: it could not go on, since it would have another folder.
+    """
+    if config.run_dir is None:
+        if config.checkpoint.every and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise UserError(
+                f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
+                "attempt would begin in a folder of its own"
+            )
+        return config
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return replace(config, resume="auto") if restarted and checkpoint.complete(Path(config.run_dir)) else config
 
 
 def _check_models(config: Config) -> None:

@@ -14,6 +14,21 @@ from splitppo.saving import Saver
 BAD_STEPS = 3  # steps in a row without one good update, after which there is no hope
 
 
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
+    """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
+    What earlier runs left of others is removed."""
+    launch = runtime.launch
+    listed = runtime.share("candidates", lambda: "\n".join(map(str, checkpoint.candidates(folder, config.resume))))
+
+    def damage_of(candidate: Path) -> str:
+        own = checkpoint.damage(candidate, share=launch.rank, of=launch.world)
+        return next((told for told in runtime.everyone(f"damage/{candidate}", own) if told), "")
+
+    found = checkpoint.choose([Path(name) for name in listed.splitlines()], damage_of, tell=launch.rank == 0)
+    runtime.share("tidy", lambda: checkpoint.tidy(folder, checkpoint.read_step(found) if found else 0) or "tidy")
+    return str(found or "")
+
+
 class Holder(Protocol):
     """A role's part of the run that a checkpoint holds."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
+from splitppo.files import write_whole
 from splitppo.presets import leaves
 
 # What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
@@ -56,7 +57,7 @@ def write_run_files(config: Config, folder: Path, resumed: str) -> None:
         for change in difflib.ndiff(before, text.splitlines()):
             if change[0] in "+-":
                 print(f"  {'now' if change[0] == '+' else 'was'} {change[2:]}", flush=True)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,10 +73,12 @@ class Runtime:
         store: key-value store of the job, in a namespace of its own.
         alarm: the same, for the thread that hears signals.
         hosts: host name of each rank.
+        over: whether all ranks have done their work: from then on some may be gone.
     """
 
     def __init__(self, launch: Launch, placement: Placement, device: torch.device, timeout: float):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
+        self.over = False
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -92,6 +95,7 @@ class Runtime:
         # connections of their own: a wait here must not hold up the process groups' use of the store, nor a signal's
         clones: list[Any] = [job.clone() if isinstance(job, dist.TCPStore) else job for _ in range(2)]  # type: ignore[attr-defined]
         self.store, self.alarm = (dist.PrefixStore(f"splitppo/{attempt}", clone) for clone in clones)
+        self._job = clones[0]
         self.store.set_timeout(limit)
         self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
@@ -128,12 +132,22 @@ class Runtime:
         """Asks all ranks to stop after the step that they are in; any of them may."""
         self.alarm.set("stop/asked", f"{why} to rank {self.launch.rank}")
 
+    def stopped_before(self) -> bool:
+        """Whether this is an attempt after one that was to end the job: torchrun --max-restarts takes it for a
+        failure."""
+        earlier = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) - 1
+        if earlier < 0 or not dist.PrefixStore(f"splitppo/attempt_{earlier}", self._job).check(["stop/after"]):
+            return False
+        self.store.set("stop/after", "0")  # for the next one
+        return True
+
     def asked_to_stop(self) -> bool:
         return self.store.check(["stop/asked"])
 
     def stop_after(self, step: int) -> None:
         """Says which step is the last. One rank does, before any other can be through with that step."""
         self.store.set("stop/after", str(step))
+        self.store.get("stop/after")  # once it is answered, all can see it
 
     def stops_after(self) -> tuple[int, str] | None:
         """The last step, and who asked for it."""
@@ -144,13 +158,17 @@ class Runtime:
     def lost(self) -> str | None:
         """None while no rank has failed, and none of this machine is gone without a word: then which, the first time
         that a rank of this job asks, else ""."""
-        if self.alarm.check(["failed"]):
+        me = str(self.launch.rank)
+        try:
+            if self.alarm.check(["failed"]):
+                return ""
+            gone = [rank for rank, pid in self.pids.items() if not _alive(pid)]
+            if not gone:
+                return None
+            first = self.alarm.compare_set("gone", "", me).decode() == me
+            return self.describe(gone[0], self.alarm) if first else ""  # one of them tells it
+        except (RuntimeError, dist.DistError):  # the store is gone, with the rank or the launcher that held it
             return ""
-        gone = [rank for rank, pid in self.pids.items() if not _alive(pid)]
-        if not gone:
-            return None
-        first = self.alarm.compare_set("gone", "", str(self.launch.rank)).decode() == str(self.launch.rank)
-        return self.describe(gone[0], self.alarm) if first else ""  # one of them tells it
 
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
@@ -175,7 +193,7 @@ class Runtime:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
         mine = f"{self.launch.rank}"
         for pid in self.pids.values():
-            if _alive(pid):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)  # a stopped one could not hear torchrun's SIGTERM, which then waits 30 s
         try:
             return self.store.compare_set("failed", "", mine).decode() == mine
@@ -204,7 +222,7 @@ def _alive(pid: int) -> bool:
     """Whether a process of this machine has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

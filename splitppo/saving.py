@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from splitppo.checkpoint import PARTIAL, TensorReader, measure, step_folder, sync_folder, write_manifest
+from splitppo.checkpoint import PARTIAL, TensorReader, measure, step_folder, write_manifest
+from splitppo.files import sync_folder, write_whole
 from splitppo.learner import Learner
 from splitppo.parallel import local
 from splitppo.placement import Role
@@ -135,8 +136,10 @@ class Saver:
         partial = part.with_name(f"{part.name}{PARTIAL}")
         if self.rank == 0:
             partial.mkdir(parents=True, exist_ok=True)
-            (partial / "state.json").write_text(json.dumps(state))
-        dcp.save(staged, storage_writer=dcp.FileSystemWriter(partial), process_group=self.group)
+            write_whole(partial / "state.json", json.dumps(state))
+        # nothing is to be copied from a GPU, of which it would take the first one
+        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+        dcp.save(staged, storage_writer=writer, process_group=self.group)
         own = {path.name: measure(path) for path in partial.glob(f"__{self.rank}_*")}
         if self.rank == 0:
             own |= {name: measure(partial / name) for name in (".metadata", "state.json")}

@@ -28,7 +28,7 @@ from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
 from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders
 from splitppo.profiler import Profiler
-from splitppo.progress import Progress
+from splitppo.progress import Progress, find_checkpoint
 from splitppo.reading import read_lengths
 from splitppo.reference import Reference
 from splitppo.rewards.functions import check_prompts
@@ -103,22 +103,6 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
     return Run(config, runtime, folder, Path(found) if found else None, engine)
-
-
-def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
-    """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
-    What earlier runs left of others is removed."""
-    launch, looked = runtime.launch, 0
-
-    def damage_of(candidate: Path) -> str:
-        nonlocal looked
-        looked += 1
-        own = checkpoint.damage(candidate, share=launch.rank, of=launch.world)
-        return next((told for told in runtime.everyone(f"damage/{looked}", own) if told), "")
-
-    found = checkpoint.find(folder, config.resume, damage_of, tell=launch.rank == 0)
-    runtime.share("tidy", lambda: checkpoint.tidy(folder, checkpoint.read_step(found) if found else 0) or "tidy")
-    return str(found or "")
 
 
 class Run:
@@ -288,13 +272,15 @@ class Run:
     def end(self) -> None:
         """Waits for the checkpoints and the other column's last update, and names the run's folder."""
         self.progress.close()
-        self.runtime.wait_for_all()
+        self.runtime.meet("end of the work")
+        self.runtime.over = True
         self.trackers.close()
         if self.runtime.launch.rank == 0:
             if why := self.progress.stopped:
                 where = checkpoint.complete(self.folder)[-1].name
                 print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} goes on")
             print(f"run folder: {self.folder}", flush=True)
+        self.runtime.wait_for_all()
 
     def _shared(self) -> Shared:
         config = self.config

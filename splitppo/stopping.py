@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from splitppo.runtime import GONE, Runtime
 
@@ -42,14 +43,12 @@ class StopSignals:
                 self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        try:
+        with suppress(RuntimeError):  # the store may be gone, with the rank or the launcher that held it
             self.runtime.ask_to_stop(number.name)
-            lost = None
-            while number == signal.SIGTERM and (lost := self.runtime.lost()) is None:
-                time.sleep(0.1)
-            if lost:
-                print(f"{lost} {GONE}", file=sys.stderr, flush=True)
-        except RuntimeError:  # the store is gone, with the rank or the launcher that held it
-            number = signal.SIGTERM
-        if number == signal.SIGTERM:
+        lost = None
+        while number == signal.SIGTERM and not self.runtime.over and (lost := self.runtime.lost()) is None:
+            time.sleep(0.1)
+        if lost:
+            print(f"{lost} {GONE}", file=sys.stderr, flush=True)
+        if lost is not None and not self.runtime.over:
             os._exit(1)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from splitppo.config import Config
 from splitppo.errors import UserError
+from splitppo.files import write_whole
 from splitppo.placement import Role
 
 TABLE_ROWS = 64  # rows of a table at most
@@ -178,7 +179,7 @@ class Trackers:
         for role, tail in self.tails.items():
             for record in tail.read():
                 self._send(role, record)
-        self.noted.write_text(json.dumps(self.sent) + "\n")
+        write_whole(self.noted, json.dumps(self.sent) + "\n")
 
     def close(self) -> None:
         """Sends the rest and ends the trackers; for when all ranks have done their last step."""

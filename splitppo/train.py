@@ -20,7 +20,7 @@ from splitppo.critic import Critic, join
 from splitppo.engine.start import launch_engine
 from splitppo.limits import check
 from splitppo.placement import place
-from splitppo.preflight import preflight
+from splitppo.preflight import again, preflight
 from splitppo.preview import preview
 from splitppo.rollout import Rollout
 from splitppo.runtime import Launch, Runtime, pick_device, report_failure
@@ -42,9 +42,9 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("wait_critic"):
             links.rollouts.flush(step)
         rollout = Rollout(samples)
+        run.may_stop(step)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)
-        run.may_stop(step)
         with log.span("wait_advantages"):
             links.logprobs.send(step, rollout, *logprobs)
             (advantages,) = links.advantages.recv(step, rollout, fields=1)
@@ -91,9 +91,9 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
         with critic_log.span("score"):
             scored = critic.score(step, rollout)
+        run.may_stop(step)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)
-        run.may_stop(step)
         with critic_log.span("advantages"):
             advantages, returns = critic.judge(scored, logprobs)
         with log.span("update"):
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         # under torchrun a wrong flag is told as every other error is, once and last on the screen
-        config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
+        config = again(parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv)))
         check(config)
         if config.dry_run:
             print(preview(config, launch))
@@ -131,6 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = launch_engine(config, placement, launch, device)
         runtime = Runtime(launch, placement, device, config.timeout)
         signals = StopSignals(runtime)
+        if runtime.stopped_before():
+            print("not started anew: the run was told to stop", flush=True)
+            return RESUMABLE
         run = prepare(config, runtime, engine)
         train(run)
         signals.close()

