@@ -17,7 +17,7 @@ from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
 from splitppo import algo, checkpoint, train
 from splitppo.metrics import ColumnLog
 
-INJECTIONS = faults.draw(26, seed=330)
+INJECTIONS = faults.draw(25, seed=330)
 
 
 @pytest.fixture(scope="module")
