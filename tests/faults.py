@@ -107,7 +107,10 @@ def draw(count: int, seed: int) -> list[Fault]:
         if kind in ("nan", "sigterm", "sigusr1") and moment not in ("rollout", "exchange", "logprobs", "judge"):
             continue
         restarts = kind not in ("sigterm", "sigusr1") and random_.random() < 0.5
-        faults.append(Fault(placement, rank, random_.randint(2, STEPS - 1), moment, kind, restarts))
+        step = random_.randint(2, STEPS - 1)
+        if kind in ("sigterm", "sigusr1"):
+            step = 2  # the run may end with the step after it, which must not be the last
+        faults.append(Fault(placement, rank, step, moment, kind, restarts))
         if len(faults) == count:
             break
     return faults
