@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,8 @@ def parts_of(folder: Path) -> list[Path]:
 
 def complete(run_dir: Path) -> list[Path]:
     """The checkpoints that both groups have written, oldest first."""
-    folders = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
+    found = [folder for folder in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", folder.name)]
+    folders = sorted(found, key=lambda folder: (len(folder.name), folder.name))  # a millionth has a digit more
     return [folder for folder in folders if all((part / MANIFEST).is_file() for part in parts_of(folder))]
 
 
@@ -112,16 +113,6 @@ def damage(folder: Path, *, share: int = 0, of: int = 1, sizes_only: bool = Fals
     return ""
 
 
-def newest(folders: Iterable[Path], damage_of: Callable[[Path], str]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The last of these checkpoints that is whole, and those after it with what is wrong with each."""
-    skipped = []
-    for folder in reversed(list(folders)):
-        if not (wrong := damage_of(folder)):
-            return folder, skipped
-        skipped.append((folder, wrong))
-    return None, skipped
-
-
 def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may go on from, oldest first.
 
@@ -140,7 +131,7 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
     if missing:
         missed = f"no complete checkpoint there ({missing[0]}/{MANIFEST} is missing)"
         raise UserError(f"--resume {resume}: {missed}; name a RUN/checkpoints/step_* folder")
-    if found and found[-1].name > step_folder(run_dir, _step(folder)).name:
+    if found and int(found[-1].name.removeprefix("step_")) > _step(folder):
         raise UserError(f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir")
     return [folder]
 
@@ -163,8 +154,13 @@ def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, tell: b
     """
     if not folders:
         return None
-    found, skipped = newest(folders, damage_of)
-    told = "; ".join(f"{folder}: {wrong}" for folder, wrong in skipped)
+    found, skipped = None, []
+    for folder in reversed(folders):
+        if not (wrong := damage_of(folder)):
+            found = folder
+            break
+        skipped.append(f"{folder}: {wrong}")
+    told = "; ".join(skipped)
     if found is None:
         raise UserError(f"no checkpoint can be used: {told}; name another one, or begin anew in another --run-dir")
     if skipped and tell:

@@ -185,6 +185,15 @@ def test_prune_keeps_the_newest_and_every_nth(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
 
 
+def test_the_newest_is_that_of_the_highest_step(tmp_path):
+    for step in (999_999, 1_000_000, 2):
+        made_up(tmp_path, step)
+    assert names(tmp_path) == ["step_000002", "step_999999", "step_1000000"]
+    assert checkpoint.find(tmp_path, "auto") == checkpoint.step_folder(tmp_path, 1_000_000)
+    with pytest.raises(UserError, match="holds step_1000000, a later one"):
+        checkpoint.find(tmp_path, str(checkpoint.step_folder(tmp_path, 999_999)))
+
+
 def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
     """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
     folder = tmp_path / "run"
