@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def free_port() -> int:
@@ -25,10 +26,14 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     A rank that raises fails the call with its traceback, at once: the others are killed.
     """
     context = multiprocessing.get_context("fork")
-    port, pipes, processes = free_port(), [], []
+    pipes, processes = [], []
+    # as under torchrun, the store is the launcher's and outlives each rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(rank, world, local_world or world, port, theirs, function, args))
+        process = context.Process(
+            target=_child, args=(rank, world, local_world or world, store.port, theirs, function, args)
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -69,6 +74,7 @@ def _child(rank: int, world: int, local_world: int, port: int, pipe: Any, functi
         LOCAL_WORLD_SIZE=str(local_world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     try:
         answer = (None, function(rank, *args))

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -49,14 +48,14 @@ def figures(run_dir: Path, role: str) -> dict[int, dict]:
     }
 
 
-def torchrun(ranks: int, *argv: str, program: Sequence[str] = ("-m", "splitppo.train"), **env: str) -> subprocess.Popen:
+def torchrun(ranks: int, *argv: str, program: Sequence[str] = ("-m", "splitppo.train")) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     return subprocess.Popen(
         [*command, *program, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
 
@@ -132,22 +131,6 @@ def test_a_run_goes_on_while_its_policy_has_not_learnt_yet(tmp_path):
     run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
     for role in ("actor", "critic"):
         assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)
-
-
-def test_a_killed_run_goes_on(whole, tmp_path):
-    folder = tmp_path / "run"
-    argv = [*SMALL, f"--run-dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"]
-    process = torchrun(2, *argv)
-    deadline = time.monotonic() + 60
-    while not checkpoint.complete(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
-    assert checkpoint.complete(folder), process.stdout.read() if process.stdout else ""
-    run_ranks(2, main_rank, argv)
-    for role in ("actor", "critic"):
-        assert_same(figures(folder, role), figures(whole, role))
 
 
 def test_only_checkpoints_of_both_groups_count(whole, tmp_path):
@@ -297,29 +280,6 @@ def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
     assert again == config
 
 
-def test_torchrun_may_start_the_workers_anew(tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "import os, pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
-        "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if not seen.exists():\n        seen.touch()\n        os.kill(os.getppid(), 9)  # the critic's rank\n"
-        "    return 0.5\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
-    argv = [*SMALL, "--steps=1", "--log.validate-every=0", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1"]
-    reward = f"--reward.function={tmp_path / 'reward.py'}:score"
-    done = subprocess.run(
-        [*command, "-m", "splitppo.train", *argv, reward],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=150,
-        check=False,
-    )
-    assert (tmp_path / "seen").exists()
-    assert done.returncode == 0, done.stderr
-    assert [record["step"] for record in records(tmp_path / "run", "critic")] == [1]
-
-
 def test_export_loads_with_from_pretrained(whole, tmp_path):
     command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
     subprocess.run(command, check=True, capture_output=True)
@@ -406,11 +366,11 @@ def test_preset_is_flags_and_flags_win(tmp_path):
     assert not parse(["--config", str(preset), "--reference.no-offload"]).reference.offload
 
 
-def test_trace_prints_every_hop(tmp_path):
+def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPLITPPO_TRACE", "1")
     argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.chunks=3"]
-    process = torchrun(2, *argv, SPLITPPO_TRACE="1")
-    out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, out
+    run_ranks(2, main_rank, argv)
+    out = capfd.readouterr().err
     for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
         for chunk in range(chunks):
             hops = re.findall(rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out)
@@ -426,8 +386,6 @@ judge = Critic.judge
 
 def crash(self, *scored):
     if self.value.updates == 1:
-        if os.environ["DIE"] == "kill":
-            os.kill(os.getpid(), 9)
         raise ValueError("the critic's own trouble")
     return judge(self, *scored)
 
@@ -439,27 +397,23 @@ os._exit(status)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path, how):
+def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
     (tmp_path / "crash.py").write_text(CRASH)
     argv = [*SMALL, "--steps=1000", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0"]
-    process = torchrun(3, *argv, program=[str(tmp_path / "crash.py")], DIE=how)
+    process = torchrun(3, *argv, program=[str(tmp_path / "crash.py")])
     out, _ = process.communicate(timeout=100)
     ended = time.time()
     assert process.returncode != 0
     last = records(tmp_path / "run", "critic")[-1]["time"]
     assert ended - last < 20
     tail = out[out.rindex("Root Cause") :]
-    if how == "raise":
-        assert "ValueError: the critic's own trouble" in tail
-        assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
-    else:
-        assert "Signal 9" in tail
+    assert "ValueError: the critic's own trouble" in tail
+    assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert left.stdout == ""
 
 
-def test_a_peer_that_does_not_come_is_named(tmp_path):
+def test_a_peer_that_does_not_come_is_named(tmp_path, capfd):
     """The critic hangs in its second scoring; the actor's wait ends with an error that says who, what and where."""
     (tmp_path / "reward.py").write_text(
         "import time\ncount = 0\n"
@@ -467,10 +421,9 @@ def test_a_peer_that_does_not_come_is_named(tmp_path):
         "    global count\n    count += 1\n    time.sleep(60 if count > 15 else 0)\n    return 0.5\n"
     )
     argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", f"--reward.function={tmp_path / 'reward.py'}:score"]
-    process = torchrun(2, *argv, "--log.validate-every=0", "--timeout=8")
-    out, _ = process.communicate(timeout=100)
-    assert process.returncode != 0
-    found = re.search(r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", out)
-    assert found, out
+    with pytest.raises(RuntimeError, match="rank 0: "):
+        run_ranks(2, main_rank, [*argv, "--log.validate-every=0", "--timeout=8"])
+    found = re.search(r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", err := capfd.readouterr().err)
+    assert found, err
     for part in ("actor rank 0", "critic rank 1", "waited 8 s", "critic step 2 score", "--timeout"):
         assert part in found[0]
