@@ -10,13 +10,13 @@ set -uo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:?no GPUs were asked for: set RANKS_PER_NODE}}
 torchrun=(torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$ranks" --rdzv_backend c10d --rdzv_id "$SLURM_JOB_ID"
-  --rdzv_endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))" --rdzv_conf "join_timeout=${JOIN_TIMEOUT:-300}"
-  -m splitppo.train --run-dir "runs/slurm-$SLURM_JOB_ID" "$@")
-echo "on $SLURM_JOB_NODELIST: ${torchrun[*]}"
+  --rdzv_endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))" --rdzv_conf "join_timeout=${JOIN_TIMEOUT:-300}")
+program=(-m splitppo.train --run-dir "runs/slurm-$SLURM_JOB_ID" "$@")
+echo "on each of $SLURM_JOB_NODELIST: ${torchrun[*]} ${program[*]}"
 
-# the ranks are to hear of an end, and torchrun is not: it would give them 30 s
-srun --kill-on-bad-exit=1 bash -c 'setsid "$@" & trap "pkill -USR1 -P $!" USR1 TERM
-  while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done; exit $status' node "${torchrun[@]}" &
+# Slurm hands a signal to all processes of a job: the ranks are to hear of the end, and torchrun is not
+srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec "$0" --local-addr "$SLURMD_NODENAME" "$@"' \
+  "${torchrun[@]}" "${program[@]}" &
 trap 'stop=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
 ((status)) && [[ ${stop:-} ]] && exec scontrol requeue "$SLURM_JOB_ID"

@@ -13,9 +13,10 @@ ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-auto}}
 torchrun=(torchrun --standalone --nproc_per_node "$ranks" -m splitppo.train "$@")
 echo "${torchrun[*]}"
 
-# the ranks are to hear of an end, and torchrun is not: it would give them 30 s
+# the ranks are to hear of the end, and torchrun is not: it would give them 30 s
 setsid "${torchrun[@]}" &
 trap 'stop=1; pkill -USR1 -P $!' USR1 TERM
+trap 'kill -INT $!' INT HUP
 while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
 ((status)) && [[ ${stop:-} && ${SLURM_JOB_ID:-} ]] && exec scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

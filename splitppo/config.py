@@ -298,6 +298,15 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
+class FsdpConfig:
+    """How weights, gradients and optimizer states are cut over the ranks of a group."""
+
+    shard_size: int | None = None
+    """Ranks that hold one copy together; a group of more holds several and sums their gradients (hybrid sharding). At
+    the ranks that a group has on a node, weights are gathered within nodes alone. Unset: one copy over the group."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints under RUN/checkpoints."""
 
@@ -367,6 +376,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

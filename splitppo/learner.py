@@ -212,7 +212,7 @@ class Learner:
 
     def _gathered(self, named: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if named:
-            full = gather_full([weight for _, weight in named], dtype, self.runner.mesh)
+            full = gather_full([weight for _, weight in named], dtype)
             yield from zip([name for name, _ in named], full, strict=True)
 
     def _balanced(

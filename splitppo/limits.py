@@ -51,7 +51,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "holds an empty string, which would end every response at once; leave it out",
         "rollout.stop",
     ),
-    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel"),
+    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),

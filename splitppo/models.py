@@ -230,7 +230,8 @@ def _bounds(parameter: Tensor) -> slice:
     """The rows of the full tensor that this rank holds: fully_shard cuts axis 0 as torch.chunk does."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    size, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    mesh = parameter.device_mesh
+    size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     step = -(-parameter.shape[0] // size)
     return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
 

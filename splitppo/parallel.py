@@ -17,6 +17,7 @@ def parallelize(
 ) -> None:
     """Prepares a model on the meta device for training over a group, in place: checkpointing, compilation, fully_shard.
 
+    Weights are sharded over the mesh, or over the second axis of one that has two, and the same along the first.
     Weights and reductions are float32, forward and backward run in `dtype`. Gradients are *summed* over the ranks:
     the loss is already normalised by the whole mini-batch.
     """
@@ -64,12 +65,14 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype, mesh: DeviceMesh) -> list[Tensor]:
+def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The full tensors, in `dtype`, of parameters that `parallelize` has sharded, in one message. All ranks call it.
 
     They may share memory with the parameters (in a group of one) or with each other.
     """
-    ranks = mesh.size()
+    mesh = cast(DTensor, parameters[0]).device_mesh
+    axis = mesh.ndim - 1
+    ranks = mesh.size(axis)
     if ranks == 1:
         return [local(parameter).to(dtype) for parameter in parameters]
     rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
@@ -78,7 +81,7 @@ def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype, mesh: DeviceMe
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
     gathered = shards.new_empty(ranks * len(shards))
-    dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group())
+    dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group(axis))
     return [
         part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
         for part, parameter in zip(gathered.view(ranks, -1).split(sizes, dim=1), parameters, strict=True)

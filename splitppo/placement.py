@@ -1,6 +1,7 @@
 """Who plays which role, and who owns which row: pure functions that every rank computes for itself."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -88,6 +89,28 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
             )
             raise UserError(f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}")
     return actor
+
+
+def copies(role: Role, placement: Placement, shard_size: int | None, *, local_world: int) -> list[list[int]]:
+    """The ranks of a group in sets that each hold one copy of its weights, in ascending order.
+
+    Raises:
+        UserError: the size doesn't divide the group, or a set would take a part of one node and a part of another.
+    """
+    ranks = placement.actor if role == "actor" else placement.critic
+    size = min(shard_size or len(ranks), len(ranks))
+    on_node = Counter(rank // local_world for rank in ranks)
+    fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _keeps_nodes(n, list(on_node.values()))]
+    if size not in fits:
+        nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
+        told = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole copies"
+        raise UserError(f"{told}; use one of {fits}")
+    return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+
+
+def _keeps_nodes(size: int, on_node: list[int]) -> bool:
+    """Whether sets of `size` ranks cut no node in two but into sets."""
+    return all(size % held == 0 or held % size == 0 for held in on_node)
 
 
 @dataclass(frozen=True)

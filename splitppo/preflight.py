@@ -1,7 +1,6 @@
 """What can be told wrong about files, folders, functions and the engine before a process group or GPU is touched."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from splitppo import checkpoint, data, models
@@ -9,7 +8,7 @@ from splitppo.attention import why_not_packed
 from splitppo.config import Config
 from splitppo.engine.start import check_engine
 from splitppo.errors import UserError
-from splitppo.placement import Placement
+from splitppo.placement import Placement, copies
 from splitppo.profiler import check_profiler
 from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
@@ -26,6 +25,8 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
         on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
         for name in (name for name, value in on.items() if value):
             raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
+    for role in ("actor", "critic"):
+        copies(role, placement, config.fsdp.shard_size, local_world=local_world)
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
     if config.data.files or config.data.validation_files:
@@ -42,6 +43,11 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
     check_profiler(config, placement)
     _check_models(config)
     check_engine(config, placement, device, local_world)
+    if config.run_dir is None and config.checkpoint.every and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise UserError(
+            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
+            "attempt would begin in a folder of its own"
+        )
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), config.resume)
@@ -53,24 +59,6 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif config.resume not in ("auto", "never"):
         raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
-
-
-def again(config: Config) -> Config:
-    """The configuration of an attempt: one that torchrun started anew goes on from the newest checkpoint, wherever the
-    first one was told to begin.
-
-    Raises:
-        UserError: it could not go on, since it would have another folder.
-    """
-    if config.run_dir is None:
-        if config.checkpoint.every and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            raise UserError(
-                f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
-                "attempt would begin in a folder of its own"
-            )
-        return config
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return replace(config, resume="auto") if restarted and checkpoint.complete(Path(config.run_dir)) else config
 
 
 def _check_models(config: Config) -> None:

@@ -8,9 +8,10 @@ import torch
 from splitppo import models
 from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
+from splitppo.nodes import Launch
 from splitppo.placement import Placement, place
 from splitppo.preflight import MODEL_KINDS, model_folders, preflight
-from splitppo.runtime import Launch, dtype_of, format_map
+from splitppo.runtime import dtype_of, format_map
 from splitppo.setup import load_data, owners
 from splitppo.tiny import build_tiny
 
@@ -65,11 +66,13 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
             for kind in (MODEL_KINDS[name],)
         }
     width = dtype_of(config, torch.device(device)).itemsize
-    actor = counts["policy"] * LEARNER_BYTES / len(placement.actor) + counts["policy"] * width
-    critic = (counts["value"] * LEARNER_BYTES + counts.get("reward", 0) * width) / len(placement.critic)
+    shards = config.fsdp.shard_size or len(placement.actor) + len(placement.critic)
+    actors, critics = min(shards, len(placement.actor)), min(shards, len(placement.critic))
+    actor = counts["policy"] * LEARNER_BYTES / actors + counts["policy"] * width
+    critic = (counts["value"] * LEARNER_BYTES + counts.get("reward", 0) * width) / critics
     reference = counts.get("reference", 0) * width
-    actor += reference / len(placement.actor) if config.placement.reference == "actor" else 0
-    critic += reference / len(placement.critic) if config.placement.reference == "critic" else 0
+    actor += reference / actors if config.placement.reference == "actor" else 0
+    critic += reference / critics if config.placement.reference == "critic" else 0
     if config.compute.gather == "mini_batch":  # whole weights, and gradients in float32
         actor += counts["policy"] * (width + 4)
         critic += counts["value"] * (width + 4)

@@ -18,7 +18,10 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
     """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
     What earlier runs left of others is removed."""
     launch = runtime.launch
-    listed = runtime.share("candidates", lambda: "\n".join(map(str, checkpoint.candidates(folder, config.resume))))
+    # an attempt that torchrun starts anew goes on from the newest, wherever the first one was told to begin
+    anew = runtime.attempt > 1 and checkpoint.complete(folder)
+    resume = "auto" if anew else config.resume
+    listed = runtime.share("candidates", lambda: "\n".join(map(str, checkpoint.candidates(folder, resume))))
 
     def damage_of(candidate: Path) -> str:
         own = checkpoint.damage(candidate, share=launch.rank, of=launch.world)

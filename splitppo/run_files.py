@@ -19,9 +19,9 @@ from splitppo.presets import leaves
 
 # What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
 # end: all settings that begin so.
-_FREE = """placement. engine. checkpoint. log. compute.device compute.micro_batch_tokens compute.packing compute.compile
-    compute.gather compute.activation_checkpointing reference.offload rollout.chunks reward.workers reward.timeout
-    reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
+_FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
+    compute.compile compute.gather compute.activation_checkpointing reference.offload rollout.chunks reward.workers
+    reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
 FREE = tuple(_FREE.split())
 
 

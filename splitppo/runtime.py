@@ -1,48 +1,31 @@
 """One rank's place in the job: launch variables, device, process groups, and how a failure is told."""
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.rendezvous import rendezvous
 
 from splitppo.channel import WireError
 from splitppo.config import Config
 from splitppo.errors import UserError
-from splitppo.placement import Placement, Role
+from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, connect
+from splitppo.placement import Placement, Role, copies
+from splitppo.watch import Watch
 
 GONE = "is gone without a word: killed, perhaps for its memory"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What torchrun tells a process; a process that it didn't start is a world of one."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-
-    @classmethod
-    def from_env(cls) -> "Launch":
-        if "RANK" not in os.environ:
-            return cls()
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
@@ -68,6 +51,7 @@ class Runtime:
     Attributes:
         launch, placement, device: as given.
         mesh: role -> the group's DeviceMesh, for the roles that this rank plays.
+        shards: role -> the mesh that its weights are sharded over: the same, or one of copies x ranks of a copy.
         saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
         wire: process group of all ranks, for the channels alone.
         store: key-value store of the job, in a namespace of its own.
@@ -76,41 +60,75 @@ class Runtime:
         over: whether all ranks have done their work: from then on some may be gone.
     """
 
-    def __init__(self, launch: Launch, placement: Placement, device: torch.device, timeout: float):
+    def __init__(
+        self,
+        launch: Launch,
+        placement: Placement,
+        device: torch.device,
+        timeout: float,
+        *,
+        shard_size: int | None = None,
+        facts: Mapping[str, str] | None = None,
+    ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
         self.over = False
+        self.hosts: list[str] = []
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if "RANK" in os.environ:
-            job, _, _ = next(rendezvous("env://", timeout=limit))
-        else:
-            job = dist.HashStore()
-        # torchrun's store outlives the workers, which it may start anew (--max-restarts)
-        attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = dist.PrefixStore(attempt, job)
+        job = connect(limit)
+        with attempt(job, launch, limit) as self.attempt:
+            # connections of their own: a wait here must not hold up the process groups' use of the store, nor signals
+            alone = not isinstance(job, dist.TCPStore)
+            clones: list[Any] = [job if alone else cast(Any, job).clone() for _ in range(3)]
+            self._job = clones[0]
+            self.store, self.alarm, beats = (self._of_attempt(self.attempt, clone) for clone in clones)
+            self.store.set(f"beat/{launch.rank}", "0")
+            self.store.set_timeout(limit)
+            if launch.rank == 0:
+                self.store.set("facts", json.dumps(facts or {}))
+            peers = [Peer.from_text(text) for text in self.everyone("peer", Peer.of_this_process(device).to_text())]
+        check_alike(json.loads(self.store.get("facts")), facts or {}, peers, launch.rank)
+        choose_interface(peers, launch.rank)
+        self.watch = Watch(beats, peers, launch.rank, timeout, self._end)
+        self.watch.start()
+        self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
+        # of this machine, by rank; a stopped or zombie process is still there
+        self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[launch.rank].machine}
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
-        # connections of their own: a wait here must not hold up the process groups' use of the store, nor a signal's
-        clones: list[Any] = [job.clone() if isinstance(job, dist.TCPStore) else job for _ in range(2)]  # type: ignore[attr-defined]
-        self.store, self.alarm = (dist.PrefixStore(f"splitppo/{attempt}", clone) for clone in clones)
-        self._job = clones[0]
-        self.store.set_timeout(limit)
+        world = dist.PrefixStore(f"attempt_{self.attempt}", job)
+        dist.init_process_group(backend, store=world, rank=launch.rank, world_size=launch.world, timeout=limit)
         self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
+        self.shards: dict[Role, DeviceMesh] = {}
         self.saving: dict[Role, Any] = {}
         groups: dict[Role, tuple[int, ...]] = {"actor": placement.actor, "critic": placement.critic}
         for role, ranks in groups.items():
             group: Any = dist.new_group(list(ranks), backend=backend, timeout=limit)
             if launch.rank in ranks:
                 self.mesh[role] = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
+            sets = copies(role, placement, shard_size, local_world=launch.local_world)
+            shards = self._sharding(sets, lambda ranks: dist.new_group(ranks, backend=backend, timeout=limit))
+            if launch.rank in ranks:
+                self.shards[role] = shards or self.mesh[role]
             self.saving[role] = dist.new_group(list(ranks), backend="gloo", timeout=limit)
-        self.hosts = self.everyone("host", socket.gethostname())
-        self.devices = self.everyone("device", str(device))
-        # of this machine, by rank; a stopped or zombie process is still there
-        self.pids = {r: int(pid) for r, pid in enumerate(self.everyone("pid", str(os.getpid())))}
-        self.pids = {r: pid for r, pid in self.pids.items() if self.hosts[r] == self.hosts[launch.rank]}
+
+    def _of_attempt(self, number: int, job: Any) -> dist.Store:
+        return dist.PrefixStore(f"splitppo/attempt_{number}", job)
+
+    def _sharding(self, sets: list[list[int]], new_group: Callable[[list[int]], Any]) -> DeviceMesh | None:
+        """The mesh of copies x ranks of a copy, if there is more than one; all ranks of the job call it."""
+        if len(sets) == 1:
+            return None
+        within, across = ([new_group(list(ranks)) for ranks in cut] for cut in (sets, zip(*sets, strict=True)))
+        me = self.launch.rank
+        for copy, ranks in enumerate(sets):
+            if me in ranks:
+                groups = [across[ranks.index(me)], within[copy]]
+                return DeviceMesh.from_group(groups, self.device.type, mesh=sets, mesh_dim_names=("copy", "shard"))
+        return None
 
     def share(self, key: str, value: Callable[[], str]) -> str:
         """Rank 0's value, made by it alone and known to all; the others wait for it."""
@@ -135,8 +153,7 @@ class Runtime:
     def stopped_before(self) -> bool:
         """Whether this is an attempt after one that was to end the job: torchrun --max-restarts takes it for a
         failure."""
-        earlier = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) - 1
-        if earlier < 0 or not dist.PrefixStore(f"splitppo/attempt_{earlier}", self._job).check(["stop/after"]):
+        if self.attempt == 1 or not self._of_attempt(self.attempt - 1, self._job).check(["stop/after"]):
             return False
         self.store.set("stop/after", "0")  # for the next one
         return True
@@ -170,6 +187,12 @@ class Runtime:
         except (RuntimeError, dist.DistError):  # the store is gone, with the rank or the launcher that held it
             return ""
 
+    def end_work(self) -> None:
+        """Returns when no rank has work left; from here on some may be gone."""
+        self.meet("end of the work")
+        self.over = True
+        self.watch.close()
+
     def wait_for_all(self) -> None:
         """Returns when every rank is here: the end of the run, where no column has work left."""
         me = self.launch.rank
@@ -180,14 +203,7 @@ class Runtime:
 
     def meet(self, where: str) -> None:
         """Returns when every rank is here, without a word to the GPUs."""
-        me = self.launch.rank
-        self.store.set(f"meet/{where}/{me}", "1")
-        for rank in range(self.launch.world):
-            try:
-                self.store.get(f"meet/{where}/{rank}")
-            except dist.DistStoreError as error:
-                waited = f"{self.describe(me)} waited {self.timeout:g} s for {self.describe(rank)}"
-                raise RuntimeError(f"{where}: {waited}; raise --timeout if that is only slow") from error
+        self.everyone(f"meet/{where}", "")
 
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
@@ -201,13 +217,48 @@ class Runtime:
             # the store is gone with the rank that held it: that one has told its own story
             return False
 
+    def _end(self, error: Exception, *, store_lost: bool) -> None:
+        """Ends this rank from another thread than the one that works, and a torchrun that cannot end any more."""
+        _for_torchrun(error)
+        time.sleep(self.watch.period)  # the other ranks of the host find out for themselves
+        if store_lost and self.launcher is not None and os.getppid() == self.launcher:
+            # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
+            os.kill(self.launcher, signal.SIGKILL)
+        os._exit(1)
+
     def close(self) -> None:
         dist.destroy_process_group()
 
     def everyone(self, key: str, value: str) -> list[str]:
-        """Every rank's small text, in order of ranks; all must call it, once for each key."""
+        """Every rank's small text, in order of ranks; all must call it, once for each key.
+
+        Rank 0 reads them all and passes them on: a rank's part does not grow with their number.
+
+        Raises:
+            RuntimeError: names a rank that did not come in time.
+        """
         self.store.set(f"{key}/{self.launch.rank}", value)
-        return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
+        try:
+            if self.launch.rank == 0:
+                texts = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
+                self.store.set(key, json.dumps(texts))
+            return json.loads(self.store.get(key))
+        except dist.DistStoreError as error:
+            raise RuntimeError(self._who_is_absent(key)) from error
+
+    def _who_is_absent(self, key: str) -> str:
+        """Which ranks did not come to an `everyone`, and on which hosts the others are."""
+        came = [rank for rank in range(self.launch.world) if self.store.check([f"{key}/{rank}"])]
+        absent = [rank for rank in range(self.launch.world) if rank not in came]
+        waited = (
+            f"{key.removeprefix('meet/')}: rank {self.launch.rank} on {socket.gethostname()} waited {self.timeout:g} s"
+        )
+        if not self.hosts:
+            here = {rank: Peer.from_text(self.store.get(f"peer/{rank}").decode()).host for rank in came}
+            found = ", ".join(f"{rank} on {host}" for rank, host in here.items())
+            return f"{waited} for ranks {absent}, which did not start; those that did: {found}"
+        told = ", ".join(self.describe(rank) for rank in absent[:8] or [0])
+        return f"{waited} for {told}; raise --timeout if that is only slow"
 
 
 def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> str:
@@ -238,7 +289,8 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _for_torchrun(error.with_traceback(None))
         return 2
-    gone = runtime.lost() if runtime is not None else None
+    silent = runtime.watch.silent() if runtime is not None else None
+    gone = f"{gone} {GONE}" if runtime is not None and (gone := runtime.lost()) else silent
     if runtime is not None and not runtime.failed(error):
         why = error if isinstance(error, WireError) else type(error).__name__
         print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
@@ -251,7 +303,7 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
     if runtime is not None:
         error.add_note(f"on {runtime.describe(launch.rank)}")
         if gone:
-            error.add_note(f"it follows from this: {gone} {GONE}")
+            error.add_note(f"it follows from this: {gone}")
     traceback.print_exception(error)
     _for_torchrun(error)
     return 1

@@ -55,8 +55,7 @@ class Saver:
     def __init__(self, learner: Learner, role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]):
         self.learner, self.role, self.run_dir, self.group = learner, role, run_dir, group
         self.rank, self.committed = learner.runner.mesh.get_local_rank(), committed
-        ranks = dist.get_process_group_ranks(group)
-        self.host = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=(role,))
+        self.hosts: dict[DeviceMesh, DeviceMesh] = {}
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.thread: threading.Thread | None = None
         self.step = 0
@@ -123,8 +122,11 @@ class Saver:
         to.copy_(local(tensor), non_blocking=True)
         if not isinstance(tensor, DTensor):
             return to
+        mesh = tensor.device_mesh
+        if mesh not in self.hosts:  # to say who holds what, of which copies are written once; not to communicate
+            self.hosts[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
         whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-        return DTensor.from_local(to, self.host, tensor.placements, run_check=False, **whole)
+        return DTensor.from_local(to, self.hosts[mesh], tensor.placements, run_check=False, **whole)
 
     def _run(self, step: int, staged: dict[str, Any], state: dict[str, Any]) -> None:
         try:

@@ -272,8 +272,7 @@ class Run:
     def end(self) -> None:
         """Waits for the checkpoints and the other column's last update, and names the run's folder."""
         self.progress.close()
-        self.runtime.meet("end of the work")
-        self.runtime.over = True
+        self.runtime.end_work()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
             if why := self.progress.stopped:
@@ -338,7 +337,9 @@ class Run:
         checkpointing = self.config.compute.activation_checkpointing and not frozen
         # a reward model is run padded, over texts of its own: not worth the time that compiling takes
         compiled = name != "reward" and compiles(self.config, self.runtime.device)
-        parallelize(model, runner.mesh, dtype=self.dtype, activation_checkpointing=checkpointing, compiled=compiled)
+        role: Role = {"policy": "actor", "reference": self.config.placement.reference}.get(name, "critic")
+        shards = self.runtime.shards[role]
+        parallelize(model, shards, dtype=self.dtype, activation_checkpointing=checkpointing, compiled=compiled)
         seed, head = self.config.seed, self.config.value.head
         drawn = seed if is_drawn(self.config, name) else None
         models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)

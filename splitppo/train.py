@@ -19,11 +19,12 @@ from splitppo.config import parse
 from splitppo.critic import Critic, join
 from splitppo.engine.start import launch_engine
 from splitppo.limits import check
+from splitppo.nodes import Launch, facts_of
 from splitppo.placement import place
-from splitppo.preflight import again, preflight
+from splitppo.preflight import preflight
 from splitppo.preview import preview
 from splitppo.rollout import Rollout
-from splitppo.runtime import Launch, Runtime, pick_device, report_failure
+from splitppo.runtime import Runtime, pick_device, report_failure
 from splitppo.setup import Run, prepare
 from splitppo.stopping import RESUMABLE, StopSignals
 
@@ -120,16 +121,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         # under torchrun a wrong flag is told as every other error is, once and last on the screen
-        config = again(parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv)))
+        config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
         check(config)
         if config.dry_run:
             print(preview(config, launch))
             return 0
+        launch.check_nodes()
         placement = place(config.placement, world=launch.world, local_world=launch.local_world)
         device = pick_device(config.compute.device, launch)
         preflight(config, placement, device.type, launch.local_world)
         engine = launch_engine(config, placement, launch, device)
-        runtime = Runtime(launch, placement, device, config.timeout)
+        runtime = Runtime(
+            launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, facts=facts_of(config)
+        )
         signals = StopSignals(runtime)
         if runtime.stopped_before():
             print("not started anew: the run was told to stop", flush=True)

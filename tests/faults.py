@@ -59,7 +59,7 @@ SAID = {
     "disk": r"No space left on device",
     "nan": r"FloatingPointError: weights are not finite",
     "kill": r"gone without a word|Signal 9|SIGKILL",
-    "exit": r"gone without a word|exitcode +: 7",
+    "exit": r"gone without a word|exitcode *: 7",
     "stop": rf"waited {TIMEOUT} s|[Tt]imed out|[Tt]imeout",
     "sigterm": r"stopped by SIGTERM to rank \d",
     "sigusr1": r"stopped by SIGUSR1 to rank \d",

@@ -17,11 +17,12 @@ from transformers import AutoConfig
 
 from splitppo.config import PlacementConfig
 from splitppo.models import build, clean, fill
+from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import place
 from splitppo.rollout import Sample, micro_batch
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 
 PEAK = 989e12  # of an H100 or H200 in dense bfloat16
 GPU = torch.device("cuda", 0)

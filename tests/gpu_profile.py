@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from splitppo import train
 from splitppo.config import parse
 from splitppo.metrics import ColumnLog
+from splitppo.nodes import Launch
 from splitppo.report import overlap
-from splitppo.runtime import Launch
 
 FIRST, LAST = 9, 11
 

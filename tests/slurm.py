@@ -23,7 +23,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -36,10 +36,16 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+GresTypes=gpu
 KillWait=10
-NodeName=n0 NodeHostname=n0 NodeAddr=127.0.0.1 Port={n0} CPUs=2
-NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={n1} CPUs=2
-PartitionName=all Nodes=n0,n1 Default=YES MaxTime=60 State=UP
+NodeName=n0 NodeHostname=n0 NodeAddr=127.0.0.1 Port={n0} CPUs=2 Gres=gpu:2
+NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={n1} CPUs=2 Gres=gpu:2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SchedulerParameters=sched_interval=2,sched_min_interval=100000,bf_interval=2
+PartitionName=all Nodes=n0,n1 Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60
+PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 """
 
 
@@ -76,6 +82,11 @@ class Cluster:
         """What scontrol says of a job."""
         return dict(item.split("=", 1) for item in self("scontrol", "show", "job", number).split() if "=" in item)
 
+    def cancel_all(self) -> None:
+        """Ends all jobs."""
+        self("scancel", "--user=root")
+        _until(lambda: not self("squeue", "--noheader").strip(), "jobs do not end")
+
     def wait(self, number: str, *states: str, limit: float = 120) -> dict[str, str]:
         """Waits until a job is in one of the states."""
         end = time.monotonic() + limit
@@ -95,6 +106,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "hosts").write_text("127.0.0.1 localhost n0 n1\n")
     ports = {name: free_port() for name in ("ctld", "n0", "n1")}
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=socket.gethostname(), **ports))
+    # what jobs ask for; any two devices pass for GPUs
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     holder = subprocess.Popen(["unshare", "--mount", "sleep", "infinity"])
@@ -106,9 +119,10 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         slurm("munged", "--force", f"--key-file={folder}/munge.key", *files.values())
         slurm("slurmctld")
         for node in ("n0", "n1"):
-            slurm("slurmd", "-N", node)
+            slurm("unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}")
         _until(lambda: slurm("sinfo", "-h", "-o", "%t %D").split() == ["idle", "2"], "the nodes do not come up")
         yield slurm
+        slurm.cancel_all()
     finally:
         for pid_file in folder.glob("*pid*"):
             subprocess.run(["kill", "-KILL", pid_file.read_text().strip()], check=False)

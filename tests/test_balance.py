@@ -7,9 +7,10 @@ from ranks import run_ranks
 
 from splitppo.balance import balance
 from splitppo.config import PlacementConfig
+from splitppo.nodes import Launch
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 
 ROWS, LEFT_OUT = 120, {3, 50}
 

@@ -247,6 +247,8 @@ def test_one_rank_is_the_paper(baseline):
         (3, {"placement__actor": 2, "compute__activation_checkpointing": ""}),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
         (4, {"placement__actor": 2, "compute__gather": "mini_batch"}),
+        (4, {"placement__mode": "colocated", "fsdp__shard_size": 2}),
+        (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch"}),
         (2, {"placement__actor": 1, "placement__barrier": "", "rollout__chunks": 1}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),

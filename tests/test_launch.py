@@ -1,39 +1,144 @@
-"""The Slurm script, with stand-ins for Slurm's own commands: two nodes are two torchruns on this machine."""
+"""The launch scripts: on a real Slurm of two nodes (tests/slurm.py), and without one."""
 
 import os
+import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+import slurm
+from ranks import run_ranks
+from test_run import figures, main_rank, names
 
-SCRIPT = Path(__file__).parents[1] / "launch" / "multi_node.sh"
-SRUN = """#!/usr/bin/env bash
-shift  # --kill-on-bad-exit=1
-for node in 0 1; do SLURM_NODEID=$node "$@" & jobs="${jobs:-} $!"; done
-for job in $jobs; do wait "$job" || exit 1; done
-"""
+LAUNCH = Path(__file__).parents[1] / "launch"
+ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--checkpoint.every=2"]
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, request):
+    if why := slurm.missing():
+        pytest.skip(why)
+    python = Path(sys.executable).parent  # torchrun's folder
+    os.environ["PATH"] = f"{python}:{os.environ['PATH']}"
+    with slurm.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(request):
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").cancel_all()
+
+
+def submit(cluster: slurm.Cluster, folder: Path, *argv: str, script: str = "multi_node.sh", **options: str) -> str:
+    """Submits a job of two ranks a node; its number."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command = ["sbatch", "--parsable", f"--chdir={folder}", "--gpus-per-node=2", *given, str(LAUNCH / script)]
+    return cluster(*command, *ARGV, *argv, PYTHONPATH=str(LAUNCH.parent)).strip()
+
+
+def until_step(run: Path, step: int, limit: float = 120) -> None:
+    lines, end = run / "metrics" / "critic.jsonl", time.monotonic() + limit
+    while not (lines.is_file() and len(lines.read_text().splitlines()) >= step):
+        assert time.monotonic() < end, f"step {step} did not come"
+        time.sleep(0.05)
+
+
+def ranks_of(run: str) -> list[int]:
+    found = subprocess.run(["pgrep", "-f", rf"[-]u -m splitppo.train .*{run}"], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The same run on one node of four ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(4, main_rank, [*ARGV, "--steps=4", f"--run-dir={folder}"])
+    return folder
+
+
+@pytest.mark.slurm
 @pytest.mark.parametrize(("mode", "actor"), [("per_node", [0, 2]), ("by_node", [0, 1])])
-def test_two_nodes(tmp_path, mode, actor):
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost; echo other\n")):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    env = {
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "nodes",
-        "SLURM_JOB_ID": str(free_port() - 20000),
-        "SLURM_NNODES": "2",
-        "RANKS_PER_NODE": "2",
-    }
-    argv = ["--steps=2", "--rollout.batch-size=12", f"--run-dir={tmp_path / 'run'}", f"--placement.mode={mode}"]
-    done = subprocess.run(
-        ["bash", SCRIPT, *argv], env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"placement {mode}: 2 actor, 2 critic" in done.stdout
-    roles = {int(line.split()[1]): line.split()[-1] for line in done.stdout.splitlines() if line.startswith("  rank ")}
-    assert [rank for rank, role in roles.items() if role == "actor"] == actor
+def test_two_nodes_are_as_one(cluster, whole, tmp_path, mode, actor):
+    (tmp_path / "preset.toml").write_text(f'[placement]\nmode = "{mode}"\n')
+    command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--gpus-per-node=2", str(LAUNCH / "multi_node.sh")]
+    job = cluster(*command, "preset.toml", *ARGV, "--steps=4", PYTHONPATH=str(LAUNCH.parent)).strip()
+    ended = cluster.wait(job, "COMPLETED", "FAILED")
+    log = (tmp_path / f"slurm-{job}.log").read_text()
+    assert ended["JobState"] == "COMPLETED", log
+    assert log.startswith("on each of n[0-1]: torchrun --nnodes 2 --nproc_per_node 2 ")
+    assert f"placement {mode}: 2 actor, 2 critic" in log
+    ranks = {int(line.split()[1]): line.split() for line in log.splitlines() if line.startswith("  rank ")}
+    assert [rank for rank, words in ranks.items() if words[-1] == "actor"] == actor
+    hosts = [words[2] for words in ranks.values()]
+    assert sorted(hosts) == ["n0", "n0", "n1", "n1"]
+    assert hosts[0] == hosts[1]
+    for role in ("actor", "critic"):
+        assert figures(tmp_path / "runs" / f"slurm-{job}", role) == figures(whole, role)
+
+
+@pytest.mark.slurm
+def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "--steps=10000")
+    run = tmp_path / "runs" / f"slurm-{job}"
+    until_step(run, 2)
+    ranks = ranks_of(f"slurm-{job}")
+    assert len(ranks) == 4
+    os.kill(ranks[-1], signal.SIGKILL)
+    began = time.monotonic()
+    ended = cluster.wait(job, "COMPLETED", "FAILED", limit=40)
+    assert ended["JobState"] == "FAILED"
+    assert time.monotonic() - began < 30
+    assert "Signal 9" in (tmp_path / f"slurm-{job}.log").read_text()
+    assert ranks_of(f"slurm-{job}") == []
+
+
+@pytest.mark.slurm
+def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "--steps=30")
+    run = tmp_path / "runs" / f"slurm-{job}"
+    until_step(run, 3)
+    # another job, of a partition that goes before, wants the nodes
+    cluster("sbatch", "--partition=first", "--nodes=2", f"--chdir={tmp_path}", "--gpus-per-node=2", "--wrap=true")
+    while cluster.job(job)["Restarts"] != "1":
+        assert cluster.job(job)["JobState"] not in ("FAILED", "COMPLETED"), (tmp_path / f"slurm-{job}.log").read_text()
+        time.sleep(0.2)
+    saved = names(run)
+    ended = cluster.wait(job, "COMPLETED", "FAILED")
+    log = (tmp_path / f"slurm-{job}.log").read_text()
+    assert ended["JobState"] == "COMPLETED", log
+    assert re.search(r"stopped by SIGUSR1 to rank \d: step_\d+ is saved", log)
+    assert f"going on from {Path('runs') / f'slurm-{job}' / 'checkpoints' / saved[-1]}" in log
+    whole = tmp_path / "whole"
+    run_ranks(4, main_rank, [*ARGV, "--steps=30", f"--run-dir={whole}"])
+    for role in ("actor", "critic"):
+        assert figures(run, role) == figures(whole, role)
+
+
+def test_one_machine_without_slurm(tmp_path):
+    """The run is told to end through the script, as Slurm would."""
+    (tmp_path / "preset.toml").write_text("steps = 500\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"RANKS_PER_NODE": "2", "PATH": path, "PYTHONPATH": str(LAUNCH.parent), "OMP_NUM_THREADS": "1"}
+    command = [LAUNCH / "single_node.sh", "preset.toml", *ARGV, "--run-dir=run"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+    try:
+        until_step(tmp_path / "run", 2)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+    said = (tmp_path / "log").read_text()
+    assert said.startswith("torchrun --standalone --nproc_per_node 2 -m splitppo.train --config preset.toml ")
+    (saved,) = re.findall(r"stopped by SIGUSR1 to rank \d: (step_\d+) is saved", said)
+    assert names(tmp_path / "run")[-1] == saved
+
+
+@pytest.mark.parametrize("script", ["multi_node.sh", "single_node.sh"])
+def test_the_scripts_are_short(script):
+    assert len((LAUNCH / script).read_text().splitlines()) <= 30

@@ -12,11 +12,12 @@ from splitppo import algo, checkpoint
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.learner import Learner, Runner
 from splitppo.models import build, fill, read_config
+from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import parallelize
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 from splitppo.saving import Saver, load
 from splitppo.tiny import build_tiny
 

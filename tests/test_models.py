@@ -24,11 +24,12 @@ from splitppo.attention import PACKABLE, PACKED, why_not_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.models import build, check_folder, clean, fill, read_config
+from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import parallelize
 from splitppo.placement import place
 from splitppo.rollout import ROUND, Sample, micro_batch
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {

@@ -103,12 +103,18 @@ def test_run_folder_holds_what_makes_it_again(whole):
     assert {"prompt", "response", "score", "ground_truth", "row"} <= samples[0].keys()
 
 
-@pytest.mark.parametrize(("world", "changes"), [(3, ["--placement.critic=2"]), (1, [])])
-def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path, world, changes):
+COPIES = ["--placement.mode=colocated", "--fsdp.shard-size=2"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((2, []), (3, ["--placement.critic=2"])), ((2, []), (1, [])), ((4, COPIES), (2, [])), ((2, []), (4, COPIES))],
+)
+def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path, first, then):
     folder = tmp_path / "run"
-    first = [f"--run-dir={folder}", "--checkpoint.every=2"]
-    run_ranks(2, main_rank, [*SMALL, *first, "--steps=2"])
-    run_ranks(world, main_rank, [*SMALL, *first, *changes])
+    argv = [*SMALL, f"--run-dir={folder}", "--checkpoint.every=2"]
+    run_ranks(first[0], main_rank, [*argv, "--steps=2", *first[1]])
+    run_ranks(then[0], main_rank, [*argv, *then[1]])
     for role in ("actor", "critic"):
         assert_same(figures(folder, role), figures(whole, role))
 

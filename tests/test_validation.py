@@ -16,9 +16,10 @@ from ranks import run_ranks
 from splitppo import train
 from splitppo.config import Config, LogConfig, PlacementConfig, RolloutConfig
 from splitppo.engine import Sampling, row_seed
+from splitppo.nodes import Launch
 from splitppo.placement import place
 from splitppo.rollout import Prompt, Sample
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)

@@ -26,8 +26,9 @@ from splitppo.engine.vllm_process import (
     vllm_version,
 )
 from splitppo.errors import UserError
+from splitppo.nodes import Launch
 from splitppo.placement import Placement
-from splitppo.runtime import Launch, Runtime
+from splitppo.runtime import Runtime
 
 SUPPORTED = ((0, 26), (0, 34))  # of vLLM: from, and below
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM takes the first for anything below, silently, and nothing above the second

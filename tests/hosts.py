@@ -1,0 +1,101 @@
+"""Two hosts on one machine: network, host-name and mount namespaces, joined by a cable. Needs root."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMMANDS = ("unshare", "nsenter", "ip", "mount")
+NAMES = {"east": "10.77.0.1", "west": "10.77.0.2"}
+
+
+def missing() -> str:
+    """Why there can be no such hosts here, or ""."""
+    absent = [command for command in COMMANDS if not shutil.which(command)]
+    if absent:
+        return f"needs {', '.join(absent)} (apt-get install iproute2 util-linux)"
+    return "" if os.geteuid() == 0 else "needs root"
+
+
+class Host:
+    """One of them.
+
+    Args:
+        pid: of the process that holds its namespaces.
+    """
+
+    def __init__(self, name: str, pid: int, folder: Path):
+        self.name, self.folder = name, folder
+        self.inside = ["nsenter", "--net", "--uts", "--mount", f"--target={pid}"]
+
+    def __call__(self, *command: str) -> None:
+        subprocess.run([*self.inside, *command], check=True, capture_output=True)
+
+    def start(self, *argv: str, **env: str) -> "Job":
+        """torchrun of two nodes with two ranks each, the rendezvous at the first host."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+        torchrun += ["--rdzv_backend=c10d", "--rdzv_id=job", "--rdzv_endpoint=east:29501"]
+        torchrun += ["--rdzv_conf=join_timeout=30,read_timeout=10", "-m", "splitppo.train"]
+        return Job([*self.inside, *torchrun, *argv], self.folder / f"{self.name}.log", os.environ | env)
+
+
+class Job:
+    """A command that runs, and what it prints."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str]):
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, limit: float) -> int:
+        return self.process.wait(limit)
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """The hosts east and west. Each knows its own name by a loopback address, as Debian sets it up."""
+    holders = [subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"]) for _ in NAMES]
+    try:
+        for holder in holders:
+            while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
+                time.sleep(0.01)
+        first, second = (holder.pid for holder in holders)
+        cable = ["ip", "link", "add", "cable", "netns", str(first)]
+        subprocess.run([*cable, "type", "veth", "peer", "name", "cable", "netns", str(second)], check=True)
+        hosts = [Host(name, holder.pid, folder) for name, holder in zip(NAMES, holders, strict=True)]
+        for host in hosts:
+            others = "".join(f"{address} {name}\n" for name, address in NAMES.items() if name != host.name)
+            (folder / f"{host.name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}")
+            host("mount", "--bind", str(folder / f"{host.name}.hosts"), "/etc/hosts")
+            host("hostname", host.name)
+            host("ip", "link", "set", "lo", "up")
+            host("ip", "address", "add", f"{NAMES[host.name]}/24", "dev", "cable")
+            host("ip", "link", "set", "cable", "up")
+        yield hosts[0], hosts[1]
+    finally:
+        for holder in holders:
+            for pid in _inside(holder.pid):
+                os.kill(pid, signal.SIGKILL)
+            holder.kill()
+            holder.wait()
+
+
+def _inside(holder: int) -> list[int]:
+    """The processes of a host."""
+    theirs = os.readlink(f"/proc/{holder}/ns/net")
+    found = []
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            if os.readlink(path) == theirs:
+                found.append(int(path.parts[2]))
+        except OSError:  # it has ended
+            continue
+    return found
