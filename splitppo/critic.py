@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo import algo
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
-from splitppo.parallel import all_objects, all_sum
+from splitppo.parallel import all_moments, all_objects, all_sum
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Scorer
@@ -102,7 +102,7 @@ class Critic:
         advantages, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam)
         if ppo.lam_value is not None:
             _, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam_value)
-        moments = algo.merge_moments(all_objects(algo.moments(advantages, mask), self.mesh))
+        (moments,) = all_moments([algo.moments(advantages, mask)], self.mesh)
         white = algo.masked_whiten(advantages, mask, moments) if ppo.whiten else advantages
         packed_returns = rollout.unpad(returns)
         figures = {
@@ -123,7 +123,7 @@ class Critic:
         """The scores as they are learnt from; `[B]`."""
         config, samples = self.shared.config, scored.rollout.samples
         line = scored.scores[None]
-        batch = algo.merge_moments(all_objects(algo.moments(line, torch.ones_like(line)), self.mesh))
+        (batch,) = all_moments([algo.moments(line, torch.ones_like(line))], self.mesh)
         self.steering.scores = algo.merge_moments([self.steering.scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.steering.scores
         finished = [sample.finished for sample in samples]
@@ -210,19 +210,20 @@ class Critic:
     def _judged_metrics(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, spread and range over the whole batch of figures that each rank has for its rows."""
         local = {
-            name: (algo.moments(x[None], torch.ones_like(x[None])), float(x.min()), float(x.max()))
+            name: (*map(float, (whole.count, whole.mean, whole.variance)), float(x.min()), float(x.max()))
             for name, x in figures.items()
             if len(x)
+            for whole in (algo.moments(x[None], torch.ones_like(x[None])),)
         }
         gathered = all_objects(local, self.mesh)
         metrics, spread = {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
             parts = [part[name] for part in gathered if name in part]
-            whole = algo.merge_moments([moments for moments, _, _ in parts])
+            whole = algo.merge_moments([algo.Moments(*torch.tensor(part[:3], dtype=torch.float64)) for part in parts])
             spread[name] = float(whole.variance)
             metrics[f"{name}/mean"] = float(whole.mean)
-            metrics[f"{name}/min"] = min(low for _, low, _ in parts)
-            metrics[f"{name}/max"] = max(high for _, _, high in parts)
+            metrics[f"{name}/min"] = min(part[3] for part in parts)
+            metrics[f"{name}/max"] = max(part[4] for part in parts)
         total = spread["critic/returns"]
         metrics["critic/vf_explained_var"] = 1 - spread["error"] / total if total > 0 else 0.0
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}

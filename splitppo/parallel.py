@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from splitppo.algo import Moments, merge_moments
+
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool, compiled: bool = False
@@ -102,6 +104,13 @@ def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
 def all_sum(values: Tensor, mesh: DeviceMesh) -> Tensor:
     """Element-wise sum of a CPU tensor over the group, in float64."""
     return _all_reduce(values.double(), mesh, dist.ReduceOp.SUM)
+
+
+def all_moments(own: Sequence[Moments], mesh: DeviceMesh) -> list[Moments]:
+    """Moments over the whole group, of as many figures on every rank."""
+    parts = all_objects([tuple(map(float, (m.count, m.mean, m.variance))) for m in own], mesh)
+    wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
+    return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
 
 
 def all_objects(value: Any, mesh: DeviceMesh) -> list[Any]:

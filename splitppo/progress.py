@@ -108,6 +108,11 @@ class Progress:
         """The newest checkpoint that counts."""
         return next(reversed(checkpoint.complete(self.folder)), None)
 
+    def settle(self) -> None:
+        """After a failure: a checkpoint that is to count may still be put in its place, if all of it is written."""
+        for saver in self.savers.values():
+            saver.settle(2.0)
+
     def close(self) -> None:
         """Until everything is written."""
         for saver in self.savers.values():

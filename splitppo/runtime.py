@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,7 @@ class Runtime:
             peers = [Peer.from_text(text) for text in self.everyone("peer", Peer.of_this_process(device).to_text())]
         check_alike(json.loads(self.store.get("facts")), facts or {}, peers, launch.rank)
         choose_interface(peers, launch.rank)
-        self.watch = Watch(beats, peers, launch.rank, timeout, self._end)
+        self.watch = Watch(beats, peers, launch.rank, timeout, partial(_end_rank, self.launcher))
         self.watch.start()
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
         # of this machine, by rank; a stopped or zombie process is still there
@@ -217,15 +218,6 @@ class Runtime:
             # the store is gone with the rank that held it: that one has told its own story
             return False
 
-    def _end(self, error: Exception, *, store_lost: bool) -> None:
-        """Ends this rank from another thread than the one that works, and a torchrun that cannot end any more."""
-        _for_torchrun(error)
-        time.sleep(self.watch.period)  # the other ranks of the host find out for themselves
-        if store_lost and self.launcher is not None and os.getppid() == self.launcher:
-            # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
-            os.kill(self.launcher, signal.SIGKILL)
-        os._exit(1)
-
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -307,6 +299,17 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
     traceback.print_exception(error)
     _for_torchrun(error)
     return 1
+
+
+def _end_rank(launcher: int | None, error: Exception, *, store_lost: bool) -> None:
+    """Ends this rank from another thread than the one that works, and a torchrun (`launcher`) that cannot end itself
+    any more."""
+    _for_torchrun(error)
+    if store_lost and launcher is not None and os.getppid() == launcher:
+        time.sleep(2)  # the other ranks of the host find out for themselves
+        # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
+        os.kill(launcher, signal.SIGKILL)
+    os._exit(1)
 
 
 def _for_torchrun(error: BaseException) -> None:

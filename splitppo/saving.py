@@ -102,6 +102,11 @@ class Saver:
         if self.error is not None:
             self.wait()
 
+    def settle(self, seconds: float) -> None:
+        """Waits at most so long for a part that has been let count."""
+        if self.thread is not None and self.written.is_set():
+            self.thread.join(seconds)
+
     def wait(self) -> None:
         """Until what `begin` began is written.
 

@@ -337,8 +337,8 @@ class Run:
         checkpointing = self.config.compute.activation_checkpointing and not frozen
         # a reward model is run padded, over texts of its own: not worth the time that compiling takes
         compiled = name != "reward" and compiles(self.config, self.runtime.device)
-        role: Role = {"policy": "actor", "reference": self.config.placement.reference}.get(name, "critic")
-        shards = self.runtime.shards[role]
+        role: Role = self.config.placement.reference if name == "reference" else "critic"
+        shards = self.runtime.shards["actor" if name == "policy" else role]
         parallelize(model, shards, dtype=self.dtype, activation_checkpointing=checkpointing, compiled=compiled)
         seed, head = self.config.seed, self.config.value.head
         drawn = seed if is_drawn(self.config, name) else None

@@ -143,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.close()
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
+        if run:
+            run.progress.settle()
         if run and (good := run.progress.last_good()):
             error.add_note(f"the last good checkpoint is {good}")
         return report_failure(error, runtime, launch)

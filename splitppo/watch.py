@@ -41,7 +41,7 @@ class Watch:
             self.hosts.setdefault(first.setdefault(peer.machine, other), []).append(other)
         self.home = first[peers[rank].machine]
         self.answered = time.monotonic()
-        self.heard = dict.fromkeys(self.hosts, (0, self.answered))
+        self.heard: dict[int, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.answered))
         self.over = threading.Event()
 
     def start(self) -> None:

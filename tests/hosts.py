@@ -36,11 +36,11 @@ class Host:
     def __call__(self, *command: str) -> None:
         subprocess.run([*self.inside, *command], check=True, capture_output=True)
 
-    def start(self, *argv: str, **env: str) -> "Job":
+    def start(self, *argv: str, restarts: int = 0, **env: str) -> "Job":
         """torchrun of two nodes with two ranks each, the rendezvous at the first host."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
         torchrun += ["--rdzv_backend=c10d", "--rdzv_id=job", "--rdzv_endpoint=east:29501"]
-        torchrun += ["--rdzv_conf=join_timeout=30,read_timeout=10", "-m", "splitppo.train"]
+        torchrun += [f"--max-restarts={restarts}", "-m", "splitppo.train"]
         return Job([*self.inside, *torchrun, *argv], self.folder / f"{self.name}.log", os.environ | env)
 
 

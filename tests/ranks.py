@@ -20,7 +20,7 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120, local_world: int = 0) -> list:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, local_world: int = 0) -> list:
     """`function(rank, *args)` on each of `world` forked ranks; their results in order of ranks.
 
     A rank that raises fails the call with its traceback, at once: the others are killed.

@@ -99,7 +99,7 @@ def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
 
 @pytest.mark.slurm
 def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_path):
-    job = submit(cluster, tmp_path, "--steps=30")
+    job = submit(cluster, tmp_path, "--steps=20")
     run = tmp_path / "runs" / f"slurm-{job}"
     until_step(run, 3)
     # another job, of a partition that goes before, wants the nodes
@@ -114,7 +114,7 @@ def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_pat
     assert re.search(r"stopped by SIGUSR1 to rank \d: step_\d+ is saved", log)
     assert f"going on from {Path('runs') / f'slurm-{job}' / 'checkpoints' / saved[-1]}" in log
     whole = tmp_path / "whole"
-    run_ranks(4, main_rank, [*ARGV, "--steps=30", f"--run-dir={whole}"])
+    run_ranks(4, main_rank, [*ARGV, "--steps=20", f"--run-dir={whole}"])
     for role in ("actor", "critic"):
         assert figures(run, role) == figures(whole, role)
 

@@ -539,6 +539,7 @@ def assert_gone(procs: set[Proc], within: float) -> None:
 
 
 LONG = ("--steps=1000", "--rollout.max-new-tokens=200", "--rollout.batch-size=128", "--log.validate-every=0")
+SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more processes than cores take their time
 
 
 @pytest.mark.vllm
@@ -578,8 +579,7 @@ def test_a_killed_engine_ends_the_job_and_is_named(job: Callable[..., Job]) -> N
 @pytest.mark.vllm
 def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Job]) -> None:
     """Two actor ranks share an engine, which has a worker for each; none of them can be told to end."""
-    short = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more processes than cores take their time
-    killed = job(3, *LONG, *short, "--placement.actor=2", "--engine.tensor-parallel=2")
+    killed = job(3, *LONG, *SHORT, "--placement.actor=2", "--engine.tensor-parallel=2")
     killed.train(2)
     assert max(record["actor/mismatch_max"] for record in killed.records()) < 1e-4
     procs, engine = family(killed.popen.pid), killed.engine()
@@ -594,7 +594,7 @@ def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Jo
 
 @pytest.mark.vllm
 def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
-    stopped = job(2, *LONG)
+    stopped = job(2, *LONG, *SHORT)
     stopped.train(2)
     procs, folder = family(stopped.popen.pid), socket_folder(stopped.engine())
     os.killpg(stopped.popen.pid, signal.SIGINT)  # as a terminal does

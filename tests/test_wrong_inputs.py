@@ -58,7 +58,7 @@ BOUNDS = [
     ("0", "0", "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows"),
     ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
-    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
+    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel fsdp.shard_size"),
     (
         "-1",
         "-1",

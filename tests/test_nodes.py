@@ -1,0 +1,214 @@
+"""The nodes of a job: that they are alike, the way between them, attempts, and hosts that fall silent.
+
+Those with two hosts (tests/hosts.py) run torchrun as its users do, once on each.
+"""
+
+import re
+import threading
+import time
+from datetime import timedelta
+
+import hosts
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_run import figures, main_rank
+
+from splitppo import nodes
+from splitppo.config import PlacementConfig, parse
+from splitppo.errors import UserError
+from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
+from splitppo.placement import place
+from splitppo.runtime import Runtime
+
+ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--timeout=8"]
+SHORT = timedelta(seconds=10)
+
+
+def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
+    return Peer(host=host, device="cpu", pid=1, machine=machine or host, master=master)
+
+
+def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "n7")
+    Launch(rank=0, world=6, local_world=3, nodes=2).check_nodes()
+    with pytest.raises(UserError, match="6 ranks on 2 nodes, 4 of them on n7: all nodes need as many"):
+        Launch(rank=0, world=6, local_world=4, nodes=2).check_nodes()
+
+
+def test_what_differs_is_named_with_the_hosts():
+    first = facts_of(parse(["--seed=3"]))
+    assert {"torch", "splitppo", "transformers", "--seed"} < first.keys()
+    peers = [peer("n0"), peer("n0"), peer("n1")]
+    check_alike(first, facts_of(parse(["--seed=3", "--run-dir=elsewhere"])), peers, 2)
+    with pytest.raises(UserError, match=r"nodes differ in --seed: 3 on n0 \(rank 0\), 4 on n1 \(rank 2\); give all"):
+        check_alike(first, facts_of(parse(["--seed=4"])), peers, 2)
+    with pytest.raises(UserError, match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; install the same"):
+        check_alike(first, first | {"torch": "1.0"}, peers, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"GLOO_SOCKET_IFNAME": "eth9"},
+            r"GLOO_SOCKET_IFNAME=eth9 names no interface of n1; it has lo \(127\.0\.0\.1\)",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, r"GLOO_SOCKET_IFNAME=lo on n1 \(rank 1\) names no way to the other nodes, n0; "),
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, "NCCL_SOCKET_IFNAME==ib names no interface of n1"),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, ""),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_interface_leads_to_the_other_nodes(monkeypatch, given, says):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, given.get(name, ""))
+    monkeypatch.setattr(nodes, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.2"})
+    monkeypatch.setattr(nodes, "_toward_others", lambda *_: "ib0")
+    peers = [peer("n0"), peer("n1")]
+    if says:
+        with pytest.raises(UserError, match=says):
+            choose_interface(peers, 1)
+    else:
+        choose_interface(peers, 1)
+        assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_one_machine_keeps_its_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "any")
+    choose_interface([peer("n0", "same"), peer("n1", "same")], 1)
+    assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "any"
+
+
+def test_this_machine_has_a_loopback():
+    assert nodes.interfaces()["lo"] == "127.0.0.1"
+
+
+def test_all_ranks_of_an_attempt_get_its_number():
+    """Also after an attempt of which some ranks never came so far, though torchrun's own count differs by node."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=SHORT)
+
+    def together(ranks: list[int]) -> list[int]:
+        found: dict[int, int] = {}
+        through = threading.Barrier(len(ranks))
+
+        def play(rank: int) -> None:
+            with attempt(client(), Launch(rank=rank, world=3), SHORT) as number:
+                found[rank] = number
+                through.wait(10)  # rank 0 leaves when all have it
+
+        threads = [threading.Thread(target=play, args=[rank]) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in ranks]
+
+    client().add("splitppo/asked", 1)  # a rank of an attempt that ended before its rank 0 came
+    assert together([0, 1, 2]) == [1, 1, 1]
+    assert together([2, 1, 0]) == [2, 2, 2]
+
+
+def absent_rank(rank: int) -> str:
+    if rank == 1:
+        time.sleep(5)
+        return ""
+    try:
+        Runtime(Launch(0, 2, 0, 2), place(PlacementConfig(), world=2, local_world=2), torch.device("cpu"), 2.0)
+    except RuntimeError as error:
+        return str(error)
+    return "it came"
+
+
+def test_a_rank_that_does_not_start_is_named():
+    said = run_ranks(2, absent_rank)[0]
+    assert re.fullmatch(
+        r"peer: rank 0 on .* waited 2 s for ranks \[1\], which did not start; those that did: 0 on .*", said
+    )
+
+
+# Two hosts
+
+
+@pytest.fixture
+def pair(tmp_path):
+    if why := hosts.missing():
+        pytest.skip(why)
+    with hosts.two_hosts(tmp_path) as both:
+        yield both
+
+
+def start(pair, *argv: str, west: tuple[str, ...] = (), restarts: int = 0, **env: str) -> tuple[hosts.Job, hosts.Job]:
+    """The job on both; `west` and `env` are for the second alone."""
+    first, second = pair
+    return first.start(*ARGV, *argv, restarts=restarts), second.start(*ARGV, *argv, *west, restarts=restarts, **env)
+
+
+def ended(jobs: tuple[hosts.Job, hosts.Job], limit: float = 100) -> list[int]:
+    return [job.wait(limit) for job in jobs]
+
+
+@pytest.mark.hosts
+def test_a_cut_cable_ends_both_sides_in_time_with_the_host_named(pair, tmp_path):
+    jobs = start(pair, "--steps=10000", f"--run-dir={tmp_path / 'run'}")
+    lines, end = tmp_path / "run" / "metrics" / "critic.jsonl", time.monotonic() + 100
+    while not (lines.is_file() and len(lines.read_text().splitlines()) >= 2):
+        assert time.monotonic() < end, jobs[0].text()
+        time.sleep(0.05)
+    pair[0]("ip", "link", "set", "cable", "down")
+    cut = time.monotonic()
+    assert 0 not in ended(jobs, limit=40)
+    assert time.monotonic() - cut < 25
+    # the rendezvous, and so the store, is on one of them
+    said = [re.search(r"(nothing was heard of|the job's store on) (east|west)", job.text()) for job in jobs]
+    assert [found and found[2] for found in said] == ["west", "east"], jobs[0].text() + jobs[1].text()
+
+
+@pytest.mark.hosts
+def test_a_wrong_interface_is_explained(pair, tmp_path):
+    jobs = start(pair, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo")
+    assert 0 not in ended(jobs)
+    told = "error: GLOO_SOCKET_IFNAME=lo on west (rank 2) names no way to the other nodes, east; set it to the one in "
+    assert told + "their network, of lo (127.0.0.1), cable (10.77.0.2)" in jobs[1].text().replace(
+        "(rank 3)", "(rank 2)"
+    )
+
+
+@pytest.mark.hosts
+def test_other_settings_on_one_host_are_named(pair, tmp_path):
+    jobs = start(pair, "--steps=2", f"--run-dir={tmp_path / 'run'}", west=("--seed=5",))
+    assert 0 not in ended(jobs)
+    told = (
+        r"error: nodes differ in --seed: 0 on east \(rank 0\), 5 on west \(rank [23]\); give all nodes the same flags"
+    )
+    assert re.search(told, jobs[1].text())
+
+
+REWARD = """
+import os, pathlib, socket
+seen = pathlib.Path(__file__).with_name("seen")
+def score(data_source, solution_str, ground_truth, extra_info):
+    if socket.gethostname() == "west" and not seen.exists():
+        seen.touch()
+        os.kill(os.getppid(), 9)  # its critic's rank
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.hosts
+def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
+    """Each host knows itself by a loopback address; the interface between them is found all the same."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
+    argv += ["--fsdp.shard-size=1"]
+    jobs = start(pair, *argv, f"--run-dir={tmp_path / 'run'}", restarts=2)
+    assert ended(jobs) == [0, 0], jobs[0].text() + jobs[1].text()
+    assert (tmp_path / "seen").exists()
+    run_ranks(4, main_rank, [*ARGV, *argv, f"--run-dir={tmp_path / 'whole'}"])
+    for role in ("actor", "critic"):
+        assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)

@@ -1,0 +1,218 @@
+"""What a rank has to do in jobs of 8 to 1,024 ranks: ownership and wire plan by arithmetic, the loops with fake groups.
+
+`python tests/test_scale.py` prints the figures of the simulated ranks.
+"""
+
+import functools
+import os
+import pickle
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from splitppo import channel, nodes, runtime, train
+from splitppo.channel import Hop, Wire
+from splitppo.config import PlacementConfig
+from splitppo.errors import UserError
+from splitppo.placement import Ownership, Placement, Role, own, place
+from splitppo.tiny import build_tiny
+
+ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
+WORLDS = [8, 16, 128, 512, 1024]
+SPLITS = {"even": PlacementConfig(), "3 to 1": PlacementConfig(), "by node": PlacementConfig(mode="by_node")}
+
+
+def job(world: int, split: str = "even") -> tuple[Placement, Ownership]:
+    """A job whose actor ranks have as many rows however many they are."""
+    nodes_ = world // LOCAL
+    config = PlacementConfig(critic=2 * nodes_) if split == "3 to 1" else SPLITS[split]
+    placement = place(config, world=world, local_world=LOCAL)
+    size: Any = {"actor_size": len(placement.actor), "critic_size": len(placement.critic)}
+    batch = ROWS * len(placement.actor)
+    return placement, own(seed=1, step=3, batch_size=batch, samples=2, mini_batches=MINI_BATCHES, **size)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_and_messages_of_many_ranks(world, split):
+    if split == "by node" and world == LOCAL:
+        return
+    placement, cut = job(world, split)
+    actors, critics = len(placement.actor), len(placement.critic)
+    batch = ROWS * actors
+    sizes: dict[Role, int] = {"actor": actors, "critic": critics}
+    for role, size in sizes.items():
+        held = [cut.rows(role, rank) for rank in range(size)]
+        assert sorted(row for rows in held for part in rows for row in part) == list(range(batch))
+        for number in range(MINI_BATCHES):  # each is cut as evenly as it can be
+            found = {len(rows[number]) for rows in held}
+            assert max(found) - min(found) <= 1
+    peers = [[j for j in range(critics) if cut.shared(i, j)] for i in range(0, actors, max(1, actors // 16))]
+    # neighbours in the order of ranks, whatever the number of ranks
+    assert max(len(others) for others in peers) <= 2 * MINI_BATCHES
+    for i, others in zip(range(0, actors, max(1, actors // 16)), peers, strict=True):
+        for j in others:
+            assert sum(cut.message_rows(i, j, CHUNKS)) == len(cut.shared(i, j))
+            if split != "by node":  # then no row leaves its node
+                assert placement.actor[i] // LOCAL == placement.critic[j] // LOCAL
+
+
+@pytest.mark.parametrize("actor", [2, 3, 4, 5, 6])
+def test_per_node_placements_send_rows_within_nodes_alone(actor):
+    """[4,4]x2, [6,2]x2, [3,5]x2 and others."""
+    placement = place(PlacementConfig(actor=2 * actor), world=16, local_world=8)
+    sizes: Any = {"actor_size": 2 * actor, "critic_size": 16 - 2 * actor}
+    cut = own(seed=0, step=1, batch_size=240, samples=1, mini_batches=2, **sizes)
+    for i, first in enumerate(placement.actor):
+        for j, second in enumerate(placement.critic):
+            assert not cut.shared(i, j) or first // 8 == second // 8
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "actor"),
+    [
+        (PlacementConfig(mode="by_node"), 24, range(16)),  # three nodes: two and one
+        (PlacementConfig(mode="by_node", actor=8), 40, range(8)),  # five: one and four
+        (PlacementConfig(mode="by_node", critic=8), 40, range(32)),
+    ],
+)
+def test_by_node_takes_unequal_and_odd_numbers_of_nodes(config, world, actor):
+    assert place(config, world=world, local_world=8).actor == tuple(actor)
+    with pytest.raises(UserError, match="is not whole nodes of 8"):
+        place(PlacementConfig(mode="by_node", actor=12), world=world, local_world=8)
+
+
+# The loops of single ranks, the others made up
+
+
+class Count:
+    """What a rank sends and receives, in messages and bytes, by channel or collective."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, name: str, size: int) -> None:
+        self.calls[name] += 1
+        self.bytes[name] += size
+
+
+def counted(count: Count, function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        count.add(function.__name__, min((tensor.nbytes for tensor in given), default=0))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    """One rank's run of a step in a job of `world`; collectives give back what this rank put in."""
+    run_dir, nodes_ = Path(folder) / f"{world}_{rank}", world // LOCAL
+    build_tiny(run_dir / "tiny", seed=0)  # rank 0's part
+    env = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": LOCAL}
+    os.environ.update({name: str(value) for name, value in (env | {"GROUP_WORLD_SIZE": nodes_}).items()})
+    placement, count = place(PlacementConfig(), world=world, local_world=LOCAL), Count()
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def cut(step: int) -> Ownership:
+        sizes: Any = {"actor_size": len(placement.actor), "critic_size": len(placement.critic)}
+        batch = ROWS * len(placement.actor)
+        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=MINI_BATCHES, **sizes)
+
+    def send(self: Wire, hop: Hop, payload: torch.Tensor, header: Any = ()) -> None:
+        count.add(hop.channel, payload.nbytes + 8 * len(header))
+
+    def recv(self: Wire, hop: Hop, dtype: torch.dtype, check: Any) -> tuple[list[int], torch.Tensor]:
+        if hop.channel != "rollouts":
+            payload = torch.zeros(check([]), dtype=dtype)
+            count.add(hop.channel, payload.nbytes)
+            return [], payload
+        at = placement.actor.index(hop.sender), placement.critic.index(hop.receiver)
+        rows, n = cut(hop.step).shared(*at), len(cut(hop.step).shared(*at))
+        rows = rows[n * hop.chunk // CHUNKS : n * (hop.chunk + 1) // CHUNKS]
+        header = [len(rows), *(word for row in rows for word in (row, 3, 4, 1))]
+        payload = torch.full([7 * len(rows)], 5, dtype=dtype)
+        count.add(hop.channel, payload.nbytes + 8 * len(header))
+        return header, payload
+
+    @contextmanager
+    def first_attempt(*_: Any) -> Any:
+        yield 1
+
+    dist.init_process_group = lambda *_, **__: init("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast"):
+        setattr(dist, name, counted(count, getattr(dist, name)))
+    gather = dist.all_gather_object
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        count.add("all_gather_object", len(pickle.dumps(value)) * len(found))
+        gather(found, value, group=group)
+
+    dist.all_gather_object = all_gather_object
+    Wire.send, Wire.recv, Wire.is_clear = send, recv, lambda self, hop: True
+    store = dist.HashStore()
+    dist.PrefixStore("splitppo/attempt_1", store).set("facts", "{}")  # rank 0's part
+    runtime.connect, runtime.attempt, runtime.check_alike = lambda _: store, first_attempt, lambda *_: None
+    there = nodes.Peer("host", "cpu", os.getpid(), "machine", "").to_text()
+    runtime.Runtime.everyone = lambda self, key, value: [there if key == "peer" else value] * world
+    runtime.Runtime.share = lambda self, key, value: "built" if key == "tiny" else value()
+    runtime.Runtime.wait_for_all = lambda self: None
+    argv = [f"--run-dir={run_dir}", "--steps=1", f"--rollout.batch-size={ROWS * len(placement.actor)}"]
+    argv += [f"--ppo.mini-batches={MINI_BATCHES}", f"--rollout.chunks={CHUNKS}", "--log.validate-every=0"]
+    argv += ["--rollout.max-new-tokens=4", "--ppo.epochs=1", "--reward.workers=1", "--ppo.kl-coef=0.01"]
+    assert train.main(argv) == 0
+    return dict(count.calls), dict(count.bytes)
+
+
+def simulated(world: int, folder: Path) -> dict[int, tuple[dict[str, int], dict[str, int]]]:
+    """Some ranks of either group: the first, one in the middle, the last."""
+    ranks = sorted({0, LOCAL // 2, world // 2 + 1, world // 2 + LOCAL // 2, world - LOCAL, world - 1})
+    return {rank: run_ranks(1, simulate, rank, world, str(folder))[0] for rank in ranks}
+
+
+def test_a_ranks_messages_do_not_grow_with_the_ranks(tmp_path, capfd):
+    few, many = simulated(16, tmp_path), simulated(128, tmp_path)
+    assert channel.Wire.send.__module__ == "splitppo.channel"  # the simulations were in processes of their own
+    for found in (few, many):
+        for calls, _ in found.values():
+            assert calls["rollouts"] >= 1
+            assert calls["logprobs"] >= 1
+            assert calls["advantages"] >= 1
+    most = [
+        {name: max(calls.get(name, 0) for calls, _ in found.values()) for name in names(found)} for found in (few, many)
+    ]
+    assert most[1].keys() == most[0].keys()
+    for name, calls in most[1].items():
+        slack = 2 * MINI_BATCHES if name in ("rollouts", "logprobs", "advantages") else 0
+        assert calls <= most[0][name] + slack, f"{name}: {calls} in place of {most[0][name]}"
+    # what is small and comes from every rank of the group: as many bytes more as there are ranks more
+    objects = [max(sizes["all_gather_object"] for _, sizes in found.values()) for found in (few, many)]
+    assert objects[1] <= 1.1 * 8 * objects[0]
+    assert objects[1] < 100_000
+    for name in ("rollouts", "logprobs", "advantages"):
+        bytes_ = [max(sizes.get(name, 0) for _, sizes in found.values()) for found in (few, many)]
+        assert bytes_[1] <= 1.2 * bytes_[0]
+
+
+def names(found: dict[int, tuple[dict[str, int], dict[str, int]]]) -> set[str]:
+    return {name for calls, _ in found.values() for name in calls}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in (16, 128):
+            for one, (calls_, sizes_) in simulated(size, Path(scratch)).items():
+                told = ", ".join(f"{name} {calls_[name]} ({sizes_[name]:,} B)" for name in sorted(calls_))
+                print(f"world {size:>4} rank {one:>4}: {told}", file=sys.stderr)
