@@ -365,7 +365,8 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Seconds that a wait for another rank may take before the run ends with an error that names it."""
+    """Seconds that a wait for another rank may take before the run ends with an error that names it. A host of which
+    nothing is heard ends it after two minutes at the latest."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)

@@ -173,3 +173,57 @@ def advice(work: Work, split: Split, gpus: int, *, movable: bool) -> list[str]:
         idle = 1 - min(columns(work, other)) / max(columns(work, other)) if other.critic else 0.0
         lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x, idle column {idle:.0%}")
     return lines
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a role moves in a step.
+
+    Attributes:
+        parameters: of its trained model.
+        forwards, trains: micro-batches of a rank that run forward alone, and forward and backward.
+    """
+
+    parameters: int
+    forwards: int
+    trains: int
+
+    def between(self, nodes: int, *, copies_on_nodes: bool = False) -> float:
+        """Bytes that a node takes in for this role, over rings: weights in 2 bytes, gathered once in each forward and
+        once in each backward pass; gradients in 4, reduced in each of the latter. Groups on one node move none.
+
+        Args:
+            nodes: that the role's group is spread over.
+            copies_on_nodes: each holds the weights whole (`fsdp.shard_size`), and only gradients are summed.
+        """
+        share = (nodes - 1) / nodes * self.parameters
+        gathered = 0.0 if copies_on_nodes else 2 * share * (self.forwards + 2 * self.trains)
+        return gathered + (2 if copies_on_nodes else 1) * 4 * share * self.trains
+
+
+def node_lines(actor: Traffic, critic: Traffic, wire: float, split: Split, nodes: int, gigabytes: float) -> list[str]:
+    """What each way to place two groups on nodes moves into the busiest node in a step, the least first.
+
+    Args:
+        wire: bytes of a step between the groups. gigabytes: that a node takes in in a second.
+
+    Returns:
+        One line a placement that is possible; [] for one node.
+    """
+    if nodes == 1 or not split.critic:
+        return []
+    spread = {"actor": nodes * split.actor / (split.actor + split.critic)}
+    spread["critic"] = nodes - spread["actor"]
+    found = {
+        "per_node": actor.between(nodes) + critic.between(nodes),
+        "per_node, fsdp.shard_size within nodes": sum(
+            role.between(nodes, copies_on_nodes=True) for role in (actor, critic)
+        ),
+    }
+    if all(part >= 1 and part == int(part) for part in spread.values()):
+        of_roles = actor.between(int(spread["actor"])), critic.between(int(spread["critic"]))
+        found["by_node"] = max(of_roles) + wire / min(spread.values())
+    return [
+        f"  {name}: {moved / 1e9:.2f} GB into a node a step, {moved / 1e9 / gigabytes:.2f} s at {gigabytes:g} GB/s"
+        for name, moved in sorted(found.items(), key=lambda item: item[1])
+    ]

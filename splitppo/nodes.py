@@ -64,24 +64,26 @@ class Peer:
     """What a rank tells the others of itself before anything else.
 
     Attributes:
-        machine: the same for ranks that share a kernel and its network.
+        network: the same for ranks that share a kernel and its network.
+        machine: the same for those that see each other's processes, too.
         master: the address that MASTER_ADDR has there.
     """
 
     host: str
     device: str
     pid: int
+    network: str
     machine: str
     master: str
 
     @classmethod
     def of_this_process(cls, device: torch.device) -> "Peer":
-        places = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-        places += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network, pids = (f"{kernel} {Path(f'/proc/self/ns/{kind}').readlink()}" for kind in ("net", "pid"))
         master = ""
         with suppress(OSError):
             master = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
-        return cls(socket.gethostname(), str(device), os.getpid(), " ".join(places), master)
+        return cls(socket.gethostname(), str(device), os.getpid(), network, f"{network} {pids}", master)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -166,33 +168,34 @@ def connect(timeout: timedelta) -> dist.Store:
 
 def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     """Makes Gloo use the interface that leads to the other nodes, unless GLOO_SOCKET_IFNAME names one. By itself it
-    takes the one that the host's name has, which is often the loopback.
+    takes the one that the host's name has, which is often the loopback. Where none is found, it is left to that.
 
     Raises:
-        UserError: there is none, or those named aren't here or lead nowhere.
+        UserError: the variables name an interface that isn't here or leads nowhere.
     """
-    if len({peer.machine for peer in peers}) == 1:
+    if len({peer.network for peer in peers}) == 1:
         return
     addresses, host = interfaces(), peers[rank].host
     shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (given := os.environ.get(variable)) and not _matches(variable, given, addresses):
             raise UserError(f"{variable}={given} names no interface of {host}; it has {shown}")
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _toward_others(peers, addresses)
-    if not name or addresses[name].startswith("127."):
-        others = ", ".join(sorted({peer.host for peer in peers if peer.machine != peers[rank].machine}))
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME={name or ''} on {host} (rank {rank}) names no way to the other nodes, {others}"
-            f"; set it to the one in their network, of {shown}"
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        if addresses[given].startswith("127."):
+            others = ", ".join(sorted({peer.host for peer in peers if peer.network != peers[rank].network}))
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={given} on {host} (rank {rank}) names no way to the other nodes, {others}; set it "
+                f"to the one in their network, of {shown}"
+            )
+    elif found := _toward_others(peers, addresses):
+        os.environ["GLOO_SOCKET_IFNAME"] = found
 
 
 def interfaces() -> dict[str, str]:
-    """name -> IPv4 address of this host's network interfaces that have one."""
-    found = {}
+    """name -> IPv4 address of this host's network interfaces; "" of those that have none."""
+    found = {name: "" for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
+        for name in found:
             with suppress(OSError):  # no address
                 answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
                 found[name] = socket.inet_ntoa(answer[20:24])

@@ -1,11 +1,12 @@
 """Which split of the GPUs is the fastest: predicted from the phases of a run, or of a short probe (see cost.py).
 
-    python -m splitppo.plan RUN [--gpus 8]                         from a run's metrics, also while it runs
+    python -m splitppo.plan RUN [--gpus 8] [--nodes 2]             from a run's metrics, also while it runs
     python -m splitppo.plan --gpus 8 --config mine.toml [...]      from a probe of five steps with the trainer's flags
 
 What it predicts for the placements, `python -m splitppo.bench` measures.
 """
 
+import math
 import re
 import sys
 import tempfile
@@ -15,11 +16,24 @@ from typing import Annotated
 
 import tyro
 
+from splitppo import models
 from splitppo.bench import Bench, job_flags, run_job
-from splitppo.cost import Side, Split, advice, may_move, run_work
+from splitppo.config import parse
+from splitppo.cost import Side, Split, Traffic, advice, may_move, node_lines, run_work
 from splitppo.errors import UserError
+from splitppo.preflight import MODEL_KINDS, model_folders
+from splitppo.timeline import read_column
 
 PROBE_STEPS = 5
+
+
+def split_of(run: Path) -> Split:
+    """A run's placement."""
+    found = re.match(r"placement (\w+): (\d+) actor, (\d+) critic", (run / "placement.txt").read_text())
+    if not found:
+        raise UserError(f"{run / 'placement.txt'} is broken; let the run write it anew")
+    side: Side = tomllib.loads((run / "config.toml").read_text())["placement"].get("reference", "actor")
+    return Split(int(found[2]), 0 if found[1] == "colocated" else int(found[3]), side)
 
 
 def plan_lines(run: Path, gpus: int | None = None) -> list[str]:
@@ -32,17 +46,43 @@ def plan_lines(run: Path, gpus: int | None = None) -> list[str]:
     for file in files:
         if not file.is_file():
             raise UserError(f"{run} is no run folder: {file.relative_to(run)} is missing; name RUN of a run that began")
-    settings = tomllib.loads(files[0].read_text())
-    found = re.match(r"placement (\w+): (\d+) actor, (\d+) critic", files[1].read_text())
-    if not found:
-        raise UserError(f"{files[1]} is broken; let the run write it anew")
-    actor, critic = int(found[2]), 0 if found[1] == "colocated" else int(found[3])
-    side: Side = settings["placement"].get("reference", "actor")
-    split = Split(actor, critic, side)
+    settings, split = tomllib.loads(files[0].read_text()), split_of(run)
     work = run_work(run, split, settings["rollout"]["batch_size"])
     ppo = settings["ppo"]
     movable = may_move(ppo["kl_coef"], ppo["kl_loss_coef"])
-    return advice(work, split, gpus or actor + critic, movable=movable)
+    return advice(work, split, gpus or split.actor + split.critic, movable=movable)
+
+
+def between_nodes(run: Path, nodes: int, gigabytes: float) -> list[str]:
+    """What a run would move between so many nodes, for each way to place it.
+
+    Args:
+        gigabytes: that a node takes in in a second.
+
+    Raises:
+        UserError: its ranks don't cut into nodes, or it is too young.
+    """
+    config, split = parse(["--config", str(run / "config.toml")]), split_of(run)
+    if (split.actor + split.critic) % nodes:
+        raise UserError(f"--nodes {nodes} does not divide the {split.actor + split.critic} ranks of {run}")
+    last = {role: read_column(run / "metrics" / f"{role}.jsonl") for role in ("actor", "critic")}
+    if not all(any(column) for column in last.values()):
+        raise UserError(f"{run} has no step in both columns yet; let it go on")
+    figures = {role: column[max(column)].metrics for role, column in last.items()}
+    tokens, ppo, folders = figures["actor"]["tokens"], config.ppo, model_folders(config)
+
+    def traffic(name: str, ranks: int, epochs: int, mini_batches: int, forwards: int) -> Traffic:
+        folder = str(run / "tiny") if folders[name] == "tiny" else folders[name]
+        parameters = models.count_parameters(models.read_config(folder), MODEL_KINDS[name])
+        passes = math.ceil(tokens / ranks / config.compute.micro_batch_tokens)
+        each = mini_batches if config.compute.gather == "mini_batch" else max(mini_batches, passes)
+        return Traffic(parameters, forwards * passes, epochs * each)
+
+    policy = traffic("policy", split.actor, ppo.epochs, ppo.mini_batches, 1 + ("reference" in folders))
+    epochs, mini_batches = ppo.value_epochs or ppo.epochs, ppo.value_mini_batches or ppo.mini_batches
+    value = traffic("value", split.critic, epochs, mini_batches, 1)
+    wire = 1e6 * figures["actor"].get("perf/wire_mb", 0.0) * split.actor
+    return node_lines(policy, value, wire, split, nodes, gigabytes)
 
 
 def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
@@ -62,14 +102,19 @@ def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
     return out / job
 
 
-def of_run(run: Annotated[Path, tyro.conf.Positional], *, gpus: int | None = None) -> list[str]:
-    """Predicts from a run which split is the fastest.
+def of_run(
+    run: Annotated[Path, tyro.conf.Positional], *, gpus: int | None = None, nodes: int = 1, network: float = 50.0
+) -> list[str]:
+    """Predicts from a run which split is the fastest, and what would cross between nodes.
 
     Args:
         run: the run's folder.
         gpus: how many GPUs to place. Unset: as many as the run has.
+        nodes: nodes to spread the run's own ranks over.
+        network: GB that a node takes in in a second.
     """
-    return plan_lines(run, gpus)
+    between = between_nodes(run, nodes, network) if nodes > 1 else []
+    return plan_lines(run, gpus) + ([f"on {nodes} nodes, two groups as they are:", *between] if between else [])
 
 
 def of_probe(*, gpus: int, ranks: int | None = None) -> tuple[int, int]:

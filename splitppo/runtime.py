@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,55 +74,62 @@ class Runtime:
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
         self.over = False
         self.hosts: list[str] = []
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        job = connect(limit)
-        with attempt(job, launch, limit) as self.attempt:
+        self._make_groups(self._connect(facts or {}), shard_size)
+
+    def _connect(self, facts: Mapping[str, str]) -> dist.Store:
+        """Makes the store and hears who the others are; returns the store for the process groups."""
+        limit, rank = timedelta(seconds=self.timeout), self.launch.rank
+        job: Any = connect(limit)
+        with attempt(job, self.launch, limit) as self.attempt:
             # connections of their own: a wait here must not hold up the process groups' use of the store, nor signals
             alone = not isinstance(job, dist.TCPStore)
-            clones: list[Any] = [job if alone else cast(Any, job).clone() for _ in range(3)]
+            clones = [job if alone else job.clone() for _ in range(2)]
             self._job = clones[0]
-            self.store, self.alarm, beats = (self._of_attempt(self.attempt, clone) for clone in clones)
-            self.store.set(f"beat/{launch.rank}", "0")
+            self.store, self.alarm = (self._of_attempt(self.attempt, clone) for clone in clones)
+            self.store.set(f"beat/{rank}", "0")
             self.store.set_timeout(limit)
-            if launch.rank == 0:
-                self.store.set("facts", json.dumps(facts or {}))
-            peers = [Peer.from_text(text) for text in self.everyone("peer", Peer.of_this_process(device).to_text())]
-        check_alike(json.loads(self.store.get("facts")), facts or {}, peers, launch.rank)
-        choose_interface(peers, launch.rank)
-        self.watch = Watch(beats, peers, launch.rank, timeout, partial(_end_rank, self.launcher))
-        self.watch.start()
+            if rank == 0:
+                self.store.set("facts", json.dumps(facts))
+            own = Peer.of_this_process(self.device)
+            peers = [Peer.from_text(text) for text in self.everyone("peer", own.to_text())]
+        check_alike(json.loads(self.store.get("facts")), facts, peers, rank)
+        choose_interface(peers, rank)
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
         # of this machine, by rank; a stopped or zombie process is still there
-        self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[launch.rank].machine}
+        self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == own.machine}
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.watch = Watch(self.alarm, peers, rank, self.timeout, partial(_end_rank, launcher))
+        self.watch.start()
+        return dist.PrefixStore(f"attempt_{self.attempt}", job)
+
+    def _make_groups(self, store: dist.Store, shard_size: int | None) -> None:
+        launch, limit = self.launch, timedelta(seconds=self.timeout)
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        world = dist.PrefixStore(f"attempt_{self.attempt}", job)
-        dist.init_process_group(backend, store=world, rank=launch.rank, world_size=launch.world, timeout=limit)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
         self.wire: Any = dist.new_group(backend=backend, timeout=limit)
         self.mesh: dict[Role, DeviceMesh] = {}
         self.shards: dict[Role, DeviceMesh] = {}
         self.saving: dict[Role, Any] = {}
-        groups: dict[Role, tuple[int, ...]] = {"actor": placement.actor, "critic": placement.critic}
+        groups: dict[Role, tuple[int, ...]] = {"actor": self.placement.actor, "critic": self.placement.critic}
         for role, ranks in groups.items():
             group: Any = dist.new_group(list(ranks), backend=backend, timeout=limit)
             if launch.rank in ranks:
-                self.mesh[role] = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
-            sets = copies(role, placement, shard_size, local_world=launch.local_world)
-            shards = self._sharding(sets, lambda ranks: dist.new_group(ranks, backend=backend, timeout=limit))
-            if launch.rank in ranks:
-                self.shards[role] = shards or self.mesh[role]
+                mesh = DeviceMesh.from_group(group, self.device.type, mesh=list(ranks), mesh_dim_names=(role,))
+                self.mesh[role] = self.shards[role] = mesh
+            sets = copies(role, self.placement, shard_size, local_world=launch.local_world)
+            if len(sets) > 1:
+                shards = self._sharding(sets, lambda ranks: dist.new_group(ranks, backend=backend, timeout=limit))
+                self.shards |= {role: shards} if shards else {}
             self.saving[role] = dist.new_group(list(ranks), backend="gloo", timeout=limit)
 
     def _of_attempt(self, number: int, job: Any) -> dist.Store:
         return dist.PrefixStore(f"splitppo/attempt_{number}", job)
 
     def _sharding(self, sets: list[list[int]], new_group: Callable[[list[int]], Any]) -> DeviceMesh | None:
-        """The mesh of copies x ranks of a copy, if there is more than one; all ranks of the job call it."""
-        if len(sets) == 1:
-            return None
+        """The mesh of copies x ranks of a copy, for the ranks in it; all ranks of the job call it."""
         within, across = ([new_group(list(ranks)) for ranks in cut] for cut in (sets, zip(*sets, strict=True)))
         me = self.launch.rank
         for copy, ranks in enumerate(sets):

@@ -14,6 +14,7 @@ elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs ma
 
 import argparse
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -201,6 +202,7 @@ def step_of_part(path: Path) -> int:
 
 def rank_main(fault: Fault | None, run_dir: str) -> None:
     """One rank, forked by the agent."""
+    gc.freeze()  # see ranks.py
     torch.set_num_threads(1)
     if fault:
         inject(fault)

@@ -1,5 +1,6 @@
 """Runs a function on several ranks: forked processes that see torchrun's variables."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -66,6 +67,8 @@ def _collect(pipes: list, processes: list, deadline: float) -> list:
 
 
 def _child(rank: int, world: int, local_world: int, port: int, pipe: Any, function: Callable, args: tuple) -> None:
+    # garbage of the parent's must not be collected here: a process group would wait for threads that it has only there
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

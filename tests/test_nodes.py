@@ -27,7 +27,7 @@ SHORT = timedelta(seconds=10)
 
 
 def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
-    return Peer(host=host, device="cpu", pid=1, machine=machine or host, master=master)
+    return Peer(host=host, device="cpu", pid=1, network=machine or host, machine=machine or host, master=master)
 
 
 def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):

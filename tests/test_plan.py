@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from splitppo import bench, plan
-from splitppo.cost import Split, Work, advice, columns, measured, predict
+from splitppo.cost import Split, Traffic, Work, advice, columns, measured, node_lines, predict
 from splitppo.errors import UserError
 from splitppo.plan import plan_lines
+from splitppo.tiny import build_tiny
 
 # 540 rows a rank double the time of a rollout
 WORK = Work(batch=540, rollout=1.0, sync=0.1, rest=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0)
@@ -98,6 +99,43 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     assert all("+" in line or "on 8" in line for line in told[1:])
     with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
         plan_lines(tmp_path / "none")
+
+
+def test_what_crosses_between_nodes_by_hand():
+    role = Traffic(parameters=10**9, forwards=3, trains=4)
+    # half of the weights at 2 bytes in 3 + 2 x 4 passes, half of the gradients at 4 bytes in 4
+    assert role.between(2) == 0.5e9 * (2 * 11 + 4 * 4)
+    assert role.between(2, copies_on_nodes=True) == 0.5e9 * 2 * 4 * 4
+    assert role.between(1) == 0
+    told = node_lines(role, role, 10e6, Split(4, 4), 2, gigabytes=50)
+    assert told == [
+        "  by_node: 0.01 GB into a node a step, 0.00 s at 50 GB/s",
+        "  per_node, fsdp.shard_size within nodes: 32.00 GB into a node a step, 0.64 s at 50 GB/s",
+        "  per_node: 38.00 GB into a node a step, 0.76 s at 50 GB/s",
+    ]
+    names = [line.split(":")[0].strip() for line in node_lines(role, role, 10e6, Split(6, 2), 2, gigabytes=50)]
+    assert names == ["per_node, fsdp.shard_size within nodes", "per_node"], "one and a half nodes are no nodes"
+    # three nodes and one: the three still gather among themselves
+    assert node_lines(role, role, 0, Split(6, 2), 4, gigabytes=50)[0].startswith("  by_node: 25.33 GB")
+    assert node_lines(role, role, 0, Split(4, 0), 2, gigabytes=50) == []
+
+
+def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "config.toml").write_text((run / "config.toml").read_text() + "[compute]\nmicro_batch_tokens = 1000\n")
+    build_tiny(run / "tiny", seed=0)
+    path = run / "metrics" / "actor.jsonl"
+    last = {"step": 6, "spans": [], "tokens": 8000.0, "perf/wire_mb": 0.1, "timing_s/update": 2.0, "timing_s/step": 6.0}
+    path.write_text(path.read_text() + json.dumps(last) + "\n")
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "2", "--network", "25"])
+    assert plan.main() == 0
+    told = capsys.readouterr().out.splitlines()[-4:]
+    assert told[0] == "on 2 nodes, two groups as they are:"
+    assert told[1].startswith("  by_node: 0.00 GB into a node a step, 0.00 s at 25 GB/s")
+    assert len(told) == 4
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "3"])
+    assert plan.main() == 2
+    assert "--nodes 3 does not divide the 4 ranks" in capsys.readouterr().err
 
 
 def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):

@@ -165,7 +165,7 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     store = dist.HashStore()
     dist.PrefixStore("splitppo/attempt_1", store).set("facts", "{}")  # rank 0's part
     runtime.connect, runtime.attempt, runtime.check_alike = lambda _: store, first_attempt, lambda *_: None
-    there = nodes.Peer("host", "cpu", os.getpid(), "machine", "").to_text()
+    there = nodes.Peer("host", "cpu", os.getpid(), "network", "machine", "").to_text()
     runtime.Runtime.everyone = lambda self, key, value: [there if key == "peer" else value] * world
     runtime.Runtime.share = lambda self, key, value: "built" if key == "tiny" else value()
     runtime.Runtime.wait_for_all = lambda self: None
