@@ -2,21 +2,24 @@
 # torchrun on one machine, with or without Slurm. What follows the script's name goes to splitppo.train, a preset first:
 #   launch/single_node.sh configs/my.toml --steps 500
 #   sbatch --gpus-per-node 4 launch/single_node.sh configs/my.toml
-# Under Slurm the run is runs/slurm-JOBID (or --run-dir). Five minutes before the time limit, or when Slurm takes the
-# node away, it is saved and queued again, to go on from there.
+# Under Slurm the run is runs/slurm-JOBID (or --run-dir). Five minutes before the time limit it is saved and queued
+# again, to go on from there.
 #SBATCH --job-name=splitppo --nodes=1 --ntasks-per-node=1 --gpus-per-node=8
 #SBATCH --requeue --signal=B:USR1@300 --output=slurm-%j.log --open-mode=append
 set -uo pipefail
 [[ ${1:-} == *.toml ]] && set -- --config "$@"
+((${SLURM_RESTART_COUNT:-0})) && set -- "$@" --resume auto
 [[ ${SLURM_JOB_ID:-} ]] && set -- --run-dir "runs/slurm-$SLURM_JOB_ID" "$@"
-ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-auto}}
-torchrun=(torchrun --standalone --nproc_per_node "$ranks" -m splitppo.train "$@")
+torchrun=(torchrun --standalone --nproc_per_node "${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-auto}}" -m splitppo.train "$@")
+export SPLITPPO_STOPPED=$PWD/slurm-${SLURM_JOB_ID:-$$}.saved # a file that is there once a run that was to end is saved
+rm -f "$SPLITPPO_STOPPED"
 echo "${torchrun[*]}"
 
-# the ranks are to hear of the end, and torchrun is not: it would give them 30 s
-setsid "${torchrun[@]}" &
-trap 'stop=1; pkill -USR1 -P $!' USR1 TERM
+trap 'stop=1; pkill -USR1 -P $!' USR1 # the ranks hear it, and torchrun, which would give them 30 s, does not
 trap 'kill -INT $!' INT HUP
-while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
-((status)) && [[ ${stop:-} && ${SLURM_JOB_ID:-} ]] && exec scontrol requeue "$SLURM_JOB_ID"
+trap 'kill -TERM $!' TERM
+setsid bash -c 'trap "" USR1; exec "$@"' node "${torchrun[@]}" &
+while kill -0 $! 2> /dev/null; do wait $!; done
+wait $!; status=$?
+rm "$SPLITPPO_STOPPED" 2> /dev/null && [[ ${stop:-} && ${SLURM_JOB_ID:-} ]] && exec scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

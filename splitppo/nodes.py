@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,12 +98,20 @@ def facts_of(config: Config) -> dict[str, str]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())
-    found = {"torch": torch.__version__, "splitppo": f"{version('splitppo')} (code {code.hexdigest()[:8]})"}
-    found["transformers"] = version("transformers")
+    found = {"torch": torch.__version__, "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})"}
+    found["transformers"] = installed("transformers")
     if torch.cuda.is_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     settings = {name: str(value) for name, value in leaves(asdict(config)) if name not in OWN}
     return found | {f"--{name}": value for name, value in settings.items()}
+
+
+def installed(package: str) -> str:
+    """A package's version, as far as it is known."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def check_alike(first: Mapping[str, str], mine: Mapping[str, str], peers: Sequence[Peer], rank: int) -> None:
@@ -177,7 +185,8 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
         return
     addresses, host = interfaces(), peers[rank].host
     shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    on_gpu = peers[rank].device.startswith("cuda")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if on_gpu else ("GLOO_SOCKET_IFNAME",):
         if (given := os.environ.get(variable)) and not _matches(variable, given, addresses):
             raise UserError(f"{variable}={given} names no interface of {host}; it has {shown}")
     if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
@@ -187,7 +196,7 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
                 f"GLOO_SOCKET_IFNAME={given} on {host} (rank {rank}) names no way to the other nodes, {others}; set it "
                 f"to the one in their network, of {shown}"
             )
-    elif found := _toward_others(peers, addresses):
+    elif found := _toward_others(peers, rank, addresses):
         os.environ["GLOO_SOCKET_IFNAME"] = found
 
 
@@ -202,9 +211,10 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _toward_others(peers: Sequence[Peer], addresses: Mapping[str, str]) -> str | None:
+def _toward_others(peers: Sequence[Peer], rank: int, addresses: Mapping[str, str]) -> str | None:
     """The interface over which packets leave for the master, or that other nodes know the master by."""
-    for master in {peer.master for peer in peers if peer.master and not peer.master.startswith("127.")}:
+    known = [peers[rank].master, *sorted({peer.master for peer in peers})]
+    for master in (master for master in known if master and not master.startswith("127.")):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect((master, 9))  # sends nothing
             own = probe.getsockname()[0]

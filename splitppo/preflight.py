@@ -43,22 +43,29 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
     check_profiler(config, placement)
     _check_models(config)
     check_engine(config, placement, device, local_world)
-    if config.run_dir is None and config.checkpoint.every and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        check_run_folder(config, config.resume)
+    elif config.run_dir is None and config.checkpoint.every:
         raise UserError(
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
             "attempt would begin in a folder of its own"
         )
+
+
+def check_run_folder(config: Config, resume: str) -> None:
+    """A UserError if the run can't go on in its folder, or from where `resume` says. Where torchrun may start anew,
+    it is asked when the attempt is known: what the first one left is the next one's."""
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
-        found = checkpoint.find(Path(config.run_dir), config.resume)
+        found = checkpoint.find(Path(config.run_dir), resume)
         if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
         if found and found.parent.parent.resolve() == Path(config.run_dir).resolve() and not config.force:
             check_same_run(config, Path(config.run_dir))
         if found and (step := checkpoint.read_step(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
-    elif config.resume not in ("auto", "never"):
-        raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
+    elif resume not in ("auto", "never"):
+        raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
 
 
 def _check_models(config: Config) -> None:

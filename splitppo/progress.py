@@ -1,5 +1,6 @@
 """How a run gets on: which step is its last, when its checkpoints are written, whether its numbers are still good."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ from splitppo import checkpoint
 from splitppo.config import Config
 from splitppo.learner import Learner
 from splitppo.placement import Role
+from splitppo.preflight import check_run_folder
 from splitppo.runtime import Runtime
 from splitppo.saving import Saver
 
@@ -19,8 +21,10 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
     What earlier runs left of others is removed."""
     launch = runtime.launch
     # an attempt that torchrun starts anew goes on from the newest, wherever the first one was told to begin
-    anew = runtime.attempt > 1 and checkpoint.complete(folder)
+    anew = runtime.attempt > 1 and bool(checkpoint.complete(folder))
     resume = "auto" if anew else config.resume
+    if runtime.attempt == 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        check_run_folder(config, resume)
     listed = runtime.share("candidates", lambda: "\n".join(map(str, checkpoint.candidates(folder, resume))))
 
     def damage_of(candidate: Path) -> str:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from splitppo.config import Config, to_toml
 from splitppo.errors import UserError
 from splitppo.files import write_whole
+from splitppo.nodes import installed
 from splitppo.presets import leaves
 
 # What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
@@ -64,10 +64,7 @@ def write_run_files(config: Config, folder: Path, resumed: str) -> None:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "command": " ".join(sys.argv)}
     for package in ("splitppo", "torch", "transformers", "safetensors", "vllm"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+        found[package] = installed(package)
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return found | {"git": revision or "not a checkout"}

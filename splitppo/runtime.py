@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface,
 from splitppo.placement import Placement, Role, copies
 from splitppo.watch import Watch
 
+TO_MEET = 300.0  # seconds at most until all ranks are there: torchrun starts them at once
 GONE = "is gone without a word: killed, perhaps for its memory"
 
 
@@ -80,7 +82,9 @@ class Runtime:
 
     def _connect(self, facts: Mapping[str, str]) -> dist.Store:
         """Makes the store and hears who the others are; returns the store for the process groups."""
-        limit, rank = timedelta(seconds=self.timeout), self.launch.rank
+        limit, rank = timedelta(seconds=min(self.timeout, TO_MEET)), self.launch.rank
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo has a file handle for each rank of each group
         job: Any = connect(limit)
         with attempt(job, self.launch, limit) as self.attempt:
             # connections of their own: a wait here must not hold up the process groups' use of the store, nor signals
@@ -94,6 +98,7 @@ class Runtime:
                 self.store.set("facts", json.dumps(facts))
             own = Peer.of_this_process(self.device)
             peers = [Peer.from_text(text) for text in self.everyone("peer", own.to_text())]
+        self.store.set_timeout(timedelta(seconds=self.timeout))
         check_alike(json.loads(self.store.get("facts")), facts, peers, rank)
         choose_interface(peers, rank)
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
@@ -211,7 +216,7 @@ class Runtime:
 
     def meet(self, where: str) -> None:
         """Returns when every rank is here, without a word to the GPUs."""
-        self.everyone(f"meet/{where}", "")
+        self.everyone(f"meet/{where}", "", answer=lambda _: "[]")
 
     def failed(self, error: BaseException) -> bool:
         """Notes that this rank failed; returns whether it was the first, whose traceback is the one to show."""
@@ -228,7 +233,7 @@ class Runtime:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def everyone(self, key: str, value: str) -> list[str]:
+    def everyone(self, key: str, value: str, *, answer: Callable[[list[str]], str] = json.dumps) -> list[str]:
         """Every rank's small text, in order of ranks; all must call it, once for each key.
 
         Rank 0 reads them all and passes them on: a rank's part does not grow with their number.
@@ -240,24 +245,23 @@ class Runtime:
         try:
             if self.launch.rank == 0:
                 texts = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
-                self.store.set(key, json.dumps(texts))
+                self.store.set(key, answer(texts))
             return json.loads(self.store.get(key))
         except dist.DistStoreError as error:
             raise RuntimeError(self._who_is_absent(key)) from error
 
     def _who_is_absent(self, key: str) -> str:
-        """Which ranks did not come to an `everyone`, and on which hosts the others are."""
-        came = [rank for rank in range(self.launch.world) if self.store.check([f"{key}/{rank}"])]
-        absent = [rank for rank in range(self.launch.world) if rank not in came]
-        waited = (
-            f"{key.removeprefix('meet/')}: rank {self.launch.rank} on {socket.gethostname()} waited {self.timeout:g} s"
-        )
-        if not self.hosts:
-            here = {rank: Peer.from_text(self.store.get(f"peer/{rank}").decode()).host for rank in came}
-            found = ", ".join(f"{rank} on {host}" for rank, host in here.items())
-            return f"{waited} for ranks {absent}, which did not start; those that did: {found}"
-        told = ", ".join(self.describe(rank) for rank in absent[:8] or [0])
-        return f"{waited} for {told}; raise --timeout if that is only slow"
+        """Which ranks did not come to an `everyone`; rank 0 knows, the others say only whether it did."""
+        me, ranks = self.launch.rank, range(self.launch.world) if self.launch.rank == 0 else [0]
+        absent = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
+        where, seconds = key.removeprefix("meet/"), min(self.timeout, self.timeout if self.hosts else TO_MEET)
+        waited = f"{where}: rank {me} on {socket.gethostname()} waited {seconds:g} s"
+        if self.hosts:
+            told = ", ".join(self.describe(rank) for rank in absent[:8]) or "ranks that rank 0 names"
+            return f"{waited} for {told}; raise --timeout if that is only slow"
+        came = [rank for rank in ranks if rank not in absent]
+        found = [f"{rank} on {Peer.from_text(self.store.get(f'peer/{rank}').decode()).host}" for rank in came]
+        return f"{waited} for ranks {absent}, which did not start; those that did: {', '.join(found)}"
 
 
 def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> str:
@@ -311,12 +315,14 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
 def _end_rank(launcher: int | None, error: Exception, *, store_lost: bool) -> None:
     """Ends this rank from another thread than the one that works, and a torchrun (`launcher`) that cannot end itself
     any more."""
-    _for_torchrun(error)
-    if store_lost and launcher is not None and os.getppid() == launcher:
-        time.sleep(2)  # the other ranks of the host find out for themselves
-        # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
-        os.kill(launcher, signal.SIGKILL)
-    os._exit(1)
+    try:
+        _for_torchrun(error)
+        if store_lost and launcher is not None and os.getppid() == launcher:
+            time.sleep(2)  # the other ranks of the host find out for themselves
+            # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
+            os.kill(launcher, signal.SIGKILL)
+    finally:
+        os._exit(1)
 
 
 def _for_torchrun(error: BaseException) -> None:

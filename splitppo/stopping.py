@@ -7,11 +7,26 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from splitppo.runtime import GONE, Runtime
 
 RESUMABLE = 75  # exit status after such a stop: EX_TEMPFAIL of sysexits.h, come again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+early: list[int] = []  # SIGUSR1s before there were others to tell
+
+
+def note_early() -> None:
+    """Keeps a SIGUSR1 that comes while the rank starts: it would end it."""
+    signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
+
+
+def tell_launcher() -> None:
+    """Leaves a file where SPLITPPO_STOPPED says: that the run was told to end, and is saved."""
+    if marker := os.environ.get("SPLITPPO_STOPPED"):
+        Path(marker).touch()
 
 
 class StopSignals:
@@ -30,12 +45,14 @@ class StopSignals:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True).start()
+        if early:
+            self._hear(signal.SIGUSR1)
 
     def close(self) -> None:
-        """From here on they end the process, as they would without this."""
+        """From here on there is nothing to save: SIGTERM ends the process, as it would without this."""
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _listen(self) -> None:
         while data := self.heard.recv(64):

@@ -26,7 +26,7 @@ from splitppo.preview import preview
 from splitppo.rollout import Rollout
 from splitppo.runtime import Runtime, pick_device, report_failure
 from splitppo.setup import Run, prepare
-from splitppo.stopping import RESUMABLE, StopSignals
+from splitppo.stopping import RESUMABLE, StopSignals, note_early, tell_launcher
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:
@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.world > 1:
         # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        note_early()
     transformers.logging.disable_progress_bar()
     try:
         # under torchrun a wrong flag is told as every other error is, once and last on the screen
@@ -148,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run and (good := run.progress.last_good()):
             error.add_note(f"the last good checkpoint is {good}")
         return report_failure(error, runtime, launch)
+    if run.progress.stopped and launch.rank == 0:
+        tell_launcher()
     runtime.close()
     return RESUMABLE if run.progress.stopped else 0
 

@@ -20,7 +20,7 @@ class SilenceError(RuntimeError):
 
 
 class Watch:
-    """The first rank of each host counts up a number in the store, and every rank looks whether the others do.
+    """The ranks of each host count up a number in the store, and every rank looks whether the others do.
 
     Between hosts alone: on one, the kernel tells who has died.
 
@@ -73,8 +73,7 @@ class Watch:
         firsts = list(self.hosts)
         while not self.over.wait(self.period):
             with suppress(RuntimeError, dist.DistError):  # no answer, which `_judge` sees
-                if self.rank == self.home:
-                    self.store.add(f"beat/{self.rank}", 1)
+                self.store.add(f"beat/{self.home}", 1)
                 counts = [int(count) for count in self.store.multi_get([f"beat/{first}" for first in firsts])]
                 self.answered = now = time.monotonic()
                 for first, count in zip(firsts, counts, strict=True):
@@ -82,7 +81,14 @@ class Watch:
                         self.heard[first] = (count, now)
 
     def _judge(self) -> None:
+        looked = time.monotonic()
         while not self.over.wait(self.period / 2):
+            now = time.monotonic()
+            if (slept := now - looked) > 2 * self.period:  # it was this rank that was stopped, or held
+                self.answered += slept
+                self.heard = {first: (count, when + slept) for first, (count, when) in self.heard.items()}
+            looked = now
             if told := self.silent(self.limit):
-                print(told, file=sys.stderr, flush=True)
+                with suppress(OSError):  # the screen may be gone, too
+                    print(told, file=sys.stderr, flush=True)
                 self.end(SilenceError(told), store_lost=time.monotonic() - self.answered > self.limit)

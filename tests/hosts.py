@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 COMMANDS = ("unshare", "nsenter", "ip", "mount")
 NAMES = {"east": "10.77.0.1", "west": "10.77.0.2"}
 
 
 def missing() -> str:
     """Why there can be no such hosts here, or ""."""
-    absent = [command for command in COMMANDS if not shutil.which(command)]
+    absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
     if absent:
         return f"needs {', '.join(absent)} (apt-get install iproute2 util-linux)"
     return "" if os.geteuid() == 0 else "needs root"
@@ -34,7 +35,7 @@ class Host:
         self.inside = ["nsenter", "--net", "--uts", "--mount", f"--target={pid}"]
 
     def __call__(self, *command: str) -> None:
-        subprocess.run([*self.inside, *command], check=True, capture_output=True)
+        subprocess.run([*self.inside, *command], check=True, capture_output=True, env=os.environ | {"PATH": PATH})
 
     def start(self, *argv: str, restarts: int = 0, **env: str) -> "Job":
         """torchrun of two nodes with two ranks each, the rendezvous at the first host."""
@@ -68,7 +69,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
                 time.sleep(0.01)
         first, second = (holder.pid for holder in holders)
-        cable = ["ip", "link", "add", "cable", "netns", str(first)]
+        cable = [shutil.which("ip", path=PATH) or "ip", "link", "add", "cable", "netns", str(first)]
         subprocess.run([*cable, "type", "veth", "peer", "name", "cable", "netns", str(second)], check=True)
         hosts = [Host(name, holder.pid, folder) for name, holder in zip(NAMES, holders, strict=True)]
         for host in hosts:

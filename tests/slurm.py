@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from ranks import free_port
 
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
+TORCHRUN = Path(sys.executable).parent
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "unshare", "nsenter")
 CONF = """
 ClusterName=test
@@ -25,6 +28,7 @@ AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
+FirstJobId={first}
 SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd_%n.pid
@@ -51,7 +55,7 @@ PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 
 def missing() -> str:
     """Why there can be no such Slurm here, or ""."""
-    absent = [command for command in COMMANDS if not shutil.which(command)]
+    absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
     if absent:
         return f"needs {', '.join(absent)} (apt-get install slurm-wlm munge)"
     return "" if os.geteuid() == 0 else "needs root"
@@ -67,7 +71,7 @@ class Cluster:
 
     def __init__(self, folder: Path, inside: Sequence[str]):
         self.folder, self.inside = folder, list(inside)
-        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{TORCHRUN}:{PATH}"}
 
     def __call__(self, *command: str, **extra: str) -> str:
         """What a command prints; one that fails is an error with what it said."""
@@ -105,12 +109,13 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     # the hosts file of its namespace
     (folder / "hosts").write_text("127.0.0.1 localhost n0 n1\n")
     ports = {name: free_port() for name in ("ctld", "n0", "n1")}
-    (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=socket.gethostname(), **ports))
+    first = free_port() - 20000  # several of these may run at once, and a job's number says which port it meets at
+    (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=socket.gethostname(), first=first, **ports))
     # what jobs ask for; any two devices pass for GPUs
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    holder = subprocess.Popen(["unshare", "--mount", "sleep", "infinity"])
+    holder = subprocess.Popen(["unshare", "--mount", "sleep", "infinity"], env=os.environ | {"PATH": PATH})
     try:
         _until(lambda: Path(f"/proc/{holder.pid}/comm").read_text().strip() == "sleep", "unshare did not start")
         slurm = Cluster(folder, ["nsenter", "--mount", f"--target={holder.pid}"])

@@ -21,8 +21,6 @@ ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every
 def cluster(tmp_path_factory, request):
     if why := slurm.missing():
         pytest.skip(why)
-    python = Path(sys.executable).parent  # torchrun's folder
-    os.environ["PATH"] = f"{python}:{os.environ['PATH']}"
     with slurm.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
         yield running
 

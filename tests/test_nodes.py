@@ -27,7 +27,7 @@ SHORT = timedelta(seconds=10)
 
 
 def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
-    return Peer(host=host, device="cpu", pid=1, network=machine or host, machine=machine or host, master=master)
+    return Peer(host=host, device="cuda:0", pid=1, network=machine or host, machine=machine or host, master=master)
 
 
 def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
@@ -206,7 +206,8 @@ def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
     argv += ["--fsdp.shard-size=1"]
-    jobs = start(pair, *argv, f"--run-dir={tmp_path / 'run'}", restarts=2)
+    # the second attempt goes on, wherever the first was told to begin
+    jobs = start(pair, *argv, f"--run-dir={tmp_path / 'run'}", "--resume=never", restarts=2)
     assert ended(jobs) == [0, 0], jobs[0].text() + jobs[1].text()
     assert (tmp_path / "seen").exists()
     run_ranks(4, main_rank, [*ARGV, *argv, f"--run-dir={tmp_path / 'whole'}"])
