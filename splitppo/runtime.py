@@ -83,8 +83,9 @@ class Runtime:
     def _connect(self, facts: Mapping[str, str]) -> dist.Store:
         """Makes the store and hears who the others are; returns the store for the process groups."""
         limit, rank = timedelta(seconds=min(self.timeout, TO_MEET)), self.launch.rank
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo has a file handle for each rank of each group
+        soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(OSError, ValueError):  # Gloo has a file handle for each rank of each group
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 65536)), most))
         job: Any = connect(limit)
         with attempt(job, self.launch, limit) as self.attempt:
             # connections of their own: a wait here must not hold up the process groups' use of the store, nor signals
@@ -98,9 +99,16 @@ class Runtime:
                 self.store.set("facts", json.dumps(facts))
             own = Peer.of_this_process(self.device)
             peers = [Peer.from_text(text) for text in self.everyone("peer", own.to_text())]
+        wrong = ""
+        try:
+            check_alike(json.loads(self.store.get("facts")), facts, peers, rank)
+            choose_interface(peers, rank)
+        except UserError as error:
+            wrong = str(error)
+        for told in self.everyone("ready", wrong):
+            if told:  # on all nodes, or the others would wait for this one
+                raise UserError(told)
         self.store.set_timeout(timedelta(seconds=self.timeout))
-        check_alike(json.loads(self.store.get("facts")), facts, peers, rank)
-        choose_interface(peers, rank)
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
         # of this machine, by rank; a stopped or zombie process is still there
         self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == own.machine}

@@ -51,30 +51,24 @@ def ranks_of(run: str) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The same run on one node of four ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_ranks(4, main_rank, [*ARGV, "--steps=4", f"--run-dir={folder}"])
-    return folder
-
-
 @pytest.mark.slurm
-@pytest.mark.parametrize(("mode", "actor"), [("per_node", [0, 2]), ("by_node", [0, 1])])
-def test_two_nodes_are_as_one(cluster, whole, tmp_path, mode, actor):
-    (tmp_path / "preset.toml").write_text(f'[placement]\nmode = "{mode}"\n')
+def test_two_nodes_are_as_one(cluster, tmp_path):
+    """by_node; per_node is in the test below."""
+    (tmp_path / "preset.toml").write_text('[placement]\nmode = "by_node"\n')
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--gpus-per-node=2", str(LAUNCH / "multi_node.sh")]
     job = cluster(*command, "preset.toml", *ARGV, "--steps=4", PYTHONPATH=str(LAUNCH.parent)).strip()
     ended = cluster.wait(job, "COMPLETED", "FAILED")
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert ended["JobState"] == "COMPLETED", log
     assert log.startswith("on each of n[0-1]: torchrun --nnodes 2 --nproc_per_node 2 ")
-    assert f"placement {mode}: 2 actor, 2 critic" in log
+    assert "placement by_node: 2 actor, 2 critic" in log
     ranks = {int(line.split()[1]): line.split() for line in log.splitlines() if line.startswith("  rank ")}
-    assert [rank for rank, words in ranks.items() if words[-1] == "actor"] == actor
+    assert [rank for rank, words in ranks.items() if words[-1] == "actor"] == [0, 1]
     hosts = [words[2] for words in ranks.values()]
     assert sorted(hosts) == ["n0", "n0", "n1", "n1"]
     assert hosts[0] == hosts[1]
+    whole = tmp_path / "whole"
+    run_ranks(4, main_rank, [*ARGV, "--steps=4", f"--run-dir={whole}"])
     for role in ("actor", "critic"):
         assert figures(tmp_path / "runs" / f"slurm-{job}", role) == figures(whole, role)
 
@@ -109,6 +103,7 @@ def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_pat
     ended = cluster.wait(job, "COMPLETED", "FAILED")
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert ended["JobState"] == "COMPLETED", log
+    assert log.count("placement per_node: 2 actor, 2 critic") == 2
     assert re.search(r"stopped by SIGUSR1 to rank \d: step_\d+ is saved", log)
     assert f"going on from {Path('runs') / f'slurm-{job}' / 'checkpoints' / saved[-1]}" in log
     whole = tmp_path / "whole"

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,12 +140,26 @@ def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch,
 
 
 def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
+    """The run itself is bench's, which a test below does for real."""
+    asked: list[Any] = []
+
+    def run_job(job: str, bench: Any, flags: list[str], out: Path) -> None:
+        asked.append((job, bench.gpus, bench.warmup + bench.steps, flags))
+        if "15" in flags:
+            (out / f"{job}.log").write_text(
+                "error: rollout.batch_size=15 does not cut into 2 mini-batches; use 14 or 16"
+            )
+            raise UserError("1+1 failed; see its log")
+        write_run(out / job)
+
+    monkeypatch.setattr(plan, "run_job", run_job)
     flags = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1"]
     monkeypatch.setattr("sys.argv", ["plan", "--gpus", "4", "--ranks", "2", *flags])
     assert plan.main() == 0
     told = capsys.readouterr().out.splitlines()
+    assert asked == [("1+1", 2, 5, [*flags, "--steps", "5", "--log.validate-every", "0"])]
     assert told[0] == "probe: 1+1, 5 steps ..."
-    assert told[1].startswith("1+1, reference with the actor: ")
+    assert told[1].startswith("2+2, reference with the actor: ")  # as the made-up run has it
     assert len(told) == 5
     monkeypatch.setattr("sys.argv", ["plan", "--gpus", "1", "--rollout.batch-size", "15"])
     assert plan.main() == 2
