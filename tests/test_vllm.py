@@ -484,7 +484,7 @@ class Job:
 
     def train(self, steps: int) -> None:
         """Waits until so many steps are done."""
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while len(self.records()) < steps:
             assert self.popen.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
