@@ -20,7 +20,13 @@ def missing() -> str:
     absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
     if absent:
         return f"needs {', '.join(absent)} (apt-get install iproute2 util-linux)"
-    return "" if os.geteuid() == 0 else "needs root"
+    if os.geteuid() != 0:
+        return "needs root"
+    may = (
+        subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], check=False, capture_output=True).returncode
+        == 0
+    )
+    return "" if may else "may not make namespaces here"
 
 
 class Host:

@@ -58,7 +58,10 @@ def missing() -> str:
     absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
     if absent:
         return f"needs {', '.join(absent)} (apt-get install slurm-wlm munge)"
-    return "" if os.geteuid() == 0 else "needs root"
+    if os.geteuid() != 0:
+        return "needs root"
+    may = subprocess.run(["unshare", "--uts", "--mount", "true"], check=False, capture_output=True).returncode == 0
+    return "" if may else "may not make namespaces here"
 
 
 class Cluster:
