@@ -75,6 +75,7 @@ class Runtime:
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
         self.over = False
+        self.to_meet = min(max(timeout, 60.0), TO_MEET)  # a start takes longer than a short wait may
         self.hosts: list[str] = []
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -82,7 +83,7 @@ class Runtime:
 
     def _connect(self, facts: Mapping[str, str]) -> dist.Store:
         """Makes the store and hears who the others are; returns the store for the process groups."""
-        limit, rank = timedelta(seconds=min(self.timeout, TO_MEET)), self.launch.rank
+        limit, rank = timedelta(seconds=self.to_meet), self.launch.rank
         soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(OSError, ValueError):  # Gloo has a file handle for each rank of each group
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 65536)), most))
@@ -262,7 +263,7 @@ class Runtime:
         """Which ranks did not come to an `everyone`; rank 0 knows, the others say only whether it did."""
         me, ranks = self.launch.rank, range(self.launch.world) if self.launch.rank == 0 else [0]
         absent = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-        where, seconds = key.removeprefix("meet/"), min(self.timeout, self.timeout if self.hosts else TO_MEET)
+        where, seconds = key.removeprefix("meet/"), self.timeout if self.hosts else self.to_meet
         waited = f"{where}: rank {me} on {socket.gethostname()} waited {seconds:g} s"
         if self.hosts:
             told = ", ".join(self.describe(rank) for rank in absent[:8]) or "ranks that rank 0 names"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_run import figures, main_rank
 
-from splitppo import nodes, train
+from splitppo import nodes, runtime, train
 from splitppo.config import PlacementConfig, parse
 from splitppo.errors import UserError
 from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
@@ -120,6 +120,7 @@ def absent_rank(rank: int) -> str:
     if rank == 1:
         time.sleep(5)
         return ""
+    runtime.TO_MEET = 2.0
     try:
         Runtime(Launch(0, 2, 0, 2), place(PlacementConfig(), world=2, local_world=2), torch.device("cpu"), 2.0)
     except RuntimeError as error:
