@@ -6,27 +6,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
 COMMANDS = ("unshare", "nsenter", "ip", "mount")
 NAMES = {"east": "10.77.0.1", "west": "10.77.0.2"}
 
 
 def missing() -> str:
     """Why there can be no such hosts here, or ""."""
-    absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
-    if absent:
-        return f"needs {', '.join(absent)} (apt-get install iproute2 util-linux)"
+    return lacks(COMMANDS, "iproute2 util-linux", "--net", "--uts", "--mount")
+
+
+def lacks(commands: Sequence[str], packages: str, *namespaces: str) -> str:
+    """What is not there of commands, root's rights and namespaces, or ""."""
+    if absent := [command for command in commands if not shutil.which(command, path=PATH)]:
+        return f"needs {', '.join(absent)} (apt-get install {packages})"
     if os.geteuid() != 0:
         return "needs root"
-    may = (
-        subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], check=False, capture_output=True).returncode
-        == 0
-    )
-    return "" if may else "may not make namespaces here"
+    made = subprocess.run(["unshare", *namespaces, "true"], check=False, capture_output=True)
+    return "may not make namespaces here" if made.returncode else ""
 
 
 class Host:

@@ -4,7 +4,6 @@ Needs root, and Debian's slurm-wlm and munge.
 """
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import hosts
+from hosts import PATH
 from ranks import free_port
 
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
 TORCHRUN = Path(sys.executable).parent
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "unshare", "nsenter")
 CONF = """
@@ -55,13 +55,7 @@ PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 
 def missing() -> str:
     """Why there can be no such Slurm here, or ""."""
-    absent = [command for command in COMMANDS if not shutil.which(command, path=PATH)]
-    if absent:
-        return f"needs {', '.join(absent)} (apt-get install slurm-wlm munge)"
-    if os.geteuid() != 0:
-        return "needs root"
-    may = subprocess.run(["unshare", "--uts", "--mount", "true"], check=False, capture_output=True).returncode == 0
-    return "" if may else "may not make namespaces here"
+    return hosts.lacks(COMMANDS, "slurm-wlm munge", "--uts", "--mount")
 
 
 class Cluster:
