@@ -14,9 +14,7 @@ elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs ma
 
 import argparse
 import errno
-import gc
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import FRESH
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from splitppo import checkpoint, saving, train
@@ -202,7 +201,6 @@ def step_of_part(path: Path) -> int:
 
 def rank_main(fault: Fault | None, run_dir: str) -> None:
     """One rank, forked by the agent."""
-    gc.freeze()  # see ranks.py
     torch.set_num_threads(1)
     if fault:
         inject(fault)
@@ -265,7 +263,7 @@ def figures(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
 def run_job(fault: Fault, run_dir: Path, out: Path) -> tuple[int, float, str]:
     """Exit status, seconds, mark."""
     mark = uuid.uuid4().hex
-    process = multiprocessing.get_context("fork").Process(target=job_main, args=(fault, str(run_dir), mark, str(out)))
+    process = FRESH.Process(target=job_main, args=(fault, str(run_dir), mark, str(out)))
     began = time.monotonic()
     process.start()
     _SESSIONS[mark] = (process.pid or 0,)

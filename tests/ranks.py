@@ -1,18 +1,38 @@
-"""Runs a function on several ranks: forked processes that see torchrun's variables."""
+"""Runs a function on several ranks: fresh processes that see torchrun's variables."""
 
-import gc
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Ranks are forked by a server that has imported what takes long and runs nothing. A fork of the tests' own process has
+# its locks and process groups without the threads that serve them and can wait for these for ever: a rank forked while
+# the store's thread greets another one never gets to the store.
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(
+    [
+        "splitppo.train",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.bert.modeling_bert",
+        "pytest",
+    ]
+)
 
 
 def free_port() -> int:
@@ -22,37 +42,63 @@ def free_port() -> int:
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, local_world: int = 0) -> list:
-    """`function(rank, *args)` on each of `world` forked ranks; their results in order of ranks.
+    """`function(rank, *args)` on each of `world` ranks; their results in order of ranks.
 
-    A rank that raises fails the call with its traceback, at once: the others are killed.
+    The function is one of a module's own: it reaches the ranks by its name. A rank that raises fails the call with its
+    traceback, at once: the others are killed. Where the time is over, the error says what each rank was at.
     """
-    context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
     # as under torchrun, the store is the launcher's and outlives each rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for rank in range(world):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(rank, world, local_world or world, store.port, theirs, function, args)
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return _collect(pipes, processes, time.monotonic() + timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    pipes, processes = [], []
+    with contextlib.ExitStack() as stack:
+        stacks = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        for rank in range(world):
+            ours, theirs = FRESH.Pipe(duplex=False)
+            environ = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank % (local_world or world)),
+                "LOCAL_WORLD_SIZE": str(local_world or world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            files = _Files([1, 2, stacks[rank].fileno()])
+            process = FRESH.Process(target=_child, args=(rank, environ, files, theirs, 0.9 * timeout, function, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout, stacks)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
-def _collect(pipes: list, processes: list, deadline: float) -> list:
+class _Files:
+    """Open files of this process, for another one. (A test may have turned standard output to a file of its own.)"""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __getstate__(self) -> list:
+        return [DupFd(number) for number in self.numbers]
+
+    def __setstate__(self, state: list) -> None:
+        self.numbers = [fd.detach() for fd in state]
+
+
+def _collect(pipes: list, processes: list, deadline: float, stacks: list) -> list:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         if time.monotonic() > deadline:
             waiting = [rank for rank in range(len(pipes)) if rank not in results]
-            raise TimeoutError(f"ranks {waiting} did not come back")
+            for file in stacks:
+                file.seek(0)
+            told = "\n".join(f"rank {rank} was at\n{stacks[rank].read()}" for rank in waiting)
+            raise TimeoutError(f"ranks {waiting} did not come back\n{told}")
         for rank, pipe in enumerate(pipes):
             if rank in results or not pipe.poll(0.01):
                 continue
@@ -66,19 +112,16 @@ def _collect(pipes: list, processes: list, deadline: float) -> list:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(rank: int, world: int, local_world: int, port: int, pipe: Any, function: Callable, args: tuple) -> None:
-    # garbage of the parent's must not be collected here: a process group would wait for threads that it has only there
-    gc.freeze()
+def _child(
+    rank: int, environ: dict, files: _Files, pipe: Any, patience: float, function: Callable, args: tuple
+) -> None:
+    out, err, stack = files.numbers
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(rank % local_world),
-        LOCAL_WORLD_SIZE=str(local_world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    faulthandler.dump_traceback_later(patience, file=stack)
     try:
         answer = (None, function(rank, *args))
     except BaseException:

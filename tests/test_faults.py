@@ -73,21 +73,22 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on(tmp_path, number):
         assert_same(ours, due)
 
 
+def bad_gradients_rank(rank: int, folder: Path) -> int:
+    loss = algo.value_loss
+    calls = []
+
+    def bad(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        value, metrics = loss(*args, **kwargs)
+        return (value if len(calls) <= 2 else value * float("nan")), metrics
+
+    algo.value_loss = bad
+    argv = [*SMALL, "--steps=9", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=1"]
+    return train.main(argv)
+
+
 def test_gradients_that_stay_bad_end_the_run_with_the_last_good_checkpoint(tmp_path, capfd):
-    def rank_main(rank: int) -> int:
-        loss = algo.value_loss
-        calls = []
-
-        def bad(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            value, metrics = loss(*args, **kwargs)
-            return (value if len(calls) <= 2 else value * float("nan")), metrics
-
-        algo.value_loss = bad
-        argv = [*SMALL, "--steps=9", "--ppo.epochs=1", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1"]
-        return train.main(argv)
-
-    assert run_ranks(1, rank_main) == [1]
+    assert run_ranks(1, bad_gradients_rank, tmp_path / "run") == [1]
     said = capfd.readouterr()
     assert "no gradient of the critic's last 3 steps was finite" in said.err
     assert "the last good checkpoint is" in said.err
@@ -95,47 +96,49 @@ def test_gradients_that_stay_bad_end_the_run_with_the_last_good_checkpoint(tmp_p
     assert [record["critic/skipped"] for record in records] == [0, 2, 2, 2]
 
 
+def bad_weights_rank(rank: int, folder: Path) -> int:
+    finish = ColumnLog.finish
+
+    def spoiling(self: ColumnLog, step: int, metrics: Any) -> None:
+        if step == 2 and self.role == "actor":
+            next(iter(learners[0].sharded().values())).data.fill_(float("inf"))
+        finish(self, step, metrics)
+
+    learners: list[Any] = []
+    made = faults.Learner.__init__
+    faults.Learner.__init__ = lambda self, *a, **k: (made(self, *a, **k), learners.append(self))[0]
+    ColumnLog.finish = spoiling
+    return train.main([*SMALL, f"--run-dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"])
+
+
 def test_bad_weights_are_neither_saved_nor_given_to_the_engine(tmp_path, capfd):
-    def rank_main(rank: int) -> int:
-        finish = ColumnLog.finish
-
-        def spoiling(self: ColumnLog, step: int, metrics: Any) -> None:
-            if step == 2 and self.role == "actor":
-                next(iter(learners[0].sharded().values())).data.fill_(float("inf"))
-            finish(self, step, metrics)
-
-        learners: list[Any] = []
-        made = faults.Learner.__init__
-        faults.Learner.__init__ = lambda self, *a, **k: (made(self, *a, **k), learners.append(self))[0]
-        ColumnLog.finish = spoiling
-        return train.main([*SMALL, f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=1", "--checkpoint.keep=0"])
-
-    assert run_ranks(1, rank_main) == [1]
+    assert run_ranks(1, bad_weights_rank, tmp_path / "run") == [1]
     assert "FloatingPointError: weights are not finite: 1 tensors" in capfd.readouterr().err
     assert names(tmp_path / "run") == ["step_000001", "step_000002"]
     assert not any(checkpoint.damage(folder) for folder in checkpoint.complete(tmp_path / "run"))
 
 
+def long_run_rank(rank: int, folder: Path) -> list[tuple[int, int, int, int]]:
+    seen, finish, checkpoints = [], ColumnLog.finish, folder / "checkpoints"
+
+    def noting(self: ColumnLog, step: int, metrics: Any) -> None:
+        finish(self, step, metrics)
+        if self.role == "critic":
+            memory = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            threads = len(list(Path("/proc/self/task").iterdir()))
+            handles = len(list(Path("/proc/self/fd").iterdir()))
+            seen.append((handles, threads, memory, len(list(checkpoints.glob("step_*")))))
+
+    ColumnLog.finish = noting
+    argv = [*SMALL, "--steps=90", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=5"]
+    assert train.main([*argv, "--log.validate-every=0"]) == 0
+    return seen
+
+
 def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
     """File handles, threads and memory of a rank, the disk's part of a run."""
 
-    def rank_main(rank: int) -> list[tuple[int, int, int, int]]:
-        seen, finish, checkpoints = [], ColumnLog.finish, tmp_path / "run" / "checkpoints"
-
-        def noting(self: ColumnLog, step: int, metrics: Any) -> None:
-            finish(self, step, metrics)
-            if self.role == "critic":
-                memory = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-                threads = len(list(Path("/proc/self/task").iterdir()))
-                handles = len(list(Path("/proc/self/fd").iterdir()))
-                seen.append((handles, threads, memory, len(list(checkpoints.glob("step_*")))))
-
-        ColumnLog.finish = noting
-        argv = [*SMALL, "--steps=90", "--ppo.epochs=1", f"--run-dir={tmp_path / 'run'}", "--checkpoint.every=5"]
-        assert train.main([*argv, "--log.validate-every=0"]) == 0
-        return seen
-
-    (seen,) = run_ranks(1, rank_main)
+    (seen,) = run_ranks(1, long_run_rank, tmp_path / "run")
     early, late = seen[20:40], seen[-20:]
     for i, name in enumerate(("file handles", "threads")):
         # a thread that writes comes and goes

@@ -241,17 +241,18 @@ def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path, first, second
         torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
 
 
-def test_random_weights_do_not_depend_on_the_sharding(folder):
-    def draw(rank, world):
-        placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
-        runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
-        model = build(read_config(str(folder)), "policy")
-        parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
-        fill(model, str(folder), device=CPU, random_seed=4)
-        learner = Learner(model, Runner(runtime.mesh["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
-        return full_weights(learner)
+def draw_rank(rank, world, folder):
+    placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
+    runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
+    model = build(read_config(str(folder)), "policy")
+    parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
+    fill(model, str(folder), device=CPU, random_seed=4)
+    learner = Learner(model, Runner(runtime.mesh["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
+    return full_weights(learner)
 
-    one, three = run_ranks(1, draw, 1)[0], run_ranks(3, draw, 3)[0]
+
+def test_random_weights_do_not_depend_on_the_sharding(folder):
+    one, three = run_ranks(1, draw_rank, 1, folder)[0], run_ranks(3, draw_rank, 3, folder)[0]
     assert all(torch.equal(one[name], three[name]) for name in one)
     assert one["model.embed_tokens.weight"].std() > 0
 

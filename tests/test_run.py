@@ -183,23 +183,23 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path):
         checkpoint.find(tmp_path, str(checkpoint.step_folder(tmp_path, 999_999)))
 
 
+def dies_before_the_actors_word(rank: int, folder: Path) -> int:
+    rename = Path.rename
+
+    def dying(self: Path, target: Any) -> Path:
+        if self.name == "actor.partial":
+            raise OSError("killed")
+        return rename(self, target)
+
+    Path.rename = dying
+    return train.main([*SMALL, "--steps=1", "--checkpoint.every=1", f"--run-dir={folder}"])
+
+
 def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
     """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
     folder = tmp_path / "run"
     made_up(folder, 1, ["actor"])
-
-    def dies_before_the_actors_word(rank: int) -> int:
-        rename = Path.rename
-
-        def dying(self: Path, target: Any) -> Path:
-            if self.name == "actor.partial":
-                raise OSError("killed")
-            return rename(self, target)
-
-        Path.rename = dying
-        return train.main([*SMALL, "--steps=1", "--checkpoint.every=1", f"--run-dir={folder}"])
-
-    assert run_ranks(1, dies_before_the_actors_word) == [1]
+    assert run_ranks(1, dies_before_the_actors_word, folder) == [1]
     assert names(folder) == []
 
 

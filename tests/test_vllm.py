@@ -776,11 +776,15 @@ print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0
 """
 
 
+def train_rank(rank: int, argv: list[str]) -> int:
+    return train.main(argv)
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
-    assert run_ranks(1, lambda _: train.main([*argv, f"--run-dir={tmp_path / 'run'}"])) == [0]
+    assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
     folder = export.export(export.Export(tmp_path / "run", dtype="float32")) / "policy"
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-c", GENERATE, str(folder)]
