@@ -1,7 +1,10 @@
-"""The presets of configs/ and its pages: what they say can be run, and is what they say it is."""
+"""The presets and pages of configs/, the benchmark of launch/: what they say can be run, and is what they say."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import tyro
 from ranks import run_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from splitppo import train
+from splitppo import bench, train
 from splitppo.config import Config, parse
 from splitppo.engine import start
 from splitppo.limits import check
@@ -160,6 +164,40 @@ def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_p
     if config.data.files:
         assert "data: 20 prompts" in out
         assert f"{min(5, config.data.validation_rows)} held out" in out
+
+
+STAND_IN = """#!/usr/bin/env bash
+[[ $1 == -c ]] && exec PYTHON "$@"
+printf '%s\\n' "$@" "" >> "$CALLS"
+"""
+
+
+def test_every_job_of_the_eight_gpus_runs_dry(small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> None:
+    """With small models: the script as it is, but that its commands are noted and not run."""
+    (tmp_path / "python").write_text(STAND_IN.replace("PYTHON", sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    for size in ("1.5B", "7B"):
+        (tmp_path / f"Qwen2.5-{size}-Instruct").symlink_to(small["policy"])
+    calls, path = tmp_path / "calls", f"{tmp_path}:{os.environ['PATH']}"
+    command = [ROOT / "launch" / "eight_gpus.sh", tmp_path, "1.5b", "7b"]
+    environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out")}
+    subprocess.run(command, env=environ, check=True)
+    tables = [call.split("\n") for call in calls.read_text().strip().split("\n\n")]
+    monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
+    jobs = []
+    for args in tables:
+        assert args[:2] == ["-m", "splitppo.bench"]
+        given, extra = tyro.cli(bench.Bench, args=args[2:], return_unknown_args=True)
+        jobs.append(given.jobs)
+        for job in given.jobs:
+            flags = bench.job_flags(given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path)
+            flags += [*bench.parse_job(job, given.gpus)[1], f"--run-dir={tmp_path / 'run'}", "--compute.device=cuda"]
+            status = train.main([*flags, "--dry-run", "--world-size=8"])
+            out, err = capsys.readouterr()
+            assert status == 0, err
+            assert "data: 4,096 prompts" in out
+    base = ("colocated", "4+4/barrier", "4+4", "4+4/critic", "5+3", "5+3/critic")
+    assert jobs == [(*base, "6+2", "6+2/critic"), base]
 
 
 @pytest.mark.parametrize("preset", SCRIPTS)

@@ -119,6 +119,12 @@ def test_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_pat
         assert_same(figures(folder, role), figures(whole, role))
 
 
+def test_eight_ranks_give_the_figures_of_two(whole, tmp_path):
+    run_ranks(8, main_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.actor=5"])
+    for role in ("actor", "critic"):
+        assert_same(figures(tmp_path / "run", role), figures(whole, role))
+
+
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
     folder = tmp_path / "run"
     first = [f"--run-dir={folder}", "--checkpoint.every=2"]
