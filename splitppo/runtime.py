@@ -1,13 +1,10 @@
-"""One rank's place in the job: launch variables, device, process groups, and how a failure is told."""
+"""One rank's place in the job: the store, the process groups, what the ranks tell each other beside their work."""
 
 import json
 import os
 import resource
 import signal
 import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -18,34 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from splitppo.channel import WireError
-from splitppo.config import Config
 from splitppo.errors import UserError
+from splitppo.failure import end_rank
 from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, connect
 from splitppo.placement import Placement, Role, copies
 from splitppo.watch import Watch
 
 TO_MEET = 300.0  # seconds at most until all ranks are there: torchrun starts them at once
-GONE = "is gone without a word: killed, perhaps for its memory"
-
-
-def pick_device(wanted: str, launch: Launch) -> torch.device:
-    """The rank's device: one GPU each, or the CPU.
-
-    Raises:
-        UserError: a GPU is asked for and not there, or there are fewer GPUs than local ranks.
-    """
-    gpus = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and not gpus):
-        return torch.device("cpu")
-    if gpus < launch.local_world:
-        raise UserError(
-            f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs: each rank needs its "
-            f"own; start {f'{gpus} ranks' if gpus else 'on a GPU machine'} or set --compute.device cpu"
-        )
-    return torch.device("cuda", launch.local_rank)
 
 
 class Runtime:
@@ -114,7 +91,7 @@ class Runtime:
         # of this machine, by rank; a stopped or zombie process is still there
         self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == own.machine}
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.watch = Watch(self.alarm, peers, rank, self.timeout, partial(_end_rank, launcher))
+        self.watch = Watch(self.alarm, peers, rank, self.timeout, partial(end_rank, launcher))
         self.watch.start()
         return dist.PrefixStore(f"attempt_{self.attempt}", job)
 
@@ -287,65 +264,3 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
-    """Tells a failure once: the user's own as a line, the first rank's with its traceback, the others in a word.
-    Returns the exit status."""
-    if isinstance(error, UserError):
-        if runtime is None and launch.local_rank:
-            # Most such errors are all ranks' own, and one is to tell them. torchrun ends the job as soon as one rank
-            # is gone, so this one waits: if it lives on, the ranks before it had no such trouble.
-            time.sleep(2 + launch.local_rank)
-        if runtime is None or runtime.failed(error):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        _for_torchrun(error.with_traceback(None))
-        return 2
-    silent = runtime.watch.silent() if runtime is not None else None
-    gone = f"{gone} {GONE}" if runtime is not None and (gone := runtime.lost()) else silent
-    if runtime is not None and not runtime.failed(error):
-        why = error if isinstance(error, WireError) else type(error).__name__
-        print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
-        return 1
-    if isinstance(error, torch.OutOfMemoryError):
-        error.add_note(
-            "to need less of the GPU: a lower --compute.micro-batch-tokens or --engine.memory-fraction, "
-            "--compute.activation-checkpointing, --reference.offload, or more ranks"
-        )
-    if runtime is not None:
-        error.add_note(f"on {runtime.describe(launch.rank)}")
-        if gone:
-            error.add_note(f"it follows from this: {gone}")
-    traceback.print_exception(error)
-    _for_torchrun(error)
-    return 1
-
-
-def _end_rank(launcher: int | None, error: Exception, *, store_lost: bool) -> None:
-    """Ends this rank from another thread than the one that works, and a torchrun (`launcher`) that cannot end itself
-    any more."""
-    try:
-        _for_torchrun(error)
-        if store_lost and launcher is not None and os.getppid() == launcher:
-            time.sleep(2)  # the other ranks of the host find out for themselves
-            # it waits for its store, too, in C++, where it hears no other signal, until the kernel gives up in 15 min
-            os.kill(launcher, signal.SIGKILL)
-    finally:
-        os._exit(1)
-
-
-def _for_torchrun(error: BaseException) -> None:
-    """Puts the error where torchrun reads it, to print it last."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
-        get_error_handler().record_exception(error)
-
-
-def compiles(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled."""
-    return config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
-
-
-def dtype_of(config: Config, device: torch.device) -> torch.dtype:
-    """The precision of forward and backward."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if config.compute.dtype == "auto" else config.compute.dtype)

@@ -150,9 +150,9 @@ class Saver:
         own = {path.name: measure(path) for path in partial.glob(f"__{self.rank}_*")}
         if self.rank == 0:
             own |= {name: measure(partial / name) for name in (".metadata", "state.json")}
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, own, group=self.group)
-        if self.rank == 0:
+        parts: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
+        dist.gather_object(own, parts, group=self.group, group_dst=0)
+        if parts is not None:
             write_manifest(partial, step, {name: file for files in parts for name, file in files.items()})
             self.written.wait()
             partial.rename(part)

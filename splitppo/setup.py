@@ -16,6 +16,7 @@ from splitppo.channel import Links, Wire
 from splitppo.config import Config
 from splitppo.cost import Split, advice, may_move, run_work
 from splitppo.critic import Critic
+from splitppo.device import compiles, dtype_of
 from splitppo.engine import RolloutEngine
 from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.start import warnings as engine_warnings
@@ -37,7 +38,7 @@ from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
 from splitppo.run_files import log_to_file, write_run_files
-from splitppo.runtime import Runtime, compiles, dtype_of, format_map
+from splitppo.runtime import Runtime, format_map
 from splitppo.saving import load
 from splitppo.tiny import build_tiny
 from splitppo.trackers import Trackers

@@ -9,7 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from splitppo.runtime import GONE, Runtime
+from splitppo.failure import GONE
+from splitppo.runtime import Runtime
 
 RESUMABLE = 75  # exit status after such a stop: EX_TEMPFAIL of sysexits.h, come again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

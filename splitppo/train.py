@@ -17,14 +17,16 @@ from splitppo.actor import Actor
 from splitppo.channel import Links
 from splitppo.config import parse
 from splitppo.critic import Critic, join
+from splitppo.device import pick_device
 from splitppo.engine.start import launch_engine
+from splitppo.failure import report_failure
 from splitppo.limits import check
 from splitppo.nodes import Launch, facts_of
 from splitppo.placement import place
 from splitppo.preflight import preflight
 from splitppo.preview import preview
 from splitppo.rollout import Rollout
-from splitppo.runtime import Runtime, pick_device, report_failure
+from splitppo.runtime import Runtime
 from splitppo.setup import Run, prepare
 from splitppo.stopping import RESUMABLE, StopSignals, note_early, tell_launcher
 

@@ -85,8 +85,8 @@ class Watch:
         while not self.over.wait(self.period / 2):
             now = time.monotonic()
             if (slept := now - looked) > 2 * self.period:  # it was this rank that was stopped, or held
-                self.answered += slept
-                self.heard = {first: (count, when + slept) for first, (count, when) in self.heard.items()}
+                self.answered = min(now, self.answered + slept)
+                self.heard = {first: (count, min(now, when + slept)) for first, (count, when) in self.heard.items()}
             looked = now
             if told := self.silent(self.limit):
                 with suppress(OSError):  # the screen may be gone, too

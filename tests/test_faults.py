@@ -14,7 +14,7 @@ import pytest
 from ranks import run_ranks
 from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
 
-from splitppo import algo, checkpoint, train
+from splitppo import algo, checkpoint, stopping, train
 from splitppo.metrics import ColumnLog
 
 INJECTIONS = faults.draw(25, seed=330)
@@ -71,6 +71,20 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on(tmp_path, number):
         due = {k: {n: v for n, v in record.items() if not n.startswith("val/")} for k, record in due.items()}
         ours = {k: {n: v for n, v in record.items() if not n.startswith("val/")} for k, record in ours.items()}
         assert_same(ours, due)
+
+
+def early_signal_rank(rank: int, argv: list[str]) -> int:
+    stopping.note_early()  # as train.main does first of all
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return train.main(argv)
+
+
+def test_a_signal_that_comes_before_the_ranks_have_met_stops_the_run_after_a_step(tmp_path):
+    run_dir = tmp_path / "run"
+    argv = [*SMALL, "--steps=40", "--ppo.epochs=1", f"--run-dir={run_dir}"]
+    assert run_ranks(1, early_signal_rank, argv) == [stopping.RESUMABLE]
+    (saved,) = names(run_dir)
+    assert int(saved.removeprefix("step_")) < 4
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:

@@ -8,6 +8,7 @@ import io
 import re
 import threading
 import time
+import types
 from datetime import timedelta
 
 import hosts
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_run import figures, main_rank
 
-from splitppo import nodes, runtime, train
+from splitppo import nodes, runtime, train, watch
 from splitppo.config import PlacementConfig, parse
 from splitppo.errors import UserError
 from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
@@ -30,6 +31,57 @@ SHORT = timedelta(seconds=10)
 
 def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
     return Peer(host=host, device="cuda:0", pid=1, network=machine or host, machine=machine or host, master=master)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A watch of two hosts, n1 beating in a thread: (what it ended by, the clock's offset, n1's stop)."""
+    clock, stop, ended = types.SimpleNamespace(offset=0.0), threading.Event(), []
+    monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + clock.offset))
+    store = dist.HashStore()
+    for rank in range(2):
+        store.set(f"beat/{rank}", "0")
+
+    def end(error: Exception, *, store_lost: bool) -> None:
+        ended.append((str(error), store_lost))
+        ours.close()
+
+    def beat() -> None:
+        while not stop.wait(0.05):
+            store.add("beat/1", 1)
+
+    ours = watch.Watch(store, [peer("n0"), peer("n1")], 0, 1.2, end)
+    threads = [threading.Thread(target=beat)]
+    threads[0].start()
+    ours.start()
+    yield ended, clock, stop
+    ours.close()
+    stop.set()
+    threads[0].join()
+
+
+def test_a_host_that_falls_silent_ends_the_rank(watched):
+    ended, _, stop = watched
+    time.sleep(1.5)
+    assert not ended
+    stop.set()
+    end = time.monotonic() + 20
+    while not ended and time.monotonic() < end:
+        time.sleep(0.05)
+    ((told, store_lost),) = ended
+    assert re.match(r"nothing was heard of n1 \(ranks 1\) for \d s by n0 \(rank 0\)", told)
+    assert not store_lost
+
+
+def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_hears_one_that_dies_later(watched):
+    ended, clock, stop = watched
+    time.sleep(0.5)
+    clock.offset = 1000.0  # as after SIGSTOP and SIGCONT
+    time.sleep(2)
+    assert not ended
+    stop.set()
+    time.sleep(4)
+    assert [store_lost for _, store_lost in ended] == [False]
 
 
 def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.placement import Role, own, place
+from splitppo.placement import Role, copies, own, place
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
@@ -57,6 +57,34 @@ def test_groups(config, world, local, actor, critic):
 def test_wrong_sizes_say_what_to_do(config, world, local, says):
     with pytest.raises(UserError, match=says):
         place(config, world=world, local_world=local)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "due"),
+    [
+        (PlacementConfig(), None, [[0, 1, 4, 5]]),
+        (PlacementConfig(), 2, [[0, 1], [4, 5]]),
+        (PlacementConfig(), 9, [[0, 1, 4, 5]]),
+        (PlacementConfig(mode="by_node"), 2, [[0, 1], [2, 3]]),
+        (PlacementConfig(mode="colocated"), 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (PlacementConfig(mode="colocated"), 1, [[rank] for rank in range(8)]),
+    ],
+)
+def test_copies_of_the_weights_keep_to_nodes(config, size, due):
+    assert copies("actor", place(config, world=8, local_world=4), size, local_world=4) == due
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "size", "says"),
+    [
+        (PlacementConfig(mode="colocated"), 8, 3, "fsdp.shard_size=3 does not cut the 8 actor ranks on 2 nodes"),
+        (PlacementConfig(actor=6, critic=2), 8, 2, r"6 actor ranks on 2 nodes .*; use one of \[1, 3, 6\]"),
+        (PlacementConfig(actor=3), 4, 2, r"the 3 actor ranks into whole copies; use one of \[1, 3\]"),
+    ],
+)
+def test_sizes_that_would_cut_a_copy_over_parts_of_nodes_are_refused(config, world, size, says):
+    with pytest.raises(UserError, match=says):
+        copies("actor", place(config, world=world, local_world=4), size, local_world=4)
 
 
 @pytest.mark.parametrize(("actor", "critic"), SIZES)
