@@ -183,6 +183,10 @@ def test_every_job_of_the_eight_gpus_runs_dry(small: dict[str, Path], monkeypatc
     environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out")}
     subprocess.run(command, env=environ, check=True)
     tables = [call.split("\n") for call in calls.read_text().strip().split("\n\n")]
+    prompts = tmp_path / "out" / "prompts.jsonl"
+    lines = prompts.read_text().splitlines(keepends=True)
+    assert len(lines) == 4096
+    prompts.write_text("".join(lines[:64]))  # 14 jobs read them
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
     jobs = []
     for args in tables:
@@ -195,7 +199,7 @@ def test_every_job_of_the_eight_gpus_runs_dry(small: dict[str, Path], monkeypatc
             status = train.main([*flags, "--dry-run", "--world-size=8"])
             out, err = capsys.readouterr()
             assert status == 0, err
-            assert "data: 4,096 prompts" in out
+            assert "data: 64 prompts of 1" in out  # of 100 digits and a template
     base = ("colocated", "4+4/barrier", "4+4", "4+4/critic", "5+3", "5+3/critic")
     assert jobs == [(*base, "6+2", "6+2/critic"), base]
 
