@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How fast is a node of eight GPUs: the embedded default, then Qwen2.5's 1.5B and 7B shapes in every split that makes
-# sense, each a table of splitppo.bench (about 5 minutes, half an hour, half an hour).
+# sense, each a table of splitppo.bench.
 #   launch/eight_gpus.sh MODELS [default] [1.5b] [7b]
 # MODELS/Qwen2.5-1.5B-Instruct and MODELS/Qwen2.5-7B-Instruct need a config.json and the tokenizer: weights are drawn.
 # All that comes out is in the folder OUT (eight_gpus).
@@ -25,8 +25,11 @@ status=0 # a job that fails costs its line of the table
 for what in "$@"; do
     case $what in
         default)
-            torchrun --nproc_per_node 8 -m splitppo.train --run-dir "$out/default" > "$out/default.log" 2>&1
-            grep '^start-up' "$out/default.log"; python -m splitppo.report "$out/default"
+            if torchrun --nproc_per_node 8 -m splitppo.train --run-dir "$out/default" > "$out/default.log" 2>&1; then
+                grep '^start-up' "$out/default.log"; python -m splitppo.report "$out/default"
+            else
+                tail -n 30 "$out/default.log" >&2; status=1
+            fi
             ;;
         1.5b) compare Qwen2.5-1.5B-Instruct 32768 colocated 4+4/barrier {4+4,5+3,6+2}{,/critic} ;;
         7b) compare Qwen2.5-7B-Instruct 16384 colocated 4+4/barrier {4+4,5+3}{,/critic} ;;
