@@ -387,15 +387,19 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
 
     A wrong preset is a UserError; a wrong flag ends in tyro's box and SystemExit or, if `quiet`, is a UserError too.
     """
+    preset = _value_of("--config", argv)
+    given = [*(_checked(preset) if preset is not None else []), *argv]
+    if _value_of("--policy.path", given) in (None, PolicyConfig.path):
+        # the embedded model has settings of its own, under all of them: one that small learns at other rates
+        given = [*_preset_flags(str(Path(__file__).with_name("tiny.toml"))), *given]
+    return _cli(given, quiet)
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """What a flag is given last, if at all; if it lacks its value, it is tyro that complains."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?")  # without a value it is tyro that complains
-    path = finder.parse_known_args(argv)[0].config
-    given = [*(_preset_flags(path) if path is not None else []), *argv]
-    config = _cli(given, quiet)
-    if config.policy.path == "tiny":
-        # it has settings of its own, under all of them: a model that small learns at other rates
-        config = _cli([*_preset_flags(str(Path(__file__).with_name("tiny.toml"))), *given], quiet)
-    return config
+    finder.add_argument(flag, nargs="?", dest="value")
+    return finder.parse_known_args(argv)[0].value
 
 
 def _cli(args: Sequence[str], quiet: bool) -> Config:
@@ -415,13 +419,18 @@ def _cli(args: Sequence[str], quiet: bool) -> Config:
 
 
 def _preset_flags(path: str) -> list[str]:
-    """The flags that a preset stands for, each good by itself."""
+    """The flags that a preset stands for."""
     settings = read_preset(path, asdict(Config()))
-    flags = [word for name, value in settings.items() for word in as_flag(name, value)]
+    return [word for name, value in settings.items() for word in as_flag(name, value)]
+
+
+def _checked(path: str) -> list[str]:
+    """The same of a preset that isn't ours, each flag good by itself."""
+    flags = _preset_flags(path)
     try:
         _cli(flags, quiet=True)
     except UserError:
-        for name, value in settings.items():
+        for name, value in read_preset(path, asdict(Config())).items():
             try:
                 _cli(as_flag(name, value), quiet=True)
             except UserError as error:

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -125,6 +126,7 @@ def build(
     A value model is the library's token-classification model of one label, so that `from_pretrained` loads what
     is exported: the causal model's body and a scalar head. A reward model is a sequence-classification model.
     """
+    config = deepcopy(config)  # which attention a model has is written there, too
     autos = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
     auto: Any = autos.get(kind, AutoModelForSequenceClassification)
     if kind != "policy":

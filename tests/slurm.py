@@ -88,7 +88,7 @@ class Cluster:
         self("scancel", "--user=root")
         _until(lambda: not self("squeue", "--noheader").strip(), "jobs do not end")
 
-    def wait(self, number: str, *states: str, limit: float = 120) -> dict[str, str]:
+    def wait(self, number: str, *states: str, limit: float = 300) -> dict[str, str]:
         """Waits until a job is in one of the states."""
         end = time.monotonic() + limit
         while (job := self.job(number))["JobState"] not in states:
@@ -132,7 +132,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         holder.wait()
 
 
-def _until(true, otherwise: str, limit: float = 30) -> None:
+def _until(true, otherwise: str, limit: float = 100) -> None:
     end = time.monotonic() + limit
     while not true():
         if time.monotonic() > end:

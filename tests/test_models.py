@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from splitppo.attention import PACKABLE, PACKED, why_not_packed
+from splitppo.attention import PACKABLE, PACKED, is_packed, why_not_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.models import build, check_folder, clean, fill, read_config
@@ -103,6 +103,14 @@ def test_a_family_is_the_librarys_own(family, packed, mesh, tmp_path):
     assert all(p.grad is not None for p in model.parameters())
     names = {clean(name) for name, _ in model.named_parameters()}
     assert names <= plain.state_dict().keys()
+
+
+def test_a_model_leaves_no_trace_in_the_configuration_it_is_built_from():
+    config = LlamaConfig(**SIZE)
+    before = config.to_dict()
+    assert is_packed(build(config, "value", packed=True))
+    assert config.to_dict() == before
+    assert not is_packed(build(config, "policy"))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3"])

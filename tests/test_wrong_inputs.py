@@ -611,7 +611,7 @@ def main_rank(rank: int, argv: list[str], build: Callable | None) -> tuple[int, 
 @pytest.mark.parametrize(("argv", "says"), DATA, ids=lambda value: " ".join(value))
 def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path):
     given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", f"--run-dir={tmp_path / 'run'}"]
-    results = run_ranks(2, main_rank, given, forbidden, timeout=60)
+    results = run_ranks(2, main_rank, given, forbidden, timeout=200)
     assert [status for status, _ in results] == [2, 2]
     assert_told("".join(err for _, err in results), says, inputs)
 
@@ -619,7 +619,7 @@ def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inp
 @pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
 def test_wrong_weights_and_rewards_are_a_line_too(argv, says, inputs, tmp_path):
     given = [*SMALL, *command(argv, inputs), f"--run-dir={tmp_path / 'run'}"]
-    ((status, err),) = run_ranks(1, main_rank, given, None, timeout=60)
+    ((status, err),) = run_ranks(1, main_rank, given, None, timeout=200)
     assert status == 2
     assert_told(err, says, inputs)
 
@@ -628,7 +628,7 @@ def torchrun(*argv: str) -> tuple[int, str]:
     """Exit status and stderr of a job of two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "splitppo.train"]
     done = subprocess.run(
-        [*launcher, *argv], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*launcher, *argv], capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     return done.returncode, done.stderr
 
