@@ -289,15 +289,18 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, chunks, offl
     compare(seen, reference(inputs, seen, fresh_head(inputs), kl_loss_coef=0.0))
 
 
-def test_deferral_changes_no_bit(inputs, tmp_path):
-    """The critic's update under the next rollout is a matter of time alone."""
+def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
+    """Scores under the rollout, and the critic's update under the next one, are a matter of time alone. (Each row is a
+    micro-batch of its own here: which rows come together decides how sums are rounded, 4e-7 in a weight.)"""
     seen = []
-    for name, barrier in (("with", {"placement__barrier": ""}), ("without", {})):
+    runs = {"both": {}, "streaming": {"placement__barrier": ""}, "deferral": {"rollout__chunks": 1}}
+    for name, without in runs.items():
         (tmp_path / name).mkdir()
-        seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, **barrier))
-    for kind in ("policy", "value"):
-        assert all(torch.equal(weight, seen[1][kind][name]) for name, weight in seen[0][kind].items()), kind
-    assert [seen[0]["actor"], seen[0]["critic"]] == [seen[1]["actor"], seen[1]["critic"]]
+        seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, compute__micro_batch_tokens=1, **without))
+    for other in seen[1:]:
+        for kind in ("policy", "value"):
+            assert all(torch.equal(weight, other[kind][name]) for name, weight in seen[0][kind].items()), kind
+        assert [seen[0]["actor"], seen[0]["critic"]] == [other["actor"], other["critic"]]
 
 
 PRACTICE = {
