@@ -24,9 +24,10 @@ import tyro
 
 from splitppo import models
 from splitppo.bench_results import Result, draw, ratios, table
-from splitppo.config import RolloutConfig, parse
+from splitppo.config import RolloutConfig
 from splitppo.cost import WARM_UP, Split, Work, may_move, measured, predict
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.preflight import MODEL_KINDS
 from splitppo.reading import read_lengths
 from splitppo.timeline import Column, Step, read_column

@@ -18,9 +18,9 @@ import tyro
 
 from splitppo import models
 from splitppo.bench import Bench, job_flags, run_job
-from splitppo.config import parse
 from splitppo.cost import Side, Split, Traffic, advice, may_move, node_lines, run_work
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.preflight import MODEL_KINDS, model_folders
 from splitppo.timeline import read_column
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from splitppo import models
-from splitppo.config import Config, to_toml
+from splitppo.config import Config
 from splitppo.device import dtype_of
 from splitppo.errors import UserError
 from splitppo.nodes import Launch
 from splitppo.placement import Placement, place
 from splitppo.preflight import MODEL_KINDS, model_folders, preflight
+from splitppo.presets import to_toml
 from splitppo.runtime import format_map
 from splitppo.setup import load_data, owners
 from splitppo.tiny import build_tiny

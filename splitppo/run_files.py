@@ -11,11 +11,11 @@ import tomllib
 import warnings
 from pathlib import Path
 
-from splitppo.config import Config, to_toml
+from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.files import write_whole
 from splitppo.nodes import installed
-from splitppo.presets import leaves
+from splitppo.presets import leaves, to_toml
 
 # What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
 # end: all settings that begin so.

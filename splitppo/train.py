@@ -15,11 +15,11 @@ import transformers
 
 from splitppo.actor import Actor
 from splitppo.channel import Links
-from splitppo.config import parse
 from splitppo.critic import Critic, join
 from splitppo.device import pick_device
 from splitppo.engine.start import launch_engine
 from splitppo.failure import report_failure
+from splitppo.flags import parse
 from splitppo.limits import check
 from splitppo.nodes import Launch, facts_of
 from splitppo.placement import place

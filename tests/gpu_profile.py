@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from splitppo import train
-from splitppo.config import parse
+from splitppo.flags import parse
 from splitppo.metrics import ColumnLog
 from splitppo.nodes import Launch
 from splitppo.report import overlap

@@ -12,9 +12,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from splitppo.config import DataConfig, parse
+from splitppo.config import DataConfig
 from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts, mixed_indices
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.limits import check
 from splitppo.rewards import rules
 from splitppo.tiny import build_tokenizer

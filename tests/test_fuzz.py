@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from splitppo import data
-from splitppo.config import Config, DataConfig, parse
+from splitppo.config import Config, DataConfig
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.limits import check
 from splitppo.models import read_tokenizer
 from splitppo.presets import leaves, toml_value

@@ -20,8 +20,9 @@ from ranks import run_ranks
 from test_run import figures, main_rank
 
 from splitppo import nodes, runtime, train, watch
-from splitppo.config import PlacementConfig, parse
+from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
 from splitppo.placement import place
 from splitppo.runtime import Runtime

@@ -19,8 +19,9 @@ from ranks import run_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from splitppo import bench, train
-from splitppo.config import Config, parse
+from splitppo.config import Config
 from splitppo.engine import start
+from splitppo.flags import parse
 from splitppo.limits import check
 from splitppo.presets import leaves
 from splitppo.rewards.functions import find_function

@@ -20,9 +20,10 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import checkpoint, export, train
-from splitppo.config import parse, to_toml
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.models import build, fill, read_config
+from splitppo.presets import to_toml
 from splitppo.run_files import check_same_run
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]

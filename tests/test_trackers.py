@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from splitppo import trackers, train
-from splitppo.config import Config, parse
+from splitppo.config import Config
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.placement import Placement
 from splitppo.profiler import Profiler, check_profiler
 from splitppo.trackers import Tail, Trackers, check_trackers, figures_of, table_of, text_of

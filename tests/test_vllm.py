@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from splitppo import export, train
-from splitppo.config import Config, parse
+from splitppo.config import Config
 from splitppo.engine import Sampling, row_seed, start
 from splitppo.engine import vllm as trainer_side
 from splitppo.engine.vllm import bit_sum, weight_names
@@ -49,6 +49,7 @@ from splitppo.engine.vllm_process import (
     vllm_version,
 )
 from splitppo.errors import UserError
+from splitppo.flags import parse
 from splitppo.placement import Placement
 from splitppo.rollout import Request, Sample
 from splitppo.tiny import build_tokenizer
