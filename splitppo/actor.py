@@ -50,6 +50,7 @@ class Actor:
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
         self.synced = -1
+        self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
         self.metrics: dict[str, Any] = {}
 
@@ -63,7 +64,8 @@ class Actor:
 
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
-        if self.synced != self.policy.updates or not self.engine.loaded:
+        stale = self.synced != self.policy.updates or not self.engine.loaded
+        if all_sum(torch.tensor([float(stale)]), self.mesh).any():  # one engine may sleep while another stays awake
             self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
@@ -84,7 +86,7 @@ class Actor:
                 print(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows", flush=True)
                 told = time.monotonic()
             yield finished
-        self.engine.rest()
+        self.engine.rest(trained=self.trained)
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""
@@ -119,6 +121,7 @@ class Actor:
         mini_batches = self.shared.learnt(rollout, self.shared.ownership(step).rows("actor", self.rank))
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
         metrics = self.metrics | learning_metrics("actor", "pg_loss", figures)
+        self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
         return metrics | {"actor/lr": self.policy.learning_rate(step)}
 
     def close(self) -> None:

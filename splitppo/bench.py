@@ -110,6 +110,7 @@ def lengths_of(given: str, seed: int = 0) -> list[int]:
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
     flags = [*extra, "--steps", str(bench.warmup + bench.steps), "--log.validate-every", "0"]
+    flags += ["--checkpoint.every", "0", "--log.trackers"]  # of a preset: neither is to be measured, nor kept
     if lengths:
         (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
         most = re.fullmatch(r"lognormal:\d+:(\d+)", bench.lengths or "")

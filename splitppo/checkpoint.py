@@ -203,7 +203,8 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
         gone = folder.with_name(f"{folder.name}.gone")  # from here on it doesn't count, whatever happens
         with suppress(FileNotFoundError):  # both groups may be at it
             folder.rename(gone)
-            shutil.rmtree(gone)
+            # a file that another host has open stays on NFS; `tidy` takes it with the next start
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 class TensorReader(FileSystemReader):

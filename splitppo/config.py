@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+ShardSize = int | Literal["node"] | None
+
 
 @dataclass(frozen=True)
 class PlacementConfig:
@@ -266,7 +268,7 @@ class ComputeConfig:
     """Devices, precision and memory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda if there is a GPU for each local rank."""
+    """`auto`: cuda if there are GPUs, one for each local rank; for the embedded model cpu where they are too few."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of forward and backward; weights and reductions stay float32. `auto`: bfloat16 on GPUs."""
     micro_batch_tokens: int = 16384
@@ -288,9 +290,10 @@ class ComputeConfig:
 class FsdpConfig:
     """How weights, gradients and optimizer states are cut over the ranks of a group."""
 
-    shard_size: int | None = None
-    """Ranks that hold one copy together; a group of more holds several and sums their gradients (hybrid sharding). At
-    the ranks that a group has on a node, weights are gathered within nodes alone. Unset: one copy over the group."""
+    shard_size: ShardSize = None
+    """Ranks that hold one copy together; a group of more holds several and sums their gradients (hybrid sharding).
+    `node`: those that each group has on a node, so that weights are gathered within nodes alone. Unset: one copy over
+    the group."""
 
 
 @dataclass(frozen=True)

@@ -216,9 +216,7 @@ def node_lines(actor: Traffic, critic: Traffic, wire: float, split: Split, nodes
     spread["critic"] = nodes - spread["actor"]
     found = {
         "per_node": actor.between(nodes) + critic.between(nodes),
-        "per_node, fsdp.shard_size within nodes": sum(
-            role.between(nodes, copies_on_nodes=True) for role in (actor, critic)
-        ),
+        "per_node, fsdp.shard_size=node": sum(role.between(nodes, copies_on_nodes=True) for role in (actor, critic)),
     }
     if all(part >= 1 and part == int(part) for part in spread.values()):
         of_roles = actor.between(int(spread["actor"])), critic.between(int(spread["critic"]))

@@ -1,5 +1,6 @@
 """What a rank of the critic group holds and can do: its verbs in the loops of train.py."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
+from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
 from splitppo.parallel import all_moments, all_objects, all_sum
@@ -18,6 +20,8 @@ from splitppo.rewards.pool import Failure, Scorer
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Prompt, Rollout, Sample
 from splitppo.shaping import Steering, shape_scores, steer_kl
+
+HOPELESS_STEPS = 3  # in a row without one row that a reward function could score, after which it is to be mended
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Critic:
         self.mesh: DeviceMesh = value.runner.mesh
         self.rank = self.mesh.get_local_rank()
         self.metrics: dict[str, Any] = {}
+        self.hopeless: dict[str, int] = {}  # steps in a row in which a reward function failed on all rows
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
@@ -142,10 +147,19 @@ class Critic:
             self.steering.kl_coef = steer_kl(self.steering.kl_coef, total / rows, **how)
 
     def _failed(self, scored: Scored) -> dict[str, float]:
-        """Counts what failed in the rewards, and names it on the first rank's screen."""
+        """Counts what failed in the rewards, and names it on the first rank's screen.
+
+        Raises:
+            UserError: a function has failed on all rows for some steps.
+        """
         failures = [failure for part in all_objects(scored.failures, self.mesh) for failure in part]
         if self.rank == 0 and failures:
             print(f"[critic] {failure_line(failures)}", flush=True)
+        rows, failed = self.shared.config.rollout.batch_size, Counter(failure.function for _, failure in failures)
+        self.hopeless = {name: self.hopeless.get(name, 0) + 1 for name, count in failed.items() if count == rows}
+        for name in (name for name, steps in self.hopeless.items() if steps == HOPELESS_STEPS):
+            cause = next(failure.text for _, failure in failures if failure.function == name)
+            raise UserError(f"reward {name} failed on all rows of the last {HOPELESS_STEPS} steps: {cause}; mend it")
         kinds = [failure.kind for _, failure in failures]
         by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
         return {"critic/reward_failures": float(len(kinds))} | by_kind

@@ -2,19 +2,20 @@
 
 import torch
 
-from splitppo.config import Config
+from splitppo.config import Config, PolicyConfig
 from splitppo.errors import UserError
 from splitppo.nodes import Launch
 
 
-def pick_device(wanted: str, launch: Launch) -> torch.device:
-    """The rank's device: one GPU each, or the CPU.
+def pick_device(config: Config, launch: Launch) -> torch.device:
+    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few.
 
     Raises:
         UserError: a GPU is asked for and not there, or there are fewer GPUs than local ranks.
     """
-    gpus = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and not gpus):
+    gpus, wanted = torch.cuda.device_count(), config.compute.device
+    embedded = config.policy.path == PolicyConfig.path
+    if wanted == "cpu" or (wanted == "auto" and (not gpus or (embedded and gpus < launch.local_world))):
         return torch.device("cpu")
     if gpus < launch.local_world:
         raise UserError(

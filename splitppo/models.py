@@ -38,7 +38,8 @@ def read_config(folder: str) -> PretrainedConfig:
         UserError: the folder has no readable config.json.
     """
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"model folder {folder}: no config.json there; give a local folder (hub names are not fetched)")
+        remedy = "give a local folder; hub names are not fetched (hf download NAME --local-dir FOLDER)"
+        raise UserError(f"model folder {folder}: no config.json there; {remedy}")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
@@ -162,12 +163,15 @@ def fill(
     weights = _Weights(Path(folder)) if random_seed is None else None
     for name, parameter in model.named_parameters():
         name = clean(name)
-        if name in heads and (weights is None or name not in weights.files):
+        aliases = [clean(alias) for alias, main in ties.items() if clean(main) == name]
+        if name in heads:  # a reward model's, which a value model may start from, is called so in every family
+            aliases.append(name.replace("classifier.", "score."))
+        if name in heads and (weights is None or not weights.files.keys() & {name, *aliases}):
             value = _draw(name, parameter, seed, parameter.shape[-1] ** -0.5 if head == "normal" else 0.0)
         elif weights is None:
             value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))
         else:
-            value = weights.read(name, [clean(alias) for alias, main in ties.items() if clean(main) == name], parameter)
+            value = weights.read(name, aliases, parameter)
         with torch.no_grad():
             _local(parameter).copy_(value)
 
@@ -261,7 +265,8 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return files
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise UserError(f"model folder {folder}: no model.safetensors; save it as safetensors or set random_init")
+        remedy = "load it with transformers and save_pretrained it, which writes one"
+        raise UserError(f"model folder {folder}: no model.safetensors; {remedy}")
     return dict.fromkeys(_open(single).keys(), single)
 
 

@@ -101,6 +101,7 @@ def facts_of(config: Config) -> dict[str, str]:
     found = {"torch": torch.__version__, "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})"}
     found["transformers"] = installed("transformers")
     if torch.cuda.is_available():
+        found["vLLM"] = installed("vllm")
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     settings = {name: str(value) for name, value in leaves(asdict(config)) if name not in OWN}
     return found | {f"--{name}": value for name, value in settings.items()}

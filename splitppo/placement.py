@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from splitppo.config import PlacementConfig
+from splitppo.config import PlacementConfig, ShardSize
 from splitppo.errors import UserError
 
 Role = Literal["actor", "critic"]
@@ -46,13 +46,14 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
-                remedy = "start more ranks" if world == 1 else "use per_node"
+                remedy = "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
                 raise UserError(
                     f"placement.{name}={size}: all {world} ranks play both roles; {remedy} or leave it unset"
                 )
         return Placement(mode, tuple(range(world)), tuple(range(world)))
     if world == 1:
-        raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; use colocated or start more ranks")
+        remedy = "use colocated or start more ranks (a dry run: --world-size)"
+        raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; {remedy}")
     if world % local_world:
         raise UserError(f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node")
     nodes = world // local_world
@@ -91,15 +92,16 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
     return actor
 
 
-def copies(role: Role, placement: Placement, shard_size: int | None, *, local_world: int) -> list[list[int]]:
+def copies(role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int) -> list[list[int]]:
     """The ranks of a group in sets that each hold one copy of its weights, in ascending order.
 
     Raises:
         UserError: the size doesn't divide the group, or a set would take a part of one node and a part of another.
     """
     ranks = placement.actor if role == "actor" else placement.critic
-    size = min(shard_size or len(ranks), len(ranks))
     on_node = Counter(rank // local_world for rank in ranks)
+    wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
+    size = min(wanted or len(ranks), len(ranks))
     fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _keeps_nodes(n, list(on_node.values()))]
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from splitppo import checkpoint, data, models
 from splitppo.attention import why_not_packed
-from splitppo.config import Config
+from splitppo.config import Config, PolicyConfig
 from splitppo.engine.start import check_engine
+from splitppo.engine.start import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.placement import Placement, copies
 from splitppo.profiler import check_profiler
@@ -52,6 +53,14 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
         )
 
 
+def warnings(config: Config, device: str) -> list[str]:
+    """What is allowed, and worth a word."""
+    told = engine_warnings(config, device)
+    if not config.checkpoint.every and config.policy.path != PolicyConfig.path:
+        told.append("checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too")
+    return told
+
+
 def check_run_folder(config: Config, resume: str) -> None:
     """A UserError if the run can't go on in its folder, or from where `resume` says. Where torchrun may start anew,
     it is asked when the attempt is known: what the first one left is the next one's."""
@@ -81,10 +90,18 @@ def _check_models(config: Config) -> None:
                 raise UserError(f"compute.packing=on: {name}.path={path}: {why}; use auto or off")
     if config.reward.model:
         models.read_tokenizer(config.reward.model)
-    policy = folders["policy"]
+    rollout, policy = config.rollout, folders["policy"]
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     needed = len(VOCABULARY) if policy == "tiny" else models.known_ids(models.read_tokenizer(policy))
     for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
-        size = len(VOCABULARY) if path == "tiny" else models.read_config(path).get_text_config().vocab_size
+        text = models.read_config(path).get_text_config() if path != "tiny" else None
+        if text and longest > (most := getattr(text, "max_position_embeddings", None) or longest):
+            raise UserError(
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
+                f"{rollout.max_new_tokens} are {longest} together, more than the {most} (max_position_embeddings) that "
+                f"{name}.path={path} can read; lower one of them, or use another model"
+            )
+        size = text.vocab_size if text else len(VOCABULARY)
         if size < needed:
             raise UserError(
                 f"{name}.path={path}: its vocabulary of {size} is smaller than the policy's tokenizer ({needed}); "

@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _require_gguf() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install 'splitppo[gguf]'")
+        raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install -e '.[gguf]'")
 
 
 def _read_gguf(source: Path) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from splitppo.errors import UserError
 
+WRITTEN = 'write it as [section] and key = value, texts in quotes, and what is off as "None"'
+
 
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     """The settings of a preset by their flag's name, `{"ppo.lam": 0.95}`; `known`: all that there are, nested."""
@@ -18,7 +20,7 @@ def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError, or bytes that are no text
-        raise UserError(f"--config {path}: not TOML: {error}; write it as [section] and key = value") from error
+        raise UserError(f"--config {path}: not TOML: {error}; {WRITTEN}") from error
     return dict(_settings(table, known, path, ""))
 
 
@@ -26,8 +28,10 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
     for key, value in table.items():
         name = prefix + key
         if key not in known or name == "config":
-            near = difflib.get_close_matches(key.replace("-", "_"), known.keys() - {"config"}, n=1)
-            use = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(known.keys() - {'config'})}"
+            here, word = [other for other in known if other != "config"], key.replace("-", "_")
+            near = difflib.get_close_matches(word, here, n=1)
+            near += [below for below, _ in leaves(known) if below.endswith(f".{word}")]  # in a section of this one
+            use = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(here)}"
             raise UserError(f"--config {path}: unknown key {name!r}; {use}")
         match value, known[key]:
             case dict(), dict():

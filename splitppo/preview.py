@@ -8,10 +8,11 @@ import torch
 from splitppo import models
 from splitppo.config import Config
 from splitppo.device import dtype_of
+from splitppo.engine.start import engine_kind
 from splitppo.errors import UserError
 from splitppo.nodes import Launch
-from splitppo.placement import Placement, place
-from splitppo.preflight import MODEL_KINDS, model_folders, preflight
+from splitppo.placement import Placement, Role, copies, place
+from splitppo.preflight import MODEL_KINDS, model_folders, preflight, warnings
 from splitppo.presets import to_toml
 from splitppo.runtime import format_map
 from splitppo.setup import load_data, owners
@@ -25,14 +26,18 @@ def preview(config: Config, launch: Launch) -> str:
     """Resolved config, placement, rows and bytes per message, parameters and estimated memory a rank."""
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
-        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; use a multiple of {config.nodes}")
-    placement = place(config.placement, world=world, local_world=world // config.nodes)
-    hosts = [f"node {rank // (world // config.nodes)}" for rank in range(world)]
+        remedy = f"set --world-size to a multiple of {config.nodes}"
+        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; {remedy}")
+    local_world = world // config.nodes
+    placement = place(config.placement, world=world, local_world=local_world)
+    hosts = [f"node {rank // local_world}" for rank in range(world)]
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = found if config.compute.device == "auto" else config.compute.device
-    preflight(config, placement, device, world // config.nodes)
-    parts = [to_toml(config), format_map(placement, hosts, [device] * world)]
-    parts += ["" if placement.colocated else _messages(config, placement), _memory(config, placement, device)]
+    preflight(config, placement, device, local_world)
+    parts = [to_toml(config), format_map(placement, hosts, [device] * world), f"engine: {engine_kind(config, device)}"]
+    parts += [f"warning: {told}" for told in warnings(config, device)]
+    parts += ["" if placement.colocated else _messages(config, placement)]
+    parts += [_memory(config, placement, device, local_world)]
     return "\n".join(parts)
 
 
@@ -56,7 +61,7 @@ def _messages(config: Config, placement: Placement) -> str:
     return "\n".join(lines)
 
 
-def _memory(config: Config, placement: Placement, device: str) -> str:
+def _memory(config: Config, placement: Placement, device: str, local_world: int) -> str:
     with tempfile.TemporaryDirectory() as tiny:
         folders, policy = model_folders(config), config.policy.path
         if "tiny" in folders.values():
@@ -68,9 +73,10 @@ def _memory(config: Config, placement: Placement, device: str) -> str:
             for kind in (MODEL_KINDS[name],)
         }
     width = dtype_of(config, torch.device(device)).itemsize
-    shards = config.fsdp.shard_size or len(placement.actor) + len(placement.critic)
-    actors, critics = min(shards, len(placement.actor)), min(shards, len(placement.critic))
-    actor = counts["policy"] * LEARNER_BYTES / actors + counts["policy"] * width
+    roles: tuple[Role, Role] = ("actor", "critic")
+    sets = (copies(role, placement, config.fsdp.shard_size, local_world=local_world)[0] for role in roles)
+    actors, critics = map(len, sets)
+    actor = counts["policy"] * LEARNER_BYTES / actors + counts["policy"] * width / config.engine.tensor_parallel
     critic = (counts["value"] * LEARNER_BYTES + counts.get("reward", 0) * width) / critics
     reference = counts.get("reference", 0) * width
     actor += reference / actors if config.placement.reference == "actor" else 0

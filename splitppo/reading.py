@@ -197,6 +197,8 @@ def _check_prompt(prompt: Any, where: str) -> None:
     for number, message in enumerate(messages, 1):
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            if isinstance(message, int):
+                raise UserError(f"{where} has token ids for a prompt; set data.prompt_key to a column of text")
             wanted = "{role: string, content: string}"
             raise UserError(f"{where} has a prompt whose message {number} is not {wanted}; mend the row")
     if not any(message["content"].strip() for message in messages):

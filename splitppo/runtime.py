@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from splitppo.config import ShardSize
 from splitppo.errors import UserError
 from splitppo.failure import end_rank
 from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, connect
@@ -47,7 +48,7 @@ class Runtime:
         device: torch.device,
         timeout: float,
         *,
-        shard_size: int | None = None,
+        shard_size: ShardSize = None,
         facts: Mapping[str, str] | None = None,
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
@@ -95,7 +96,7 @@ class Runtime:
         self.watch.start()
         return dist.PrefixStore(f"attempt_{self.attempt}", job)
 
-    def _make_groups(self, store: dist.Store, shard_size: int | None) -> None:
+    def _make_groups(self, store: dist.Store, shard_size: ShardSize) -> None:
         launch, limit = self.launch, timedelta(seconds=self.timeout)
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"

@@ -19,7 +19,6 @@ from splitppo.critic import Critic
 from splitppo.device import compiles, dtype_of
 from splitppo.engine import RolloutEngine
 from splitppo.engine.start import finish_start, start_engine
-from splitppo.engine.start import warnings as engine_warnings
 from splitppo.engine.vllm_process import Process
 from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
@@ -27,7 +26,7 @@ from splitppo.metrics import ColumnLog
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
-from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders
+from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders, warnings
 from splitppo.profiler import Profiler
 from splitppo.progress import Progress, find_checkpoint
 from splitppo.reading import read_lengths
@@ -94,7 +93,7 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     found = find_checkpoint(config, runtime, folder)
     if runtime.launch.rank == 0:
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
-        for warning in engine_warnings(config, runtime.device.type):
+        for warning in warnings(config, runtime.device.type):
             print(f"warning: {warning}", flush=True)
         write_run_files(config, folder, found)
         (folder / "placement.txt").write_text(placed + "\n")

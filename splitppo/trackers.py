@@ -37,7 +37,7 @@ def check_trackers(config: Config) -> None:
         if spec is None or spec.origin is None:  # without an origin it is a mere folder of that name
             raise UserError(
                 f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
-                f"pip install 'splitppo[{name}]' or leave {name} out"
+                f"pip install -e '.[{name}]' or leave {name} out"
             )
 
 

@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.world > 1:
         # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "RANK" in os.environ:
         note_early()
     transformers.logging.disable_progress_bar()
     try:
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         launch.check_nodes()
         placement = place(config.placement, world=launch.world, local_world=launch.local_world)
-        device = pick_device(config.compute.device, launch)
+        device = pick_device(config, launch)
         preflight(config, placement, device.type, launch.local_world)
         engine = launch_engine(config, placement, launch, device)
         runtime = Runtime(

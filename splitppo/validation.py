@@ -85,7 +85,7 @@ class Answered:
 
 
 class Validator:
-    """Scores the held-out prompts, on one rank of the actor group.
+    """Scores the held-out prompts: one rank's part of them, as each of the actor group does.
 
     Args:
         prompts: the held-out ones; the same on every rank.

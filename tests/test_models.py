@@ -8,6 +8,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     Gemma2Config,
     GPT2Config,
@@ -23,7 +24,7 @@ from transformers import (
 from splitppo.attention import PACKABLE, PACKED, is_packed, why_not_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.models import build, check_folder, clean, fill, read_config
+from splitppo.models import build, check_folder, clean, fill, head_names, read_config
 from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import parallelize
@@ -131,6 +132,21 @@ def test_a_value_model_is_its_body_and_a_fresh_head(family, mesh, tmp_path):
         if why_not_packed(config) is None:
             cast(Any, model).config._attn_implementation = PACKED
             torch.testing.assert_close(value_outputs(model, packed), values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_value_model_starts_with_a_reward_models_head_whatever_its_family_calls_it(family, mesh, tmp_path):
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_labels = 1
+    reward = AutoModelForSequenceClassification.from_config(config)
+    reward.save_pretrained(tmp_path)
+    model = build(read_config(str(tmp_path)), "value")
+    parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
+    fill(model, str(tmp_path), device=CPU)
+    parameters = {clean(name): cast(Any, p).full_tensor() for name, p in model.named_parameters()}
+    weight, *bias = (parameters[name] for name in sorted(head_names(model), reverse=True))
+    assert torch.equal(weight, reward.score.weight)
+    assert not any(part.any() for part in bias)
 
 
 @pytest.mark.parametrize("kind", sorted(PACKABLE))

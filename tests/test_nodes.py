@@ -269,11 +269,12 @@ def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
     """Each host knows itself by a loopback address; the interface between them is found all the same."""
     (tmp_path / "reward.py").write_text(REWARD)
     argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
-    argv += ["--fsdp.shard-size=1", "--timeout=30"]
+    argv += ["--timeout=30"]
     # the second attempt goes on, wherever the first was told to begin
-    jobs = start(pair, *argv, f"--run-dir={tmp_path / 'run'}", "--resume=never", restarts=2)
+    flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
+    jobs = start(pair, *argv, *flags, restarts=2)
     assert ended(jobs) == [0, 0], jobs[0].text() + jobs[1].text()
     assert (tmp_path / "seen").exists()
-    run_ranks(4, main_rank, [*ARGV, *argv, f"--run-dir={tmp_path / 'whole'}"])
+    run_ranks(4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"])
     for role in ("actor", "critic"):
         assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)

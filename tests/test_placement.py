@@ -49,7 +49,7 @@ def test_groups(config, world, local, actor, critic):
         (PlacementConfig(mode="by_node"), 8, 8, "no rank of 8 is left for the critic group"),
         (PlacementConfig(mode="by_node", actor=5), 8, 4, "not whole nodes of 4"),
         (PlacementConfig(mode="colocated", actor=2), 4, 4, "all 4 ranks play both roles; use per_node"),
-        (PlacementConfig(actor=2), 1, 1, "start more ranks or leave it unset"),
+        (PlacementConfig(actor=2), 1, 1, r"start more ranks \(a dry run: --world-size\) or leave it unset"),
         (PlacementConfig(mode="per_node"), 1, 1, "needs 2 ranks"),
         (PlacementConfig(), 7, 4, "not whole nodes of 4"),
     ],
@@ -72,6 +72,12 @@ def test_wrong_sizes_say_what_to_do(config, world, local, says):
 )
 def test_copies_of_the_weights_keep_to_nodes(config, size, due):
     assert copies("actor", place(config, world=8, local_world=4), size, local_world=4) == due
+
+
+def test_a_copy_a_node_fits_any_split():
+    placement = place(PlacementConfig(actor=10), world=16, local_world=8)
+    assert copies("actor", placement, "node", local_world=8) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
+    assert copies("critic", placement, "node", local_world=8) == [[5, 6, 7], [13, 14, 15]]
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,11 @@ def test_what_crosses_between_nodes_by_hand():
     told = node_lines(role, role, 10e6, Split(4, 4), 2, gigabytes=50)
     assert told == [
         "  by_node: 0.01 GB into a node a step, 0.00 s at 50 GB/s",
-        "  per_node, fsdp.shard_size within nodes: 32.00 GB into a node a step, 0.64 s at 50 GB/s",
+        "  per_node, fsdp.shard_size=node: 32.00 GB into a node a step, 0.64 s at 50 GB/s",
         "  per_node: 38.00 GB into a node a step, 0.76 s at 50 GB/s",
     ]
     names = [line.split(":")[0].strip() for line in node_lines(role, role, 10e6, Split(6, 2), 2, gigabytes=50)]
-    assert names == ["per_node, fsdp.shard_size within nodes", "per_node"], "one and a half nodes are no nodes"
+    assert names == ["per_node, fsdp.shard_size=node", "per_node"], "one and a half nodes are no nodes"
     # three nodes and one: the three still gather among themselves
     assert node_lines(role, role, 0, Split(6, 2), 4, gigabytes=50)[0].startswith("  by_node: 25.33 GB")
     assert node_lines(role, role, 0, Split(4, 0), 2, gigabytes=50) == []
@@ -157,7 +157,8 @@ def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["plan", "--gpus", "4", "--ranks", "2", *flags])
     assert plan.main() == 0
     told = capsys.readouterr().out.splitlines()
-    assert asked == [("1+1", 2, 5, [*flags, "--steps", "5", "--log.validate-every", "0"])]
+    ours = ["--steps", "5", "--log.validate-every", "0", "--checkpoint.every", "0", "--log.trackers"]
+    assert asked == [("1+1", 2, 5, [*flags, *ours])]
     assert told[0] == "probe: 1+1, 5 steps ..."
     assert told[1].startswith("2+2, reference with the actor: ")  # as the made-up run has it
     assert len(told) == 5
@@ -197,7 +198,9 @@ def test_lengths_are_seeded_and_as_asked(tmp_path):
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
-    (tmp_path / "preset.toml").write_text('[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n')
+    (tmp_path / "preset.toml").write_text(
+        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\nevery = 2\n'
+    )
     trainer += ["--config", str(tmp_path / "preset.toml")]
     argv = ["bench", "--gpus", "2", "--jobs", "1+1", "colocated", "--lengths", "lognormal:4:12", "--warmup", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
@@ -215,6 +218,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
         assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
         assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / 2 / result["step_s"])
         assert set(result["phases"]["critic"]) >= {"score", "update", "step"}
+        assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
     assert colocated["predicted_s"] > 0
     assert split["wire_mb"]["critic"] > 0 == colocated["wire_mb"]["critic"]
     assert (out / "bench.png").stat().st_size > 5000

@@ -20,9 +20,12 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import checkpoint, export, train
+from splitppo.device import pick_device
+from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.flags import parse
 from splitppo.models import build, fill, read_config
+from splitppo.nodes import Launch
 from splitppo.presets import to_toml
 from splitppo.run_files import check_same_run
 
@@ -354,6 +357,36 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
         check_same_run(parse([*argv, "--steps=8"]), tmp_path)
 
 
+def uneven_rank(rank: int, argv: list[str]) -> int:
+    """Only the first engine goes to sleep after a rollout, as if its GPU alone were too full."""
+
+    def rest(self: HFEngine, *, trained: bool) -> None:
+        self.loaded = rank > 0
+
+    HFEngine.rest = rest
+    return train.main(argv)
+
+
+def test_engines_need_not_all_sleep(tmp_path):
+    """While the critic warms up there are no new weights for those that stay awake, and the others need them."""
+    argv = [*SMALL, "--placement.actor=2", "--ppo.critic-warmup=3", "--timeout=30"]
+    assert run_ranks(3, uneven_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0, 0, 0]
+    run_ranks(3, main_rank, [*argv, f"--run-dir={tmp_path / 'whole'}"])
+    assert figures(tmp_path / "run", "actor") == figures(tmp_path / "whole", "actor")
+
+
+@pytest.mark.parametrize(("argv", "device"), [([], "cpu"), (["--policy.path=mine"], None)])
+def test_fewer_gpus_than_ranks(argv, device, monkeypatch):
+    """The embedded model trains on the CPU then, as it would without any; for others it's an error."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launch = Launch(rank=1, world=2, local_rank=1, local_world=2)
+    if device:
+        assert pick_device(parse(argv), launch) == torch.device(device)
+    else:
+        with pytest.raises(UserError, match=r"with 2 ranks on a node of 1 GPUs: .*; start 1 ranks"):
+            pick_device(parse(argv), launch)
+
+
 def test_dry_run_needs_no_process_group(capsys):
     argv = ["--dry-run", "--world-size=8", "--placement.actor=5", "--rollout.chunks=2", "--ppo.kl-coef=0.1"]
     assert train.main(argv) == 0
@@ -361,6 +394,7 @@ def test_dry_run_needs_no_process_group(capsys):
     assert "placement per_node: 5 actor, 3 critic" in out
     assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
     assert "batch_size = 128" in out
+    assert "\nengine: hf\n" in out
     assert re.search(r"rank 0 -> 5: rollouts 2 messages of \d+-\d+ rows, [\d,]+ B", out)
     assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
     assert not torch.distributed.is_initialized()

@@ -222,6 +222,17 @@ def test_rows_that_a_reward_fails_on_are_counted_named_and_cost_no_other_its_sco
         assert found[2].startswith(TOLD[bad[index_of[int(found[1])]]].format(file=file)), line
 
 
+def test_a_reward_that_no_row_ever_gets_ends_the_run(tmp_path: Path) -> None:
+    """Here after its third step; one that fails now and then goes on (above)."""
+    file = tmp_path / "reward.py"
+    file.write_text("def score(ground_truth, **row):\n    return row['extra_info']['answr']\n")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"question": f"{i}=", "answer": "1"} for i in range(4)])
+    flags = [f"--data.files={data}", *PLAIN, f"--reward.function={file}:score", "--steps=9"]
+    with pytest.raises(RuntimeError, match=r"reward score failed on all rows of the last 3 steps: KeyErr"):
+        run(tmp_path / "run", *flags)
+    assert list(records(tmp_path / "run", "critic")) == [1, 2]
+
+
 @pytest.mark.parametrize("result", ["1e300", "{'score': 0.5, 'acc': 1e300}"])
 def test_what_float32_cannot_hold_is_no_result(result: str, tmp_path: Path) -> None:
     """As a float32 it would be infinite, and all of the step's advantages with it."""

@@ -58,7 +58,8 @@ BOUNDS = [
     ("0", "0", "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows"),
     ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
-    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel fsdp.shard_size"),
+    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
+    ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
     (
         "-1",
         "-1",
@@ -201,13 +202,14 @@ EARLY = [
     (["--config={d}/model/model.safetensors"], ["not TOML"]),
     (["--config={d}/key.toml"], ["key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?"]),
     (["--config={d}/empty_section.toml"], ["unknown key 'checkpoints'; did you mean checkpoint?"]),
+    (["--config={d}/below.toml"], ["unknown key 'policy.lr'; did you mean policy.optim.lr?"]),
     (["--config={d}/type.toml"], ['type.toml: ppo.lam = "high"', "could not convert", "--help"]),
     (["--config={d}/list.toml"], ["list.toml: steps = [1, 2]"]),
     (["--config={d}/bool.toml"], ["bool.toml: rollout.batch_size = true"]),
     (["--config={d}/section.toml"], ["section.toml: steps is a section there", "write steps = value"]),
     (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
     # placement
-    (["--placement.actor=2"], ["placement.actor=2: all 1 ranks play both", "start more ranks or leave it unset"]),
+    (["--placement.actor=2"], ["placement.actor=2: all 1 ranks play both", "start more ranks (a dry run: --world-"]),
     (["--placement.mode=per_node"], ["placement.mode=per_node needs 2 ranks", "use colocated"]),
     (
         ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
@@ -215,7 +217,7 @@ EARLY = [
     ),
     (["--dry-run", "--world-size=8", "--placement.actor=9"], ["actor=9", "no rank of 8 is left for the critic"]),
     (["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"], ["placement.actor=5", "a multiple of 2"]),
-    (["--dry-run", "--world-size=7", "--nodes=2"], ["world_size=7", "use a multiple of 2"]),
+    (["--dry-run", "--world-size=7", "--nodes=2"], ["world_size=7", "set --world-size to a multiple of 2"]),
     (["--dry-run", "--world-size=0"], ["world_size=0"]),
     # files
     (["--data.files={d}/none.jsonl"], ["data.files={d}/none.jsonl: no such file", "give a path"]),
@@ -234,6 +236,7 @@ EARLY = [
     ),
     (["--data.files={d}/blank.jsonl"], ["data.prompt_key=prompt: {d}/blank.jsonl row 1 has an empty prompt; fill"]),
     (["--data.files={d}/roles.jsonl"], ["row 1 has a prompt whose message 2 is not {role: string, content: string}"]),
+    (["--data.files={d}/ids.jsonl"], ["row 1 has token ids for a prompt; set data.prompt_key to a column of"]),
     (["--data.files={d}/source.jsonl", "--data.answer-key="], ["row 1 has a data_source of type int; it must be a"]),
     (["--data.files={d}/extra.jsonl", "--data.answer-key="], ["row 1 has an extra_info of type list; it must be an"]),
     (["--data.files={d}/dict"], ["{d}/dict is a DatasetDict; name one of its splits: {d}/dict/train"]),
@@ -261,8 +264,12 @@ EARLY = [
     ),
     # model folders
     (["--policy.path={d}/none"], ["model folder {d}/none: no config.json there; give"]),
-    (["--policy.path={d}/config_only"], ["config_only: no model.safetensors; save it as safetensors"]),
+    (["--policy.path={d}/config_only"], ["config_only: no model.safetensors; load it with transformers and"]),
     (["--policy.path={d}/config_only", "--policy.random-init"], ["config_only: no tokenizer there; save one"]),
+    (
+        ["--policy.path={d}/model", "--rollout.max-new-tokens=99999"],
+        ["rollout.max_new_tokens=99999 are 100511 together, more than the 1024 (max_position_embeddings) that policy."],
+    ),
     (["--policy.path={d}/unknown"], ["model folder {d}/unknown: config.json is of no model that transformers knows"]),
     (["--policy.path={d}/heads"], ["model folder {d}/heads: config.json is of no model", "attention heads"]),
     (["--policy.path={d}/encoder"], ["'bert' is not a causal language model; choose another policy.path"]),
@@ -278,14 +285,14 @@ EARLY = [
     (["--policy.path={d}/garbled"], ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"]),
     (
         ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
-        ["model folder {d}/narrow: no model.safetensors; save it as safetensors or set random_init"],
+        ["model folder {d}/narrow: no model.safetensors; load it with transformers and save_pretrained it"],
     ),
     # reward models
     (["--reward.model={d}/none"], ["model folder {d}/none: no config.json there; give a local folder"]),
     (["--reward.model={d}/no_value"], ["reward.model={d}/no_value: no sequence classification of type 'mamba'; use"]),
     (["--reward.model={d}/model"], ["reward.model={d}/model: it gives 2 numbers a text", "num_labels 1 in its"]),
     (["--reward.model={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
-    (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; save it"]),
+    (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; load it"]),
     (["--reward.model={d}/judge", "--reward.model-random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
     # reward functions
     (["--reward.function=none"], ["reward.function=none needs a reward.model, or nothing scores the rows"]),
@@ -432,6 +439,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken.toml": "steps = 3\n[rollout\n",
         "key.toml": "[rollout]\nbatch-size = 8\n",
         "empty_section.toml": "[checkpoints]\n",
+        "below.toml": "[policy]\nlr = 1\n",
         "type.toml": 'steps = 3\n[ppo]\nlam = "high"\n',
         "list.toml": "steps = [1, 2]\n",
         "bool.toml": "[rollout]\nbatch_size = true\n",
@@ -446,6 +454,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
         "null.jsonl": '{"prompt": "a", "answer": null}\n',
         "blank.jsonl": '{"prompt": " "}\n',
+        "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
         "roles.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}\n',
         "source.jsonl": '{"prompt": "a", "data_source": 3}\n',
         "extra.jsonl": '{"prompt": "a", "extra_info": [1]}\n',
@@ -568,11 +577,11 @@ def test_every_rule_on_a_setting_has_a_row_above():
 @pytest.mark.parametrize(
     ("library", "argv", "says"),
     [
-        ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install 'splitppo["),
+        ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install -e '.["),
         (
             "tensorboard",
             ["--log.trackers", "wandb", "tensorboard"],
-            "log.trackers=wandb tensorboard: tensorboard is not installed; pip install 'splitppo[tensorboard]' or",
+            "log.trackers=wandb tensorboard: tensorboard is not installed; pip install -e '.[tensorboard]' or",
         ),
         ("math_verify", ["--reward.function=math"], "reward.function=math: the rule math needs the library math-"),
         ("math_verify", ["--reward.validation=math"], "reward.validation=math: the rule math needs the library math-"),

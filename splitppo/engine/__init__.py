@@ -12,7 +12,7 @@ from splitppo.rollout import Request, Sample
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; `config.check` has seen to the ranges.
+    """How responses are drawn; `limits.check` has seen to the ranges.
 
     Attributes:
         temperature: the logits are divided by it; above 0. Greedy rows have log-probs at temperature 1.
@@ -79,8 +79,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def rest(self) -> None:
-        """The trainer needs the device now: give back what memory it will need. Afterwards `loaded` may be False."""
+    def rest(self, *, trained: bool) -> None:
+        """The trainer needs the device now: give back what memory it will need. Afterwards `loaded` may be False.
+
+        Args:
+            trained: the trainer's peak so far holds an update.
+        """
 
     def close(self) -> None:
         """Give the memory back; the engine can't be used after it."""

@@ -229,7 +229,7 @@ class HFEngine:
             self._stop[sampling.stop] = StopStringCriteria(self.tokenizer, list(sampling.stop))
         return self._stream(_Job(sorted(requests, key=lambda request: len(request.prompt)), sampling, seed, step))
 
-    def rest(self) -> None:
+    def rest(self, *, trained: bool) -> None:
         """It stays: its memory is the trainer's own allocator's."""
 
     def close(self) -> None:

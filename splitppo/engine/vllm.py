@@ -40,7 +40,7 @@ def weight_names(config: PretrainedConfig) -> dict[str, tuple[str, torch.Size]]:
 class VLLMEngine:
     """One rank's end of an engine; see `RolloutEngine` for what its methods promise.
 
-    Building it starts the process and returns at once; `connect` waits until it can work.
+    The process was started by `launch_engine`; `connect` waits until it can work.
 
     Args:
         config: the policy's.
@@ -71,9 +71,7 @@ class VLLMEngine:
         self.names = weight_names(config)
         self.loaded = self._running = self._dead = False
         self._level = 0  # how deep it sleeps
-        self._rested = 0
         self._slept: bool | None = None
-        self.peak = 0  # bytes that the trainer had allocated at most, an update included
         self._conn: Connection | None = None
 
     def connect(self) -> dict[str, Any]:
@@ -138,15 +136,13 @@ class VLLMEngine:
         check_requests(requests, loaded=self.loaded)
         return self._stream(requests, sampling, seed, step)
 
-    def rest(self) -> None:
+    def rest(self, *, trained: bool) -> None:
         """Goes to sleep, as `sleep` says; `auto` does unless all fits: the engine as it is, and the trainer's peak."""
         if self.sleep == "off":
             return
         level = 1 if self.sleep == "1" else 2
-        # before the first update, nobody knows what the trainer needs
         fits, told = self._fits()
-        stay = self.sleep == "auto" and self._rested > 0 and fits
-        self._rested += 1
+        stay = self.sleep == "auto" and trained and fits
         self._level = self._ask("sleep", 0 if stay else level)
         self.loaded = self._level < 2
         if self.tell and (self._level > 0) != self._slept:

@@ -12,14 +12,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from splitppo.errors import UserError
 from splitppo.rewards import frames
 from splitppo.rewards.functions import Fault, Outcome, timeout_fault
-
-if TYPE_CHECKING:
-    pass
 
 # what a worker must not take for its own, if a function starts something distributed
 _TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

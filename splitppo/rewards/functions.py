@@ -217,6 +217,8 @@ def _import_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
+        if isinstance(error, UserError):  # it says what to do by itself
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
         message = " ".join(f"{type(error).__name__}: {error}".split())

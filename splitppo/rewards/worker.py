@@ -1,6 +1,6 @@
 """A worker: a process that runs reward functions for a pool.
 
-    python -m splitppo.rewards.worker SOCKET PARENT     (started by pool.py of the process PARENT)
+    python -m splitppo.rewards.worker SOCKET PARENT     (started by crew.py of the process PARENT)
 
 It is told the pool's sys.path, the functions, the time limit and whether they are async, imports them and says `ready`,
 or `failed` and why. Then it gets rows as (key, number of the function, keyword arguments), and says `began` and `done`
