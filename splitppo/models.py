@@ -12,7 +12,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 
 from splitppo.attention import PACKED
 from splitppo.errors import UserError
+from splitppo.parallel import bounds, local
 
 Kind = Literal["policy", "value", "reward"]
 # without a file like these, transformers makes up an empty tokenizer
@@ -173,7 +173,7 @@ def fill(
         else:
             value = weights.read(name, aliases, parameter)
         with torch.no_grad():
-            _local(parameter).copy_(value)
+            local(parameter).copy_(value)
 
 
 def clean(name: str) -> str:
@@ -228,28 +228,14 @@ def _tie(model: nn.Module, ties: dict[str, str]) -> None:
         model.get_submodule(module)._parameters[name] = model.get_parameter(main)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _bounds(parameter: Tensor) -> slice:
-    """The rows of the full tensor that this rank holds: fully_shard cuts axis 0 as torch.chunk does."""
-    if not isinstance(parameter, DTensor):
-        return slice(None)
-    mesh = parameter.device_mesh
-    size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    step = -(-parameter.shape[0] // size)
-    return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
-
-
 def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
     """The same weights for any sharding: each tensor is drawn whole from its name and the seed."""
-    local = _local(parameter)
+    own = local(parameter)
     if name.endswith("bias") or parameter.ndim < 2:
-        return torch.full_like(local, 0.0 if name.endswith("bias") else 1.0)
-    generator = torch.Generator(local.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.randn(parameter.shape, generator=generator, device=local.device) * std
-    return full[_bounds(parameter)]
+        return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    full = torch.randn(parameter.shape, generator=generator, device=own.device) * std
+    return full[bounds(parameter)]
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -302,4 +288,4 @@ class _Weights:
                 f"model folder {self.folder}: weight {found} is {weight.get_shape()}, but {list(parameter.shape)} by "
                 "config.json; take both from one model"
             )
-        return weight[_bounds(parameter)]
+        return weight[bounds(parameter)]

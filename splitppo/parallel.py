@@ -96,6 +96,16 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def bounds(parameter: Tensor) -> slice:
+    """The rows of the full tensor that this rank holds: fully_shard cuts axis 0 as torch.chunk does."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    mesh = parameter.device_mesh
+    size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    step = -(-parameter.shape[0] // size)
+    return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
+
+
 def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
     """Element-wise maximum over the group, through host memory."""
     return _all_reduce(torch.tensor(values, dtype=torch.int64), mesh, dist.ReduceOp.MAX).tolist()

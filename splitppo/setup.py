@@ -220,6 +220,8 @@ class Run:
         tokenizer, config = models.read_tokenizer(reward.model), models.read_config(reward.model)
         longest = longest_text(config, tokenizer)
         text = RewardText(tokenizer, self.tokenizer, chat=reward.model_chat, longest=longest)
+        if runner.mesh.get_local_rank() == 0:
+            print(f"reward model: reads {text.reads}", flush=True)
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:

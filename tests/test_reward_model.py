@@ -135,6 +135,7 @@ def test_a_long_text_loses_its_beginning_and_that_is_told(folders: dict[str, Pat
     assert ids == own("123123")["input_ids"]
     assert text.encode(prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
     same = RewardText(tokenizer, tokenizer, chat=True, longest=5)
+    assert same.reads == "the policy's token ids"
     assert same.encode(prompts[1], samples[1]) == ((samples[1].prompt + samples[1].response)[-5:], True)
 
 
@@ -142,13 +143,16 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder"))
     own.chat_template = "{% for m in messages %}{{ m['role'][0] + '!' + m['content'] + '?' }}{% endfor %}"
     prompts, samples = some_rows(tokenizer)
-    spoken = RewardText(own, tokenizer, chat=True, longest=99).encode(prompts[0], samples[0])[0]
+    text = RewardText(own, tokenizer, chat=True, longest=99)
+    assert text.reads == "the text in its own chat template"
+    spoken = text.encode(prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
     told = Prompt("x", prompts[0].tokens, "echo", "", {}, messages=[{"role": "system", "content": "hi"}])
-    spoken = RewardText(own, tokenizer, chat=True, longest=99).encode(told, samples[0])[0]
+    spoken = text.encode(told, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
-    plain = RewardText(own, tokenizer, chat=False, longest=99).encode(told, samples[0])[0]
-    assert plain == own("hi\n12")["input_ids"]
+    plain = RewardText(own, tokenizer, chat=False, longest=99)
+    assert plain.reads == "plain text, the response behind the prompt"
+    assert plain.encode(told, samples[0])[0] == own("hi\n12")["input_ids"]
 
 
 def records(run_dir: Path) -> list[dict]:
@@ -183,7 +187,7 @@ def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_
     argv = ["--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.batch-size=8", "--log.validate-every=0"]
     argv += [f"--value.path={folders['decoder']}", f"--policy.path={folders['policy']}", "--rollout.max-new-tokens=1"]
     argv += [f"--reward.model={folders['decoder']}", "--reward.function", "none", "--ppo.mini-batches=1"]
-    argv += ["--log.samples=8"]
+    argv += ["--log.samples=8", "--rollout.max-prompt-tokens=32"]
     run_ranks(1, train_rank, argv)
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folders["policy"])

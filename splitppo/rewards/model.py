@@ -30,6 +30,13 @@ class RewardText:
         self.chat = chat and template is not None
         tokenizer.truncation_side = "left"
 
+    @property
+    def reads(self) -> str:
+        """What the reward model is given."""
+        if self.same:
+            return "the policy's token ids"
+        return "the text in its own chat template" if self.chat else "plain text, the response behind the prompt"
+
     def encode(self, prompt: Prompt, sample: Sample) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was left out."""
         if self.same:
