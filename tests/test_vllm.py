@@ -364,6 +364,8 @@ def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, m
         (["--engine.sleep=2"], "cpu", "engine.sleep=2 needs a GPU; use auto or off"),
         (["--engine.sleep=1"], "cpu", "engine.sleep=1 needs a GPU"),
         (["--rollout.temperature=3"], "cuda", "rollout.temperature=3.0 is not in vLLM's range, 0.01 to 2.0"),
+        (["--log.validate-temperature=3"], "cuda", "log.validate_temperature=3.0 is not in vLLM's range"),
+        (["--log.validate-temperature=0.001"], "cuda", "log.validate_temperature=0.001 is not in vLLM's range"),
     ],
 )
 def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:
@@ -390,12 +392,30 @@ def test_an_engine_divides_the_attention_heads(installed, tmp_path: Path) -> Non
         start.check_engine(settings("--engine.tensor-parallel=3", f"--policy.path={tmp_path}"), SPLIT, "cuda", 4)
 
 
+@pytest.mark.parametrize(
+    ("trained", "fits", "level"),
+    [(False, True, 2), (True, False, 2), (True, True, 0)],
+    ids=["untrained", "full", "room"],
+)
+def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, fits, level, monkeypatch) -> None:
+    cpu, asked = torch.device("cpu"), []
+    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
+    monkeypatch.setattr(engine, "_fits", lambda: (fits, ""))
+    monkeypatch.setattr(engine, "_ask", lambda *told: asked.append(told) or told[1])
+    for _ in range(3):  # however many rollouts there were
+        engine.rest(trained=trained)
+    assert asked == [("sleep", level)] * 3
+    assert engine.loaded == (level == 0)
+
+
 @pytest.mark.parametrize("argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"]])
 def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
     installed(None)
     with pytest.raises(UserError, match=r"is vLLM's; use (1|auto) with engine\.kind hf"):
         start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4)
     start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4)
+    with pytest.raises(UserError, match=r"is vLLM's; it is not installed: pip install -r requirements.txt, or use "):
+        start.check_engine(parse(argv), SPLIT, "cuda", 4)
 
 
 def test_auto_is_vllm_on_gpus_that_have_it_and_says_if_not(installed) -> None:
