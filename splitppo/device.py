@@ -2,7 +2,7 @@
 
 import torch
 
-from splitppo.config import Config, PolicyConfig
+from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.nodes import Launch
 
@@ -14,7 +14,7 @@ def pick_device(config: Config, launch: Launch) -> torch.device:
         UserError: a GPU is asked for and not there, or there are fewer GPUs than local ranks.
     """
     gpus, wanted = torch.cuda.device_count(), config.compute.device
-    embedded = config.policy.path == PolicyConfig.path
+    embedded = config.policy.path == "tiny"
     if wanted == "cpu" or (wanted == "auto" and (not gpus or (embedded and gpus < launch.local_world))):
         return torch.device("cpu")
     if gpus < launch.local_world:

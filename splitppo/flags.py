@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from splitppo.config import Config, PolicyConfig
+from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.presets import as_flag, read_preset, toml_value
 
@@ -23,7 +23,7 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
     """
     preset = _value_of("--config", argv)
     given = [*(_checked(preset) if preset is not None else []), *argv]
-    if _value_of("--policy.path", given) in (None, PolicyConfig.path):
+    if _value_of("--policy.path", given) in (None, "tiny"):
         # the embedded model has settings of its own, under all of them: one that small learns at other rates
         given = [*_preset_flags(str(Path(__file__).with_name("tiny.toml"))), *given]
     return _cli(given, quiet)

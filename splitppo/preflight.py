@@ -5,7 +5,7 @@ from pathlib import Path
 
 from splitppo import checkpoint, data, models
 from splitppo.attention import why_not_packed
-from splitppo.config import Config, PolicyConfig
+from splitppo.config import Config
 from splitppo.engine.start import check_engine
 from splitppo.engine.start import warnings as engine_warnings
 from splitppo.errors import UserError
@@ -56,7 +56,7 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
 def warnings(config: Config, device: str) -> list[str]:
     """What is allowed, and worth a word."""
     told = engine_warnings(config, device)
-    if not config.checkpoint.every and config.policy.path != PolicyConfig.path:
+    if not config.checkpoint.every and config.policy.path != "tiny":
         told.append("checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too")
     return told
 

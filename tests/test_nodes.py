@@ -93,6 +93,15 @@ def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
         Launch(rank=0, world=6, local_world=4, nodes=2).check_nodes()
 
 
+def test_nodes_with_gpus_must_have_the_same_vllm(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28))
+    monkeypatch.setattr(nodes, "installed", lambda package: {"vllm": "0.26.0"}.get(package, "1"))
+    first = facts_of(parse([]))
+    with pytest.raises(UserError, match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; install the same"):
+        check_alike(first, first | {"vLLM": "not installed"}, [peer("n0"), peer("n0"), peer("n1")], 2)
+
+
 def test_what_differs_is_named_with_the_hosts():
     first = facts_of(parse(["--seed=3"]))
     assert {"torch", "splitppo", "transformers", "--seed"} < first.keys()

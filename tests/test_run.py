@@ -26,6 +26,7 @@ from splitppo.errors import UserError
 from splitppo.flags import parse
 from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
+from splitppo.preflight import warnings
 from splitppo.presets import to_toml
 from splitppo.run_files import check_same_run
 
@@ -355,6 +356,42 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
     check_same_run(parse(argv), tmp_path)
     with pytest.raises(UserError, match=r"steps was 6 .* and is 8 and the learning rate's schedule ends"):
         check_same_run(parse([*argv, "--steps=8"]), tmp_path)
+
+
+def test_what_cannot_be_removed_of_an_old_checkpoint_does_not_end_the_run(tmp_path, monkeypatch):
+    """As on NFS, where a file that another host has open leaves one behind; it doesn't count, and goes later."""
+    for step in (2, 4):
+        made_up(tmp_path, step)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as held:
+        held.setattr(os, "rmdir", refuse)
+        checkpoint.prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_000004"]
+    assert (tmp_path / "checkpoints" / "step_000002.gone").exists()
+    checkpoint.tidy(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
+    noted = []
+    monkeypatch.setattr(train, "note_early", lambda: noted.append(True))
+    assert train.main(["--steps=0"]) == 2
+    assert not noted
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--steps=0"]) == 2
+    assert noted
+    assert "steps=0 must be at least 1" in capsys.readouterr().err
+
+
+def test_a_run_that_keeps_no_weights_is_warned_of():
+    told = "checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too"
+    assert warnings(parse(["--policy.path=mine"]), "cpu") == [told]
+    assert warnings(parse(["--policy.path=mine", "--checkpoint.every=50"]), "cpu") == []
+    assert warnings(parse([]), "cpu") == [], "the embedded model is there to try things"
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:
