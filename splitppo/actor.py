@@ -13,7 +13,7 @@ from splitppo import algo
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import all_objects, all_sum
+from splitppo.parallel import all_objects, all_sum, meeting
 from splitppo.reference import Reference
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Request, Rollout, Sample
@@ -77,16 +77,18 @@ class Actor:
         first = (step - 1) * rollout.batch_size
         lengths = self.shared.lengths or [None]
         requests = [Request(row, batch[row].tokens, lengths[(first + row) % len(lengths)]) for row in rows]
-        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
-        sampling = Sampling(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
-        done, told = 0, time.monotonic()
-        for finished in self.engine.generate(requests, sampling, seed=self.shared.config.seed, step=step):
+        done, told, seed = 0, time.monotonic(), self.shared.config.seed
+        for finished in self.engine.generate(requests, Sampling.of(rollout), seed=seed, step=step):
             done += len(finished)
             if self.rank == 0 and time.monotonic() > told + PROGRESS_S:
                 print(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows", flush=True)
                 told = time.monotonic()
             yield finished
         self.engine.rest(trained=self.trained)
+
+    def meeting(self) -> Iterator[None]:
+        """Ticks until all ranks of the group have come here."""
+        return meeting(self.mesh)
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""

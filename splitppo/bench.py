@@ -44,7 +44,8 @@ class Bench:
     gpus: Annotated[int, tyro.conf.arg(help="ranks of each job")]
     jobs: tuple[str, ...] = ()
     """Placements, as colocated, 3+1, 2+2/critic (the reference with the critic), 2+2/barrier. Unset: colocated, the
-    even split with and without a barrier, and one more rank for the actor, with the reference on either side."""
+    even split with and without a barrier, and the critic with one rank less and with a quarter of all, with the
+    reference on either side."""
     lengths: str | None = None
     """Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file with one a line."""
     warmup: int = 10
@@ -83,11 +84,12 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     """The jobs that make sense where nothing is known; `movable`: whether the reference can be with the critic."""
     if gpus == 1:
         return ("colocated",)
-    even = f"{gpus - gpus // 2}+{gpus // 2}"
-    more = f"{gpus - gpus // 2 + 1}+{gpus // 2 - 1}"
-    free = [even, more] if gpus > 2 else [even]
+    even = gpus // 2
+    # the critic's ranks: half, one less, a quarter
+    sizes = sorted({even, max(1, even - 1), max(1, gpus // 4)}, reverse=True)
+    free = [f"{gpus - size}+{size}" for size in sizes]
     moved = [f"{job}/critic" for job in free] if movable else []
-    return ("colocated", f"{even}/barrier", *free, *moved)
+    return ("colocated", f"{free[0]}/barrier", *free, *moved)
 
 
 def lengths_of(given: str, seed: int = 0) -> list[int]:
@@ -253,8 +255,9 @@ def compare(bench: Bench, extra: list[str]) -> int:
             print(f"  failed: {error}", flush=True)
             continue
         print(f"  {done[-1][0].tokens_s:,.0f} tokens/s, {done[-1][0].step_s:.2f} s a step", flush=True)
+        write(bench, predicted(done, bench), flags, gpu, out)  # after each job: the last one may never end
     if done:
-        tell(bench, predicted(done, bench), flags, gpu, out)
+        tell(bench, predicted(done, bench), gpu)
     return 0 if len(done) == len(jobs) else 1
 
 
@@ -269,10 +272,14 @@ def predicted(done: list[tuple[Result, Work]], bench: Bench) -> list[Result]:
     ]
 
 
-def tell(bench: Bench, results: list[Result], flags: list[str], gpu: str | None, out: Path) -> None:
-    """Prints the comparison and writes it down."""
+def tell(bench: Bench, results: list[Result], gpu: str | None) -> None:
+    """Prints the comparison."""
     print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
     print("\n".join(ratios(results)))
+
+
+def write(bench: Bench, results: list[Result], flags: list[str], gpu: str | None, out: Path) -> None:
+    """Writes bench.json and bench.png."""
     record = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
     (out / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(results, out / "bench.png")

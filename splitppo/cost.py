@@ -119,13 +119,14 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
     policy, has_reference = updates(actor) * x, "critic/ref_kl" in critic[0]
     by_engine = "actor/mismatch_mean" not in actor[0]  # whose log-probs are the old ones: no forward pass for them
     old, reference = forward_passes(forward, policy, split, has_reference=has_reference, by_engine=by_engine)
-    named = {f"timing_s/{name}" for name in ("sync", "rollout", "logprobs", "update", "validate", "checkpoint")}
+    phases = ("sync", "rollout", "stragglers", "logprobs", "update", "validate", "checkpoint")
+    named = {f"timing_s/{name}" for name in phases}
     known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
     beside = mean(actor, "step") - sum(mean(actor, name.removeprefix("timing_s/")) for name in known)
     rest = max(0.0, beside) if split.critic else 0.0
     return Work(
         batch=batch,
-        rollout=mean(actor, "rollout") / (1 + batch / x / ROWS_THAT_DOUBLE),
+        rollout=(mean(actor, "rollout") + mean(actor, "stragglers")) / (1 + batch / x / ROWS_THAT_DOUBLE),
         sync=mean(actor, "sync"),
         rest=rest,
         old=old,

@@ -13,7 +13,7 @@ from splitppo import algo
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
-from splitppo.parallel import all_moments, all_objects, all_sum
+from splitppo.parallel import all_moments, all_objects, all_sum, meeting
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Scorer
@@ -62,6 +62,11 @@ class Critic:
         if self.reference:
             self.reference.logprobs(made_up())
             self.reference.rest()
+
+    def meet(self) -> None:
+        """Waits until all ranks of the group have come here."""
+        for _ in meeting(self.mesh):
+            pass
 
     def score(self, step: int, rollout: Rollout) -> Scored:
         """Values and reward scores of some rows of a step; all ranks of the group take part."""

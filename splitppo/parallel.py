@@ -1,6 +1,7 @@
 """What makes one model out of several ranks: the sharding, and the few agreements of a group."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -109,6 +110,16 @@ def bounds(parameter: Tensor) -> slice:
 def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
     """Element-wise maximum over the group, through host memory."""
     return _all_reduce(torch.tensor(values, dtype=torch.int64), mesh, dist.ReduceOp.MAX).tolist()
+
+
+def meeting(mesh: DeviceMesh) -> Iterator[None]:
+    """Ticks until all ranks of the group have come here; the GPU goes on with what it has."""
+    if mesh.size() > 1:
+        word: Any = dist.all_reduce(torch.zeros(1), group=mesh.get_group(), async_op=True)
+        while not word.is_completed():
+            time.sleep(0.002)
+            yield
+        word.wait()  # raises what went wrong
 
 
 def all_sum(values: Tensor, mesh: DeviceMesh) -> Tensor:

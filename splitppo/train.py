@@ -42,6 +42,9 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
             for finished in actor.generate(step):
                 samples += finished
                 links.rollouts.offer(step, finished)
+        with log.span("stragglers"):
+            for _ in actor.meeting():
+                links.rollouts.offer(step, [])
         with log.span("wait_critic"):
             links.rollouts.flush(step)
         rollout = Rollout(samples)
@@ -68,6 +71,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
                 samples = links.rollouts.recv(step, chunk)
+                critic.meet()
             with log.span("score"):
                 parts.append(critic.score(step, Rollout(samples)))
         scored = join(parts)
@@ -92,6 +96,8 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             actor.sync()
         with log.span("rollout"):
             rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
+        with log.span("stragglers"):
+            critic.meet()
         with critic_log.span("score"):
             scored = critic.score(step, rollout)
         run.may_stop(step)

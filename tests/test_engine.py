@@ -148,6 +148,7 @@ def start_vllm(
         eager=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
+        sampling=Sampling(1.0, 1024, stop=("...",)),
     )
     process = Process([visible_device(i) for i in range(GPUS)])
     process.begin(plan)

@@ -57,6 +57,10 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
     assert asdict(measured(actor, critic, split, 540)) == pytest.approx(asdict(WORK))
+    # of the rollout's seconds, some that the first rank waited for another one's engine
+    early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/stragglers": 0.5}
+    uneven = [*actor[:2], *(line | early for line in actor[2:])]
+    assert asdict(measured(uneven, critic, split, 540)) == pytest.approx(asdict(WORK))
     # a wait too short to be noted in the first step, and none of the policy's updates at the beginning
     critic_late = [line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0} for line in actor]
     mixed = [*actor[:3], *critic_late[3:]]
@@ -174,6 +178,9 @@ def test_jobs_are_read_and_wrong_ones_told():
     jobs = ("colocated", "2+2/barrier", "2+2", "3+1")
     assert bench.default_jobs(4, movable=False) == jobs
     assert bench.default_jobs(4, movable=True) == (*jobs, "2+2/critic", "3+1/critic")
+    assert bench.default_jobs(8, movable=False) == ("colocated", "4+4/barrier", "4+4", "5+3", "6+2")
+    assert bench.default_jobs(3, movable=False) == ("colocated", "2+1/barrier", "2+1")
+    assert bench.default_jobs(2, movable=False) == ("colocated", "1+1/barrier", "1+1")
     assert bench.default_jobs(1, movable=True) == ("colocated",)
     for wrong, told in (("3+2", "add up to --gpus 4"), ("4+0", "at least one rank"), ("3-1", "write colocated, 3\\+1")):
         with pytest.raises(UserError, match=told):
@@ -224,6 +231,25 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     assert (out / "bench.png").stat().st_size > 5000
     assert bench.main() == 2
     assert "it exists; name a new folder" in capsys.readouterr().err
+
+
+def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
+    def run_job(job: str, given: Any, flags: list[str], out: Path) -> None:
+        if job == "3+1":
+            raise KeyboardInterrupt
+        (out / f"{job}.began").write_text("0")
+
+    result = bench.Result(
+        "2+2", 9.0, 1.0, None, {"actor": {}, "critic": {}}, *[{"actor": 0.0, "critic": 0.0}] * 8, 0, 0
+    )
+    monkeypatch.setattr(bench, "run_job", run_job)
+    monkeypatch.setattr(bench, "result_of", lambda *_: (result, WORK))
+    argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    (kept,) = json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
+    assert (kept["job"], kept["tokens_s"]) == ("2+2", 9.0)
 
 
 def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):

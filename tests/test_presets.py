@@ -105,6 +105,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
+        max_position_embeddings=8192,
         pad_token_id=VOCABULARY["<pad>"],
         eos_token_id=VOCABULARY["<eos>"],
     )
@@ -173,36 +174,40 @@ printf '%s\\n' "$@" "" >> "$CALLS"
 """
 
 
-def test_every_job_of_the_eight_gpus_runs_dry(small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys):
     """With small models: the script as it is, but that its commands are noted and not run."""
     (tmp_path / "python").write_text(STAND_IN.replace("PYTHON", sys.executable))
     (tmp_path / "python").chmod(0o755)
-    for size in ("1.5B", "7B"):
+    for size in ("0.5B", "1.5B", "7B"):
         (tmp_path / f"Qwen2.5-{size}-Instruct").symlink_to(small["policy"])
     calls, path = tmp_path / "calls", f"{tmp_path}:{os.environ['PATH']}"
-    command = [ROOT / "launch" / "eight_gpus.sh", tmp_path, "1.5b", "7b"]
-    environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out")}
+    shapes = ["1.5b", "small-critic", "long", "fixed", "7b", "7b-small-critic"]
+    command = [ROOT / "launch" / "compare.sh", str(gpus), tmp_path, *shapes]
+    environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out"), "BENCH": "--warmup 4"}
     subprocess.run(command, env=environ, check=True)
     tables = [call.split("\n") for call in calls.read_text().strip().split("\n\n")]
     prompts = tmp_path / "out" / "prompts.jsonl"
     lines = prompts.read_text().splitlines(keepends=True)
     assert len(lines) == 4096
-    prompts.write_text("".join(lines[:64]))  # 14 jobs read them
+    prompts.write_text("".join(lines[:64]))  # all jobs read them
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
-    jobs = []
-    for args in tables:
+    jobs = bench.default_jobs(gpus, movable=True)
+    assert f"{3 * gpus // 4}+{gpus // 4}/critic" in jobs
+    rows = []
+    for i, args in enumerate(tables):
         assert args[:2] == ["-m", "splitppo.bench"]
         given, extra = tyro.cli(bench.Bench, args=args[2:], return_unknown_args=True)
-        jobs.append(given.jobs)
-        for job in given.jobs:
+        assert (given.gpus, given.jobs, given.warmup) == (gpus, (), 4)
+        rows.append(extra[extra.index("--rollout.batch-size") + 1])
+        for job in jobs if i == 0 else jobs[-1:]:
             flags = bench.job_flags(given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path)
             flags += [*bench.parse_job(job, given.gpus)[1], f"--run-dir={tmp_path / 'run'}", "--compute.device=cuda"]
-            status = train.main([*flags, "--dry-run", "--world-size=8"])
+            status = train.main([*flags, "--dry-run", f"--world-size={gpus}"])
             out, err = capsys.readouterr()
             assert status == 0, err
-            assert "data: 64 prompts of 1" in out  # of 100 digits and a template
-    base = ("colocated", "4+4/barrier", "4+4", "4+4/critic", "5+3", "5+3/critic")
-    assert jobs == [(*base, "6+2", "6+2/critic"), base]
+            assert "data: 64 prompts of 1" in out  # of 99 digits and a template
+    assert rows == [str(128 * gpus)] * 4 + [str(64 * gpus)] * 2
 
 
 @pytest.mark.parametrize("preset", SCRIPTS)

@@ -404,6 +404,30 @@ def uneven_rank(rank: int, argv: list[str]) -> int:
     return train.main(argv)
 
 
+def slow_engine_rank(rank: int, argv: list[str]) -> int:
+    """The second rank's last rows are half a second late."""
+    rest = HFEngine.rest
+
+    def late(self: HFEngine, *, trained: bool) -> None:
+        if rank == 1:
+            time.sleep(0.5)
+        rest(self, trained=trained)
+
+    HFEngine.rest = late
+    return main_rank(rank, argv)
+
+
+@pytest.mark.parametrize("placement", ["--placement.actor=2", "--placement.mode=colocated"])
+def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
+    run_ranks(3, slow_engine_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", placement, "--log.validate-every=0"])
+    for record in records(tmp_path / "run", "actor"):
+        assert 0.4 < record["timing_s/stragglers"] < 5
+        spans = [name for name, _, _ in record["spans"]]
+        assert spans.index("rollout") < spans.index("stragglers") < spans.index("logprobs")
+    for record in records(tmp_path / "run", "critic"):
+        assert record["timing_s/score"] < 0.4, "what the critic ranks waited for is in their work"
+
+
 def test_engines_need_not_all_sleep(tmp_path):
     """While the critic warms up there are no new weights for those that stay awake, and the others need them."""
     argv = [*SMALL, "--placement.actor=2", "--ppo.critic-warmup=3", "--timeout=30"]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from splitppo.config import RolloutConfig
 from splitppo.rollout import Request, Sample
 
 
@@ -30,6 +31,12 @@ class Sampling:
     greedy: bool = False
     top_p: float = 1.0
     top_k: int = 0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> "Sampling":
+        """How a run's rollouts draw."""
+        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
+        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
 
 
 def row_seed(seed: int, step: int, row: int) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import models
 from splitppo.config import Config
-from splitppo.engine import RolloutEngine
+from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm import VLLMEngine
 from splitppo.engine.vllm_process import (
@@ -181,6 +181,7 @@ def _plan(config: Config, runtime: Runtime, model: Any, dtype: torch.dtype, *, r
         eager=config.engine.eager or device.type == "cpu",
         device=device.type,
         threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+        sampling=Sampling.of(config.rollout),
     )
 
 

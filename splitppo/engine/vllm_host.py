@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.child import end_with_parent
+from splitppo.engine import Sampling
 from splitppo.engine.vllm_process import Plan, vllm_version
-from splitppo.engine.vllm_rows import Rows
+from splitppo.engine.vllm_rows import Rows, params_of
 from splitppo.rollout import Sample
 
 EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
@@ -47,12 +48,16 @@ def build_llm(plan: Plan) -> Any:
     """The engine, with weights that mean nothing until the first load."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if plan.clients == 1:
         # vLLM looks at the model's class in a process of its own, lest this one touch the GPU before it forks workers;
         # without workers that only costs time (12 s where nothing is cached yet)
         registry._run_in_subprocess = lambda inspect: inspect()
+    # the kernels of this run's sampling are warmed up, not all that vLLM has, which would be compiled for it
+    warm = params_of(plan.sampling, seed=0, eos=plan.eos)
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     _without_a_port(Path(plan.address).parent)
     if plan.device == "cuda":
         sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
@@ -68,6 +73,7 @@ def build_llm(plan: Plan) -> Any:
         EngineArgs(
             model=plan.folder,
             tokenizer=plan.folder,
+            skip_tokenizer_init=not plan.sampling.stop,  # it is given ids; only strings that end a row need text
             load_format="dummy",
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
@@ -255,7 +261,8 @@ def read_plan() -> Plan | None:
     line = sys.stdin.readline()
     if not line:
         return None
-    plan = Plan(**json.loads(line))
+    told = json.loads(line)
+    plan = Plan(**told | {"sampling": Sampling(**told["sampling"])})
     early = os.pread(1, 2**24, 0)
     with open(plan.log, "ab", buffering=0) as log:
         log.write(early)

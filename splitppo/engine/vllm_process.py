@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from splitppo.engine import Sampling
 from splitppo.errors import UserError
 
 # what an engine's process must not take for its own
@@ -43,6 +44,7 @@ class Plan:
         sleep: whether it must be able to give its memory back.
         eager: neither compile nor capture CUDA graphs.
         device: `cuda` or `cpu`; threads: of the CPU's engine.
+        sampling: of the rollouts: what the engine has to be ready for.
     """
 
     folder: str
@@ -59,6 +61,7 @@ class Plan:
     eager: bool
     device: str
     threads: int
+    sampling: Sampling
 
 
 def vllm_version() -> str | None:
@@ -114,6 +117,7 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
         cache = Path(own.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
         own["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{os.environ.get('LOCAL_RANK', '0')}")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        own["OMP_NUM_THREADS"] = "1"  # as workers of vLLM's own have it; torch would take all cores, in each engine
     return own
 
 

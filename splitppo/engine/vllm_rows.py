@@ -42,7 +42,8 @@ class Rows:
         """Asks for rows."""
         self._text = bool(sampling.stop)
         for request in requests:
-            name, params = f"{rank}/{request.row}", self._params(request, sampling, row_seed(seed, step, request.row))
+            name, noise = f"{rank}/{request.row}", row_seed(seed, step, request.row)
+            params = params_of(sampling, seed=noise, eos=self.eos, length=request.length)
             own = self.llm.add_request(name, {"prompt_token_ids": request.prompt}, params)
             if not self._text:
                 self.llm.output_processor.abort_requests([own], internal=True)
@@ -63,26 +64,6 @@ class Rows:
     def ranks(self) -> set[int]:
         """Those that have rows open."""
         return {row.rank for row in self.open.values()}
-
-    def _params(self, request: Request, sampling: Sampling, seed: int) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        return SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=0 if sampling.greedy else sampling.top_k,
-            seed=seed,
-            max_tokens=request.length or sampling.max_new_tokens,
-            stop=list(sampling.stop),
-            include_stop_str_in_output=True,
-            detokenize=self._text,
-            skip_special_tokens=False,
-            ignore_eos=True,  # all that end a response are named here
-            stop_token_ids=[] if request.length else self.eos,
-            logprobs=0,  # of the drawn token alone
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
         ended = []
@@ -105,6 +86,32 @@ class Rows:
                 row.tokens, row.logprobs = list(told.token_ids), [[[logprob] for logprob in told.logprobs.logprobs]]
                 ended.append((row, told.finish_reason))
         return ended
+
+
+def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int | None = None) -> Any:
+    """vLLM's name for how a row is drawn.
+
+    Args:
+        seed: of the row's noise. length: that the row is to have, whatever it says; None: until it ends.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=0 if sampling.greedy else sampling.top_k,
+        seed=seed,
+        max_tokens=length or sampling.max_new_tokens,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        ignore_eos=True,  # all that end a response are named here
+        stop_token_ids=[] if length else list(eos),
+        logprobs=0,  # of the drawn token alone
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def sample_of(row: OpenRow, reason: str) -> Sample:

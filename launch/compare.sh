@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# How fast is a node: the embedded default, then Qwen2.5's shapes in every split that makes sense, each a table of
+# splitppo.bench.
+#   launch/compare.sh GPUS MODELS [default] [1.5b] [small-critic] [long] [fixed] [7b] [7b-small-critic]
+# MODELS/Qwen2.5-1.5B-Instruct (-0.5B- and -7B- where named) needs a config.json and the tokenizer: weights are drawn.
+# All that comes out is in the folder OUT (compare). BENCH holds further flags of splitppo.bench, such as
+# "--warmup 3 --jobs colocated 5+3/critic".
+#SBATCH --job-name=splitppo-bench --nodes=1 --ntasks-per-node=1 --gpus-per-node=8
+set -euo pipefail
+gpus=${1:?GPUS, of this node}; models=${2:?MODELS, the folder of the models}; shift 2
+(($#)) || set -- default 1.5b 7b
+out=${OUT:-compare}; mkdir "$out"
+# a digit is a token, and a chat template adds about 30: prompts of 128 tokens
+python -c 'import random
+for i in range(4096): print("{\"question\": \"%099d\", \"answer\": \"%d\"}" % (random.Random(i).randrange(10**99), i))' > "$out/prompts.jsonl"
+
+table() { # of what: responses, size of the model, rows of a step for each GPU, tokens of a micro-batch, further flags
+    # shellcheck disable=SC2086 # BENCH is several words
+    python -m splitppo.bench --gpus "$gpus" --out "$out/$what" --lengths "$1" --policy.path "$models/Qwen2.5-$2-Instruct" \
+        --policy.random-init --value.random-init --rollout.batch-size $(($3 * gpus)) --ppo.mini-batches 4 \
+        --compute.micro-batch-tokens "$4" --ppo.kl-coef 0.01 --data.files "$out/prompts.jsonl" \
+        --data.prompt-key question --data.answer-key answer --reward.function exact_match "${@:5}" ${BENCH:-} || status=1
+}
+
+status=0 # a job that fails costs its line of the table
+
+for what in "$@"; do
+    case $what in
+        default)
+            if torchrun --nproc_per_node "$gpus" -m splitppo.train --run-dir "$out/default" > "$out/default.log" 2>&1; then
+                grep '^start-up' "$out/default.log"; python -m splitppo.report "$out/default"
+            else
+                tail -n 30 "$out/default.log" >&2; status=1
+            fi
+            ;;
+        1.5b) table lognormal:240:1024 1.5B 128 32768 ;;
+        small-critic) table lognormal:240:1024 1.5B 128 32768 --value.path "$models/Qwen2.5-0.5B-Instruct" ;;
+        long) table lognormal:800:4096 1.5B 128 32768 ;;
+        fixed) table fixed:512 1.5B 128 32768 ;;
+        7b) table lognormal:240:1024 7B 64 16384 ;;
+        7b-small-critic) table lognormal:240:1024 7B 64 16384 --value.path "$models/Qwen2.5-1.5B-Instruct" ;;
+        *) echo "error: $what: write default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic" >&2; exit 2 ;;
+    esac
+done
+exit "$status"
