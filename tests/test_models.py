@@ -169,6 +169,7 @@ def test_a_type_that_is_packed_keeps_rows_apart(kind):
 
 
 def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(FAMILIES["mistral"]).save_pretrained(tmp_path)
 
     def gradients(samples, weights, packed):
@@ -183,7 +184,8 @@ def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
     alone = gradients(rows()[1:2], [1.0], packed=False)
     among = gradients(rows(), [0.0, 1.0, 0.0], packed=True)
     for name, gradient in alone.items():
-        torch.testing.assert_close(among[name], gradient, rtol=1e-5, atol=1e-6)
+        # some of a tensor's figures are sums of others that cancel, and as uncertain as these
+        torch.testing.assert_close(among[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
 
 
 def test_a_packed_batch_holds_the_rows_and_nothing_but_a_round_number_of_tokens():

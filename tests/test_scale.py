@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,13 +155,17 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     dist.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast"):
         setattr(dist, name, counted(count, getattr(dist, name)))
-    gather = dist.all_gather_object
+    reduce, gather = dist.all_reduce, dist.all_gather_object
+
+    def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        reduce(*args, **kwargs)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
         count.add("all_gather_object", len(pickle.dumps(value)) * len(found))
         gather(found, value, group=group)
 
-    dist.all_gather_object = all_gather_object
+    dist.all_reduce, dist.all_gather_object = all_reduce, all_gather_object
     Wire.send, Wire.recv, Wire.is_clear = send, recv, lambda self, hop: True
     store = dist.HashStore()
     dist.PrefixStore("splitppo/attempt_1", store).set("facts", "{}")  # rank 0's part
