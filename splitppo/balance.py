@@ -32,11 +32,12 @@ def balance(
     Returns:
         What this rank is to learn from, in the form of the arguments; the samples have lost their log-probs.
     """
-    table, tokens, figures = _flat(rollout, mini_batches, fields)
-    rows = _gather(table.flatten(), mesh, device).view(-1, 4).tolist()
-    ids = _gather(tokens, mesh, device).split([prompt + response for _, _, prompt, response in rows])
     # figures of a token side by side, so that the ranks' parts are one after the other
-    lines = _gather(figures.flatten(), mesh, device).view(-1, len(fields)).split([row[3] for row in rows])
+    parts = _gather([part.flatten() for part in _flat(rollout, mini_batches, fields)], mesh, device)
+    table, tokens, figures = parts[0].view(-1, 4), parts[1], parts[2].view(-1, len(fields))
+    rows = table.tolist()
+    ids = tokens.split([prompt + response for _, _, prompt, response in rows])
+    lines = figures.split([row[3] for row in rows])
     place = {row: i for i, (row, _, _, _) in enumerate(rows)}
     own: list[list[int]] = []
     for index in range(len(mini_batches)):
@@ -63,12 +64,15 @@ def _flat(
     return torch.tensor(table, dtype=torch.int64).view(-1, 4), torch.tensor(tokens, dtype=torch.int64), figures.T
 
 
-def _gather(flat: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """The ranks' tensors `[n_i]`, one after the other, on the CPU."""
-    sizes: list[int] = all_objects(len(flat), mesh)
-    padded = flat.new_zeros(max(sizes), device=device)
-    padded[: len(flat)] = flat
-    gathered = padded.new_empty(len(sizes) * len(padded))
-    dist.all_gather_into_tensor(gathered, padded, group=mesh.get_group())
-    whole = gathered.view(len(sizes), -1).cpu()
-    return torch.cat([part[:size] for part, size in zip(whole, sizes, strict=True)])
+def _gather(parts: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> list[Tensor]:
+    """Each of the tensors `[n]` as all ranks have it, one rank's after the other, on the CPU."""
+    sizes = all_objects([len(part) for part in parts], mesh)
+    found = []
+    for part, of_ranks in zip(parts, zip(*sizes, strict=True), strict=True):
+        padded = part.new_zeros(max(of_ranks), device=device)
+        padded[: len(part)] = part
+        gathered = padded.new_empty(len(of_ranks) * len(padded))
+        dist.all_gather_into_tensor(gathered, padded, group=mesh.get_group())
+        whole = gathered.view(len(of_ranks), -1).cpu()
+        found.append(torch.cat([line[:size] for line, size in zip(whole, of_ranks, strict=True)]))
+    return found

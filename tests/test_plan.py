@@ -239,9 +239,9 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
             raise KeyboardInterrupt
         (out / f"{job}.began").write_text("0")
 
-    result = bench.Result(
-        "2+2", 9.0, 1.0, None, {"actor": {}, "critic": {}}, *[{"actor": 0.0, "critic": 0.0}] * 8, 0, 0
-    )
+    by_role = ("idle", "tflops", "mfu", "memory_gib", "wire_mb", "wire_s", "padding", "imbalance")
+    more: Any = {key: {"actor": 0.0, "critic": 0.0} for key in by_role} | {"mismatch": 0.0, "start_s": 0.0}
+    result = bench.Result("2+2", 9.0, 1.0, None, phases={"actor": {}, "critic": {}}, **more)
     monkeypatch.setattr(bench, "run_job", run_job)
     monkeypatch.setattr(bench, "result_of", lambda *_: (result, WORK))
     argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]
