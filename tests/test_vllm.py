@@ -20,6 +20,7 @@ from test_engine import (
     CLOSE,
     FIRST,
     GPUS,
+    VOCAB,
     collect,
     llama_config,
     plain_logits,
@@ -738,6 +739,15 @@ def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     # a row leaves when it has ended, not later: its place is that of its length, among rows that all began together
     order = [len(sample.response) for samples in lists for sample in samples]
     assert all(order[i] <= order[j] + 3 for i in range(len(order)) for j in range(i + 1, len(order)))
+
+
+@pytest.mark.vllm
+def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
+    """vLLM starts with 8,192 tokens at once here; these are 12,800."""
+    requests = [Request(row, [FIRST + (row + i) % (VOCAB - FIRST) for i in range(200)]) for row in range(64)]
+    rows = run(engine, requests, max_new_tokens=3)
+    assert rows.keys() == set(range(64))
+    assert differences(rows, random_llama(llama_config())).max() < CLOSE
 
 
 @pytest.mark.vllm

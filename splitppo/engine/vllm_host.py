@@ -68,7 +68,8 @@ def build_llm(plan: Plan) -> Any:
         import torch
 
         torch.set_num_threads(plan.threads)
-        place = {}
+        # prompts are not cut: vLLM winds back the noise of a row whose prompt was, and generators of the CPU can't
+        place = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, plan.max_tokens)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
