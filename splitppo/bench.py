@@ -128,8 +128,9 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> None:
         UserError: it failed, or took too long.
     """
     folder, log = out / job.replace("/", "_"), out / f"{job.replace('/', '_')}.log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(bench.gpus), "-m"]
-    command = [*torchrun, "splitppo.train", *flags, *parse_job(job, bench.gpus)[1], "--run-dir", str(folder)]
+    # standalone: a port of its own, so that other jobs may run on the node
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(bench.gpus)]
+    command = [*torchrun, "-m", "splitppo.train", *flags, *parse_job(job, bench.gpus)[1], "--run-dir", str(folder)]
     (out / f"{folder.name}.began").write_text(str(time.time()))
     with log.open("w") as file:
         file.write(" ".join(command) + "\n")
