@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
 # How fast is a node: the embedded default, then Qwen2.5's shapes in every split that makes sense, each a table of
 # splitppo.bench.
-#   launch/compare.sh GPUS MODELS [default] [1.5b] [small-critic] [long] [fixed] [7b] [7b-small-critic]
+#   [sbatch --gpus-per-node GPUS] launch/compare.sh GPUS MODELS [WHAT ...]
+# WHAT is default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic; without any, default, 1.5b and 7b.
 # MODELS/Qwen2.5-1.5B-Instruct (-0.5B- and -7B- where named) needs a config.json and the tokenizer: weights are drawn.
 # All that comes out is in the folder OUT (compare). BENCH holds further flags of splitppo.bench, such as
 # "--warmup 3 --jobs colocated 5+3/critic".
-#SBATCH --job-name=splitppo-bench --nodes=1 --ntasks-per-node=1 --gpus-per-node=8
+#SBATCH --job-name=splitppo-bench --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 set -euo pipefail
 gpus=${1:?GPUS, of this node}; models=${2:?MODELS, the folder of the models}; shift 2
 (($#)) || set -- default 1.5b 7b
+for what in "$@"; do
+    case $what in
+        default | 1.5b | small-critic | long | fixed | 7b | 7b-small-critic) ;;
+        *) echo "error: $what: write default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic" >&2; exit 2 ;;
+    esac
+done
 out=${OUT:-compare}; mkdir "$out"
 # a digit is a token, and a chat template adds about 30: prompts of 128 tokens
 python -c 'import random
@@ -27,7 +34,8 @@ status=0 # a job that fails costs its line of the table
 for what in "$@"; do
     case $what in
         default)
-            if torchrun --nproc_per_node "$gpus" -m splitppo.train --run-dir "$out/default" > "$out/default.log" 2>&1; then
+            torchrun=(torchrun --standalone --nproc_per_node "$gpus" -m splitppo.train --run-dir "$out/default")
+            if "${torchrun[@]}" > "$out/default.log" 2>&1; then
                 grep '^start-up' "$out/default.log"; python -m splitppo.report "$out/default"
             else
                 tail -n 30 "$out/default.log" >&2; status=1
@@ -39,7 +47,6 @@ for what in "$@"; do
         fixed) table fixed:512 1.5B 128 32768 ;;
         7b) table lognormal:240:1024 7B 64 16384 ;;
         7b-small-critic) table lognormal:240:1024 7B 64 16384 --value.path "$models/Qwen2.5-1.5B-Instruct" ;;
-        *) echo "error: $what: write default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic" >&2; exit 2 ;;
     esac
 done
 exit "$status"

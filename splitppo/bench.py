@@ -27,6 +27,7 @@ from splitppo.bench_results import Result, draw, ratios, table
 from splitppo.config import RolloutConfig
 from splitppo.cost import WARM_UP, Split, Work, may_move, measured, predict
 from splitppo.errors import UserError
+from splitppo.files import write_whole
 from splitppo.flags import parse
 from splitppo.preflight import MODEL_KINDS
 from splitppo.reading import read_lengths
@@ -256,9 +257,9 @@ def compare(bench: Bench, extra: list[str]) -> int:
             print(f"  failed: {error}", flush=True)
             continue
         print(f"  {done[-1][0].tokens_s:,.0f} tokens/s, {done[-1][0].step_s:.2f} s a step", flush=True)
-        write(bench, predicted(done, bench), flags, gpu, out)  # after each job: the last one may never end
+        record(bench, predicted(done, bench), flags, gpu, out)  # after each job: the last one may never end
     if done:
-        tell(bench, predicted(done, bench), gpu)
+        tell(bench, predicted(done, bench), gpu, out)
     return 0 if len(done) == len(jobs) else 1
 
 
@@ -273,17 +274,17 @@ def predicted(done: list[tuple[Result, Work]], bench: Bench) -> list[Result]:
     ]
 
 
-def tell(bench: Bench, results: list[Result], gpu: str | None) -> None:
-    """Prints the comparison."""
+def tell(bench: Bench, results: list[Result], gpu: str | None, out: Path) -> None:
+    """Prints and draws the comparison."""
     print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
     print("\n".join(ratios(results)))
-
-
-def write(bench: Bench, results: list[Result], flags: list[str], gpu: str | None, out: Path) -> None:
-    """Writes bench.json and bench.png."""
-    record = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
-    (out / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(results, out / "bench.png")
+
+
+def record(bench: Bench, results: list[Result], flags: list[str], gpu: str | None, out: Path) -> None:
+    """Writes bench.json."""
+    figures = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
+    write_whole(out / "bench.json", json.dumps(figures, indent=1) + "\n")
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def table(results: list[Result]) -> str:
                 f"{result.tokens_s:,.0f}",
                 f"{result.step_s:.2f}",
                 f"{result.predicted_s:.2f}" if result.predicted_s else "-",
-                f"{result.phases['actor'].get('rollout', 0.0):.2f}",
+                f"{sum(result.phases['actor'].get(name, 0.0) for name in ('rollout', 'stragglers')):.2f}",
                 f"{result.phases['actor'].get('update', 0.0):.2f}",
                 f"{result.phases['critic'].get('update', 0.0):.2f}",
                 "/".join(f"{result.idle[role]:.0%}" for role in ("actor", "critic")),

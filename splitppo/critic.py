@@ -13,10 +13,10 @@ from splitppo import algo
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
-from splitppo.parallel import all_moments, all_objects, all_sum, meeting
+from splitppo.parallel import all_moments, all_objects, all_sum
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.pool import Failure, Scorer
+from splitppo.rewards.pool import Failure, Pending, Scorer
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Prompt, Rollout, Sample
 from splitppo.shaping import Steering, shape_scores, steer_kl
@@ -65,16 +65,23 @@ class Critic:
 
     def meet(self) -> None:
         """Waits until all ranks of the group have come here."""
-        for _ in meeting(self.mesh):
-            pass
+        all_sum(torch.zeros(1), self.mesh)
 
-    def score(self, step: int, rollout: Rollout) -> Scored:
-        """Values and reward scores of some rows of a step; all ranks of the group take part."""
-        prompts = [self.shared.batch(step)[sample.row] for sample in rollout.samples]
-        texts = [self.shared.decode(sample.response) for sample in rollout.samples]
-        pending = self.scorer.submit(list(zip(prompts, texts, strict=True)))  # at work under the forward passes
+    def submit(self, step: int, rollout: Rollout) -> Pending:
+        """Starts the reward functions on some rows of a step: they work under what comes next."""
+        batch = self.shared.batch(step)
+        rows = [(batch[sample.row], self.shared.decode(sample.response)) for sample in rollout.samples]
+        return self.scorer.submit(rows)
+
+    def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
+        """Values and reward scores of some rows of a step; all ranks of the group take part.
+
+        Args:
+            pending: what `submit` gave for them.
+        """
         (values,) = self.value.runner.forward(self.value.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
         ref = self.reference.logprobs(rollout) if self.reference else None
+        prompts = [self.shared.batch(step)[sample.row] for sample in rollout.samples]
         scores, extra = self._learned_scores(prompts, rollout.samples)
         results = pending.result()
         for result in results:

@@ -113,12 +113,14 @@ def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
 
 
 def meeting(mesh: DeviceMesh) -> Iterator[None]:
-    """Ticks until all ranks of the group have come here; the GPU goes on with what it has."""
+    """Ticks until all ranks of the group have come here. Through host memory: nothing waits for the GPU's work."""
     if mesh.size() > 1:
         word: Any = dist.all_reduce(torch.zeros(1), group=mesh.get_group(), async_op=True)
+        pause = 0.0005
         while not word.is_completed():
-            time.sleep(0.002)
             yield
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)  # who ticks may ask the job's store each time
         word.wait()  # raises what went wrong
 
 

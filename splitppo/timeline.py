@@ -16,6 +16,7 @@ Span = tuple[str, float, float]  # name, start and end in seconds
 
 SPAN_COLOURS = {"rollout": "#4878b8", "logprobs": "#3fa7a3", "update": "#e08a3c", "score": "#8a6bbf"}
 SPAN_COLOURS |= {"advantages": "#5aa454", "sync": "#d8b93a", "validate": "#cf6f9f", "checkpoint": "#97705a"}
+SPAN_COLOURS |= {"stragglers": "#a9c1dd"}  # the rollout's, paler: it goes on elsewhere in the group
 OTHER_COLOURS = ("#c94f4f", "#6f8f2f", "#3d9bd1", "#b08ad0", "#a8763e", "#5f7f95")
 
 

@@ -70,10 +70,13 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         parts = []
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
-                samples = links.rollouts.recv(step, chunk)
+                rollout = Rollout(links.rollouts.recv(step, chunk))
+            with log.span("score"):
+                pending = critic.submit(step, rollout)
+            with log.span("wait_rollouts"):
                 critic.meet()
             with log.span("score"):
-                parts.append(critic.score(step, Rollout(samples)))
+                parts.append(critic.score(step, rollout, pending))
         scored = join(parts)
         with log.span("wait_logprobs"):
             logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprobs)
@@ -96,10 +99,12 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             actor.sync()
         with log.span("rollout"):
             rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
+        with critic_log.span("score"):
+            pending = critic.submit(step, rollout)
         with log.span("stragglers"):
             critic.meet()
         with critic_log.span("score"):
-            scored = critic.score(step, rollout)
+            scored = critic.score(step, rollout, pending)
         run.may_stop(step)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)

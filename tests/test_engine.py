@@ -148,7 +148,8 @@ def start_vllm(
         eager=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
-        sampling=Sampling(1.0, 1024, stop=("...",)),
+        # strings end rows in the larger ones, so that there are engines with a tokenizer and without
+        sampling=Sampling(1.0, 1024, stop=("...",) if max_rows > 2 else ()),
     )
     process = Process([visible_device(i) for i in range(GPUS)])
     process.begin(plan)

@@ -119,9 +119,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
             torch.save(weights, record / "value.pt")
         return metrics
 
-    def critic_score(self, step, rollout):
+    def critic_score(self, step, rollout, pending):
         time.sleep(0.1 if slow == "critic" else 0)
-        return score(self, step, rollout)
+        return score(self, step, rollout, pending)
 
     for owner, name, wrapper in (
         (actor.Actor, "generate", actor_generate),

@@ -208,6 +208,9 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
             assert status == 0, err
             assert "data: 64 prompts of 1" in out  # of 99 digits and a template
     assert rows == [str(128 * gpus)] * 4 + [str(64 * gpus)] * 2
+    wrong = subprocess.run([*command, "2b"], env=environ | {"OUT": str(tmp_path / "none")}, stderr=subprocess.PIPE)
+    assert (wrong.returncode, wrong.stderr[:16]) == (2, b"error: 2b: write")
+    assert not (tmp_path / "none").exists(), "it began before it had read all names"
 
 
 @pytest.mark.parametrize("preset", SCRIPTS)
@@ -303,7 +306,8 @@ def main_rank(rank: int, argv: list[str]) -> None:
 def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     """The preset of FROM_TRL.md, with small models and data: a reward model scores, the value model starts as it."""
     preset = tmp_path / "tldr.toml"
-    preset.write_text(re.findall(r"^```toml\n(.*?)^```", (CONFIGS / "FROM_TRL.md").read_text(), re.M | re.S)[0])
+    page = (CONFIGS / "FROM_TRL.md").read_text()
+    preset.write_text(re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)[0])
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(20)))
     argv = [
@@ -313,7 +317,14 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     ]  # fmt: skip
     assert parse(argv, quiet=True).reward.missing_eos_penalty == 1
     run_ranks(2, main_rank, argv)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics/critic.jsonl").read_text().splitlines()]
+    actors, records = (
+        [json.loads(line) for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()]
+        for role in ("actor", "critic")
+    )
+    (table,) = re.findall(r"^## Metrics\n(.*?)^## ", page, re.M | re.S)
+    ours = re.findall(r"`((?:actor|critic|response_length)/[a-z_/]+)`", table)
+    assert len(ours) > 12
+    assert set(ours) <= actors[0].keys() | records[0].keys()
     scores = [record["critic/reward_model/mean"] for record in records]
     assert scores == [record["critic/score/mean"] for record in records]
     assert scores[0] != 0

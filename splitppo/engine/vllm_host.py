@@ -69,7 +69,7 @@ def build_llm(plan: Plan) -> Any:
 
         torch.set_num_threads(plan.threads)
         # prompts are not cut: vLLM winds back the noise of a row whose prompt was, and generators of the CPU can't
-        place = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, plan.max_tokens)}
+        place = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, plan.max_tokens, plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
