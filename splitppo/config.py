@@ -139,7 +139,8 @@ class RolloutConfig:
     """File with a whole number a line: tokens of the responses in the order of the rows, over and over, whatever the
     policy would have ended them by. For benchmarks."""
     chunks: int = 4
-    """K: finished rows leave for the critic in at most this many messages for each pair of ranks."""
+    """K: finished rows leave for the critic in at most this many messages for each pair of ranks, each of half of those
+    left: the last to end are the longest, and their scoring no longer fits under the rollout."""
 
 
 @dataclass(frozen=True)

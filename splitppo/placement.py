@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from splitppo.config import PlacementConfig, ShardSize
@@ -170,10 +171,13 @@ class Ownership:
     def message_rows(self, actor: int, critic: int, chunks: int) -> list[int]:
         """How many rows each of the pair's `chunks` messages holds; 0 where no message is sent.
 
-        Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand.
+        Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand. Each
+        takes half of what is left: the last rows are the longest, and what the critic does with them no longer fits
+        under the rollout.
         """
         n = len(self.shared(actor, critic))
-        return [n * (k + 1) // chunks - n * k // chunks for k in range(chunks)]
+        left = [n // 2**k for k in range(chunks)] + [0]
+        return [before - after for before, after in pairwise(left)]
 
 
 def own(

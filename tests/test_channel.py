@@ -170,7 +170,7 @@ def test_chunks_leave_before_the_rollout_is_over():
     sender = Links(QueueWire(0, store, queues, record), placement, ownership, chunks=4)
     receiver = Links(QueueWire(1, store, queues, record), placement, ownership, chunks=4)
     samples = make_samples(range(8), 1)
-    sender.rollouts.offer(1, samples[:2])
+    sender.rollouts.offer(1, samples[:4])
     assert record == [], "posted before the receiver was clear"
     got = []
     thread = threading.Thread(target=lambda: got.append(receiver.rollouts.recv(1, 0)))
@@ -179,7 +179,7 @@ def test_chunks_leave_before_the_rollout_is_over():
     while not any(hop[0] == "send" for hop in record) and time.monotonic() < deadline:
         sender.rollouts.offer(1, [])
     thread.join(timeout=10)
-    assert [sample.row for sample in got[0]] == [0, 1]
+    assert [sample.row for sample in got[0]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("word", "waits_for"), [("clear", "clear-to-send"), ("go", "a message")])

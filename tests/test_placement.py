@@ -138,3 +138,8 @@ def test_messages_hold_every_shared_row_once(chunks):
         rows = own_.message_rows(a, c, chunks)
         assert len(rows) == chunks
         assert sum(rows) == len(own_.shared(a, c))
+
+
+def test_the_last_rows_to_finish_are_few_in_a_message():
+    assert ownership(1, 1, batch=90).message_rows(0, 0, 4) == [45, 23, 11, 11]
+    assert ownership(1, 1, batch=2).message_rows(0, 0, 4) == [1, 1, 0, 0]

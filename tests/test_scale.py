@@ -140,8 +140,9 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
             count.add(hop.channel, payload.nbytes)
             return [], payload
         at = placement.actor.index(hop.sender), placement.critic.index(hop.receiver)
-        rows, n = cut(hop.step).shared(*at), len(cut(hop.step).shared(*at))
-        rows = rows[n * hop.chunk // CHUNKS : n * (hop.chunk + 1) // CHUNKS]
+        counts = cut(hop.step).message_rows(*at, CHUNKS)
+        first = sum(counts[: hop.chunk])
+        rows = cut(hop.step).shared(*at)[first : first + counts[hop.chunk]]
         header = [len(rows), *(word for row in rows for word in (row, 3, 4, 1))]
         payload = torch.full([7 * len(rows)], 5, dtype=dtype)
         count.add(hop.channel, payload.nbytes + 8 * len(header))
