@@ -8,9 +8,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -143,11 +142,10 @@ class Validator:
 
     def _sampling(self) -> Sampling:
         """The rollout's, at the validation's temperature."""
-        rollout, temperature = self.config.rollout, self.config.log.validate_temperature
-        draw = partial(Sampling, max_new_tokens=rollout.max_new_tokens, stop=rollout.stop)
+        drawn, temperature = Sampling.of(self.config.rollout), self.config.log.validate_temperature
         if temperature == 0:
-            return draw(rollout.temperature, greedy=True)
-        return draw(temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+            return replace(drawn, greedy=True, top_p=1.0, top_k=0)
+        return replace(drawn, temperature=temperature)
 
     def _answered(self, prompt: int, responses: Sequence[tuple[Sample, str, Outcome]]) -> Answered:
         samples, texts, outcomes = zip(*responses, strict=True)
