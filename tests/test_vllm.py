@@ -262,6 +262,9 @@ def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyP
     assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == ("4,5,6,7", "/caches/vllm")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert child_environment(["0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_0"
+    assert (own["VLLM_USE_V2_MODEL_RUNNER"], "VLLM_USE_V2_MODEL_RUNNER" in on_cpu) == ("1", False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert child_environment(["0"])["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,8 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
         own["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{os.environ.get('LOCAL_RANK', '0')}")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         own["OMP_NUM_THREADS"] = "1"  # as workers of vLLM's own have it; torch would take all cores, in each engine
+        # rows have seeds: vLLM's second runner draws for all of them in one kernel, its first in one for each row
+        own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     return own
 
 
