@@ -78,7 +78,11 @@ class Runner:
 def work(model: nn.Module, tokens: int) -> float:
     """The work of a row, in tokens of a short one: a layer's matrices have about 12 H^2 numbers, and a token attends to
     half the row, H numbers twice for each token of it."""
-    return tokens * (1 + tokens / (12 * cast(Any, model).config.get_text_config(decoder=True).hidden_size))
+    return tokens * (1 + tokens / (12 * _width(model)))
+
+
+def _width(model: nn.Module) -> int:
+    return cast(Any, model).config.get_text_config(decoder=True).hidden_size
 
 
 class Learner:
@@ -132,7 +136,7 @@ class Learner:
         Args:
             fields: what `outputs` gives. given: names of the fields that the objective needs.
         """
-        rollout = made_up()
+        rollout = made_up(min(self.runner.budget, many(_width(self.model))))
         self.runner.forward(self.model, rollout, outputs, fields=fields)
         batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
         nothing = torch.zeros(batch.mask.shape, device=self.runner.device)
@@ -297,10 +301,17 @@ class Learner:
         return [dict(zip(sums[0], row, strict=True)) for row in totals]
 
 
-def made_up() -> Rollout:
-    """Rows to compile with: of sizes that no dimension of a model has, since equal ones are taken for one, and enough
-    tokens for the kernels that large micro-batches get."""
-    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, True) for row in range(41)])
+def many(width: int) -> int:
+    """Tokens from which on a model of this width has the kernels of large micro-batches: Inductor fuses a norm's two
+    backward reductions from 4,096 rows, 5 Mi numbers and two rows a column on, and compiles anew on the other side."""
+    return max(4096, 2 * width, -(-5 * 2**20 // width))
+
+
+def made_up(tokens: int = 4096) -> Rollout:
+    """Rows to compile with, of so many tokens or a few more, and of sizes that no dimension of a model has, since equal
+    ones are taken for one."""
+    rows = -(-tokens // 106) | 1
+    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, True) for row in range(rows)])
 
 
 def padded(cut: list[list[int]], count: int) -> list[list[int]]:

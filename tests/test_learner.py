@@ -1,5 +1,6 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import algo, checkpoint
 from splitppo.config import OptimConfig, PlacementConfig
-from splitppo.learner import Learner, Runner
+from splitppo.learner import Learner, Runner, made_up, many
 from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
@@ -278,3 +279,38 @@ def test_dealing_evens_the_lots_out():
     assert deal([3, 3, 3], 2, sizes=[3, 3, 3], room=5) is None
     assert deal([9, 1], 2, sizes=[9, 1], room=5) == [[0], [1]]
     assert deal([], 2) == [[], []]
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(896, 5852), (1536, 4096), (3584, 7168), (8192, 16384)])
+def test_what_is_compiled_with_is_as_large_as_what_comes(width, tokens):
+    assert many(width) == tokens
+    made = sum(made_up(tokens).totals)
+    assert tokens <= made < 1.1 * tokens
+    assert made * width >= 5 * 2**20
+    assert made >= max(4096, 2 * width)
+
+
+def warm_rank(rank, folder):
+    """Tokens of each pass of a warm-up whose micro-batches may have 500; whether it left the weights as they were."""
+    learner, _ = make_learner(folder, "policy", 1, rank)
+    learner.runner = replace(learner.runner, budget=500)
+    before, passes = full_weights(learner), []
+
+    def outputs(model, batch):
+        passes.append(batch.inputs["input_ids"].numel())
+        return OUTPUTS(model, batch, entropy=True)
+
+    def objective(model, batch, given):
+        passes.append(batch.inputs["input_ids"].numel())
+        return policy_objective(model, batch, given)
+
+    learner.warm_up(outputs, objective, fields=2, given=["old", "advantages"])
+    after = full_weights(learner)
+    return passes, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_warm_up_runs_no_more_than_a_micro_batch(folder):
+    ((passes, same),) = run_ranks(1, warm_rank, folder)
+    assert max(passes) <= 500 + 106
+    assert passes[-1] >= 400, "the backward pass is compiled for fewer tokens than it gets"
+    assert same
