@@ -13,7 +13,7 @@ from splitppo import algo
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import all_objects, all_sum, meeting
+from splitppo.parallel import all_objects, all_sum, meet
 from splitppo.reference import Reference
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Request, Rollout, Sample
@@ -86,9 +86,9 @@ class Actor:
             yield finished
         self.engine.rest(trained=self.trained)
 
-    def meeting(self) -> Iterator[None]:
-        """Ticks until all ranks of the group have come here."""
-        return meeting(self.mesh)
+    def meet(self) -> None:
+        """Waits until all ranks of the group have come here."""
+        meet(self.mesh)
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,7 +59,7 @@ class Wire:
     Args:
         rank: this process's global rank.
         group: process group of all ranks, used for nothing else.
-        store: for the handshake.
+        store: for the handshake; its connection is the wire's own, since a wait holds it up.
         device: where payloads cross; the tensors given and returned are on the CPU.
         timeout: seconds that a wait may take.
         describe: global rank -> what to call it in an error, with its host and what it was last doing.
@@ -115,6 +116,11 @@ class Wire:
         figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
         self.bytes, self.seconds = 0, 0.0
         return figures
+
+    def begin_thread(self) -> None:
+        """For a thread that posts."""
+        if self.stream:
+            torch.cuda.set_device(self.device)
 
     @contextmanager
     def _timed(self, size: int) -> Iterator[None]:
@@ -188,6 +194,7 @@ class RolloutLink(_Link):
         self._filling: dict[int, list[Sample]] = {}
         self._due: dict[int, deque[tuple[int, int]]] = {}
         self._ready: deque[tuple[Hop, list[Sample]]] = deque()
+        self._poster = ThreadPoolExecutor(1, "rollouts", self.wire.begin_thread)
 
     def offer(self, step: int, finished: Iterable[Sample]) -> None:
         """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive; never waits."""
@@ -208,17 +215,18 @@ class RolloutLink(_Link):
             else:
                 self._ready.append((hop, samples))
 
-    def flush(self, step: int) -> None:
-        """Actor: posts what is left, waiting for each critic rank in turn. Every row must have been offered."""
+    def flush(self, step: int) -> Future[None]:
+        """Actor: has a thread post what is left, which waits for each critic rank in turn. Every row must have been
+        offered. The wire is the thread's until the result is there."""
         if step != self._step:
             self._begin(step)
-        # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
-        for hop, samples in sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver)):
-            self._post(hop, samples)
-        self._ready.clear()
         missing = sum(count for due in self._due.values() for _, count in due)
         if missing:
             raise WireError(f"step {step} {self.name}: rank {self.rank} was not offered {missing} of its rows")
+        # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
+        left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
+        self._ready.clear()
+        return self._poster.submit(self._post_all, left)
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
@@ -232,6 +240,10 @@ class RolloutLink(_Link):
         for i, rank in enumerate(self.placement.critic):
             counts = own.message_rows(me, i, self.chunks)
             self._due[rank] = deque((chunk, count) for chunk, count in enumerate(counts) if count)
+
+    def _post_all(self, left: Sequence[tuple[Hop, list[Sample]]]) -> None:
+        for hop, samples in left:
+            self._post(hop, samples)
 
     def _post(self, hop: Hop, samples: list[Sample]) -> None:
         header = [len(samples)]

@@ -13,7 +13,7 @@ from splitppo import algo
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
-from splitppo.parallel import all_moments, all_objects, all_sum
+from splitppo.parallel import all_moments, all_objects, all_sum, meet
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Pending, Scorer
@@ -65,7 +65,7 @@ class Critic:
 
     def meet(self) -> None:
         """Waits until all ranks of the group have come here."""
-        all_sum(torch.zeros(1), self.mesh)
+        meet(self.mesh)
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts the reward functions on some rows of a step: they work under what comes next."""

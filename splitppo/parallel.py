@@ -1,7 +1,6 @@
 """What makes one model out of several ranks: the sharding, and the few agreements of a group."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -112,16 +111,9 @@ def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
     return _all_reduce(torch.tensor(values, dtype=torch.int64), mesh, dist.ReduceOp.MAX).tolist()
 
 
-def meeting(mesh: DeviceMesh) -> Iterator[None]:
-    """Ticks until all ranks of the group have come here. Through host memory: nothing waits for the GPU's work."""
-    if mesh.size() > 1:
-        word: Any = dist.all_reduce(torch.zeros(1), group=mesh.get_group(), async_op=True)
-        pause = 0.0005
-        while not word.is_completed():
-            yield
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)  # who ticks may ask the job's store each time
-        word.wait()  # raises what went wrong
+def meet(mesh: DeviceMesh) -> None:
+    """Returns when all ranks of the group are here. Through host memory: nothing waits for the GPU's work."""
+    all_sum(torch.zeros(1), mesh)
 
 
 def all_sum(values: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -36,7 +36,7 @@ class Runtime:
         saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
         wire: process group of all ranks, for the channels alone.
         store: key-value store of the job, in a namespace of its own.
-        alarm: the same, for the thread that hears signals.
+        alarm, post: the same, for the thread that hears signals, and for the channels.
         hosts: host name of each rank.
         over: whether all ranks have done their work: from then on some may be gone.
     """
@@ -67,11 +67,11 @@ class Runtime:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 65536)), most))
         job: Any = connect(limit)
         with attempt(job, self.launch, limit) as self.attempt:
-            # connections of their own: a wait here must not hold up the process groups' use of the store, nor signals
+            # connections of their own: a wait here must not hold up what others want of the store
             alone = not isinstance(job, dist.TCPStore)
-            clones = [job if alone else job.clone() for _ in range(2)]
+            clones = [job if alone else job.clone() for _ in range(3)]
             self._job = clones[0]
-            self.store, self.alarm = (self._of_attempt(self.attempt, clone) for clone in clones)
+            self.store, self.alarm, self.post = (self._of_attempt(self.attempt, clone) for clone in clones)
             self.store.set(f"beat/{rank}", "0")
             self.store.set_timeout(limit)
             if rank == 0:

@@ -142,7 +142,7 @@ class Run:
         """This rank's end of the three channels."""
         runtime = self.runtime
         rank, timeout = runtime.launch.rank, self.config.timeout
-        self.wire = Wire(rank, runtime.wire, runtime.store, runtime.device, timeout, runtime.describe)
+        self.wire = Wire(rank, runtime.wire, runtime.post, runtime.device, timeout, runtime.describe)
         return Links(self.wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
 
     def actor(self) -> Actor:

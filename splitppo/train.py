@@ -42,15 +42,15 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
             for finished in actor.generate(step):
                 samples += finished
                 links.rollouts.offer(step, finished)
+        posted = links.rollouts.flush(step)
         with log.span("stragglers"):
-            for _ in actor.meeting():
-                links.rollouts.offer(step, [])
-        with log.span("wait_critic"):
-            links.rollouts.flush(step)
+            actor.meet()
         rollout = Rollout(samples)
         run.may_stop(step)
         with log.span("logprobs"):
             logprobs = actor.logprobs(rollout)
+        with log.span("wait_critic"):
+            posted.result()
         with log.span("wait_advantages"):
             links.logprobs.send(step, rollout, *logprobs)
             (advantages,) = links.advantages.recv(step, rollout, fields=1)

@@ -91,7 +91,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                 links.rollouts.offer(step, [sample])
                 links.rollouts.offer(step, [])
                 time.sleep(0.004 if slow == "actor" else 0)
-            links.rollouts.flush(step)
+            links.rollouts.flush(step).result()
             rollout = Rollout(finishing)
             index = torch.tensor([row for row, n in zip(rollout.rows, rollout.lengths, strict=True) for _ in range(n)])
             links.logprobs.send(step, rollout, index.float(), -index.float())
@@ -182,6 +182,24 @@ def test_chunks_leave_before_the_rollout_is_over():
     assert [sample.row for sample in got[0]] == [0, 1, 2, 3]
 
 
+def test_what_is_left_of_a_rollout_leaves_by_itself():
+    placement = Placement("per_node", (0,), (1,))
+    store, record = dist.HashStore(), []
+    queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
+
+    def ownership(step):
+        return own(seed=0, step=step, batch_size=8, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+
+    sender = Links(QueueWire(0, store, queues, record), placement, ownership, chunks=4)
+    receiver = Links(QueueWire(1, store, queues, record), placement, ownership, chunks=4)
+    sender.rollouts.offer(1, make_samples(range(8), 1))
+    posted = sender.rollouts.flush(1)
+    assert not posted.done()
+    rows = [sample.row for chunk in range(4) for sample in receiver.rollouts.recv(1, chunk)]
+    assert sorted(rows) == list(range(8))
+    posted.result(timeout=10)
+
+
 @pytest.mark.parametrize(("word", "waits_for"), [("clear", "clear-to-send"), ("go", "a message")])
 def test_a_wait_that_runs_out_names_everything(word, waits_for):
     placement = Placement("per_node", (0,), (1,))
@@ -194,7 +212,7 @@ def test_a_wait_that_runs_out_names_everything(word, waits_for):
     if word == "clear":
         links.rollouts.offer(7, make_samples([0, 1], 7))
     with pytest.raises(WireError) as caught:
-        _ = links.rollouts.flush(7) if word == "clear" else links.rollouts.recv(7, 0)
+        _ = links.rollouts.flush(7).result() if word == "clear" else links.rollouts.recv(7, 0)
     text = str(caught.value)
     for part in ("step 7", "rollouts", "chunk 0", "rank 0", "rank 1", "phase of", "0.2 s", waits_for, "--timeout"):
         assert part in text

@@ -20,7 +20,9 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import checkpoint, export, train
+from splitppo.actor import Actor
 from splitppo.channel import RolloutLink
+from splitppo.critic import Critic
 from splitppo.device import pick_device
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
@@ -428,6 +430,31 @@ def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
         assert spans.index("rollout") < spans.index("stragglers") < spans.index("logprobs")
     for record in records(tmp_path / "run", "critic")[1:]:  # the first pass through a model takes its time
         assert record["timing_s/score"] < 0.5, "what the critic ranks waited for is in their work"
+
+
+def slow_critic_rank(rank: int, argv: list[str]) -> int:
+    """The critic learns for two seconds; log-probs take half a second."""
+    update, logprobs = Critic.update, Actor.logprobs
+
+    def learning(*args: Any) -> Any:
+        time.sleep(2)
+        return update(*args)
+
+    def reading(*args: Any) -> Any:
+        time.sleep(0.5)
+        return logprobs(*args)
+
+    Critic.update, Actor.logprobs = learning, reading
+    return main_rank(rank, argv)
+
+
+def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
+    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.critic=2", "--log.validate-every=0"]
+    run_ranks(3, slow_critic_rank, argv)
+    assert all(record["timing_s/wait_critic"] > 0.5 for record in records(tmp_path / "run", "actor")[1:])
+    for record in records(tmp_path / "run", "critic")[1:]:
+        waited = record.get("timing_s/wait_logprobs", 0.0)
+        assert waited < 0.3, "the actor waited for the critic before it took log-probs"
 
 
 def late_rows_rank(rank: int, argv: list[str]) -> int:
