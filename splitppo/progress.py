@@ -1,5 +1,6 @@
 """How a run gets on: which step is its last, when its checkpoints are written, whether its numbers are still good."""
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,6 +62,8 @@ class Progress:
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
+        # models and compiled code stay: to look for garbage in them takes a rank up to a second, and all wait for it
+        gc.freeze()
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if (stop := self.runtime.stops_after()) and stop[0] <= step:

@@ -1,5 +1,6 @@
 """Whole runs as their users start them: resuming, exporting, previewing, tracing, failing."""
 
+import gc
 import json
 import os
 import pickle
@@ -455,6 +456,16 @@ def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
     for record in records(tmp_path / "run", "critic")[1:]:
         waited = record.get("timing_s/wait_logprobs", 0.0)
         assert waited < 0.3, "the actor waited for the critic before it took log-probs"
+
+
+def frozen_rank(rank: int, argv: list[str]) -> int:
+    main_rank(rank, argv)
+    return gc.get_freeze_count()
+
+
+def test_models_are_not_searched_for_garbage(tmp_path):
+    (frozen,) = run_ranks(1, frozen_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
+    assert frozen > 50_000, "what the libraries and models are made of is looked through in the middle of a step"
 
 
 def late_rows_rank(rank: int, argv: list[str]) -> int:
