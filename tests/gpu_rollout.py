@@ -1,0 +1,99 @@
+"""How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step by rows left.
+
+    VLLM_USE_V2_MODEL_RUNNER=1 python tests/gpu_rollout.py MODEL [flags below]
+
+MODEL is a folder with a config.json and a tokenizer; weights are drawn. Runs on the CPU, too, where vLLM does.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from splitppo.bench import lengths_of
+from splitppo.engine import Sampling
+from splitppo.engine.vllm_host import SETTINGS, build_llm
+from splitppo.engine.vllm_process import Plan, kv_bytes_per_token
+from splitppo.engine.vllm_rows import Rows
+from splitppo.rollout import Request
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, nargs="+", default=[171, 128, 1])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--lengths", default="lognormal:240:1024", help="as splitppo.bench has them")
+    parser.add_argument("--repeats", type=int, default=4)
+    return parser.parse_args()
+
+
+def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
+    device, config = "cuda" if torch.cuda.is_available() else "cpu", AutoConfig.from_pretrained(options.model)
+    rows, tokens = max(options.rows), options.prompt + longest
+    per_token = kv_bytes_per_token(config, torch.bfloat16)
+    plan = Plan(
+        folder=options.model,
+        log=os.devnull,
+        address=f"{tempfile.mkdtemp(prefix='splitppo-')}/engine",
+        clients=1,
+        dtype="bfloat16",
+        max_rows=rows,
+        max_tokens=tokens,
+        kv_bytes=(rows + 1) * (tokens + 256) * per_token,
+        eos=(0,),
+        vocabulary=config.vocab_size,
+        sleep=False,
+        eager=False,
+        device=device,
+        threads=torch.get_num_threads(),
+        sampling=Sampling(1.0, longest),
+    )
+    began = time.monotonic()
+    llm = build_llm(plan)
+    second = getattr(llm.vllm_config, "use_v2_model_runner", False)
+    print(f"{'second' if second else 'first'} runner, built in {time.monotonic() - began:.1f} s", flush=True)
+    return llm, plan
+
+
+def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) -> tuple[float, dict[int, list[float]]]:
+    """Seconds of a rollout, and those of its decode steps by the rows left, up to a power of two."""
+    draw, rows, steps = random.Random(seed), Rows(llm, plan.eos), {}
+    prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
+    requests = [Request(row, *given) for row, given in enumerate(zip(prompts, lengths, strict=True))]
+    began = last = time.perf_counter()
+    rows.add(0, requests, plan.sampling, 0, seed)
+    while rows.open:
+        left = 1 << (len(rows.open) - 1).bit_length()
+        rows.step()
+        now = time.perf_counter()
+        steps.setdefault(left, []).append(now - last)
+        last = now
+    while not llm.reset_prefix_cache():
+        llm.step()  # what is under way of rows that have ended
+    return last - began, steps
+
+
+def main() -> None:
+    options = parse()
+    os.environ.update(SETTINGS)
+    lengths = lengths_of(options.lengths)
+    longest = max(lengths)
+    llm, plan = start(options, longest)
+    for count in options.rows:
+        own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
+        for repeat in range(options.repeats):
+            seconds, steps = rollout(llm, plan, own, options.prompt, repeat)
+            medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
+            print(f"{count} rows: {seconds:.2f} s; ms a step by rows left: {medians}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # no waiting for the threads of libraries
