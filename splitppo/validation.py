@@ -13,7 +13,7 @@ from decimal import Decimal
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,45 +21,13 @@ from splitppo.config import Config
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.parallel import all_objects
 from splitppo.rewards import rules
+from splitppo.rewards.pool import Pending, Scored, Scorer
 from splitppo.rollout import Prompt, Request, Sample
 
 VALIDATION_STEP = 0  # training's steps count from 1
 FILE_ROWS = 256  # rows in the .jsonl file of a validation at most, the first
 TABLE_ROWS = 16  # rows in a table at most, the first
 CELL = 120  # characters of a table's cell at most, before escapes
-
-
-class Outcome(Protocol):
-    """What a scorer says of a response: score, the functions' further figures by name, and what failed."""
-
-    @property
-    def score(self) -> float: ...
-
-    @property
-    def figures(self) -> Mapping[str, float]: ...
-
-    @property
-    def failures(self) -> Sequence[Any]: ...
-
-
-class Pending(Protocol):
-    """Scores under way."""
-
-    def result(self) -> Sequence[Outcome]:
-        """Waits for them: one for each row submitted, in order."""
-        ...
-
-
-class Scorer(Protocol):
-    """What scores responses, possibly in the background."""
-
-    def submit(self, rows: list[tuple[Prompt, str]], /) -> Pending:
-        """Takes prompts and the decoded responses to them."""
-        ...
-
-    def close(self) -> None:
-        """Ends what it runs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +95,7 @@ class Validator:
                 # the scorer may work while the engine goes on
                 rows = [(self.prompts[sample.row // n], text) for sample, text in zip(finished, texts, strict=True)]
                 batches.append((finished, texts, self.scorer.submit(rows)))
-        done: dict[int, tuple[Sample, str, Outcome]] = {}
+        done: dict[int, tuple[Sample, str, Scored]] = {}
         for samples, texts, pending in batches:
             for sample, text, outcome in zip(samples, texts, pending.result(), strict=True):
                 done[sample.row] = (sample, text, outcome)
@@ -147,7 +115,7 @@ class Validator:
             return replace(drawn, greedy=True, top_p=1.0, top_k=0)
         return replace(drawn, temperature=temperature)
 
-    def _answered(self, prompt: int, responses: Sequence[tuple[Sample, str, Outcome]]) -> Answered:
+    def _answered(self, prompt: int, responses: Sequence[tuple[Sample, str, Scored]]) -> Answered:
         samples, texts, outcomes = zip(*responses, strict=True)
         scores = tuple(outcome.score for outcome in outcomes)
         return Answered(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def make_validator(rank: int, world: int, folder: Path, count: int, log: LogConf
     config = Config(seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, stop=("!",)), log=log)
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
-    return Validator(config, held_out(count), decode, engine, runtime.mesh["actor"], scorer, folder)
+    return Validator(config, held_out(count), decode, engine, runtime.mesh["actor"], cast(Any, scorer), folder)
 
 
 def on_one_rank(function, *args) -> Any:
