@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from splitppo import checkpoint, export, train
 from splitppo.actor import Actor
 from splitppo.channel import RolloutLink
-from splitppo.critic import Critic
+from splitppo.critic import Critic, Scored
 from splitppo.device import pick_device
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
@@ -32,7 +32,7 @@ from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
 from splitppo.preflight import warnings
 from splitppo.presets import to_toml
-from splitppo.rollout import Sample
+from splitppo.rollout import Rollout, Sample
 from splitppo.run_files import check_same_run
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
@@ -437,13 +437,13 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
     """The critic learns for two seconds; log-probs take half a second."""
     update, logprobs = Critic.update, Actor.logprobs
 
-    def learning(*args: Any) -> Any:
+    def learning(self: Critic, step: int, scored: Scored, returns: torch.Tensor) -> dict[str, Any]:
         time.sleep(2)
-        return update(*args)
+        return update(self, step, scored, returns)
 
-    def reading(*args: Any) -> Any:
+    def reading(self: Actor, rollout: Rollout) -> tuple[torch.Tensor, ...]:
         time.sleep(0.5)
-        return logprobs(*args)
+        return logprobs(self, rollout)
 
     Critic.update, Actor.logprobs = learning, reading
     return main_rank(rank, argv)
