@@ -4,7 +4,7 @@ A posted NCCL send or recv spins on the GPU until its peer posts too: it would s
 dead-lock against the collectives of FSDP. So both sides agree first, in host memory, over the store:
 
     receiver                          sender
-    clear to send  ------------->     (asks for it between two decode steps, or waits for it)
+    clear to send  ------------->     (asks for it between two decode steps, later waits in a thread)
                    <-------------     go, with the header: how much is coming
     posts its recv                    posts its send
 

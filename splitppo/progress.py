@@ -63,6 +63,7 @@ class Progress:
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
         # models and compiled code stay: to look for garbage in them takes a rank up to a second, and all wait for it
+        gc.collect()
         gc.freeze()
         for step in range(self.start + 1, self.config.steps + 1):
             yield step

@@ -147,7 +147,7 @@ class Runtime:
         return f"{roles} rank {rank} on {self.hosts[rank]} (in {doing!r})"
 
     def ask_to_stop(self, why: str) -> None:
-        """Asks all ranks to stop after the step that they are in; any of them may."""
+        """Asks all ranks to stop after the step that they are in, or the next; any of them may."""
         self.alarm.set("stop/asked", f"{why} to rank {self.launch.rank}")
 
     def stopped_before(self) -> bool:

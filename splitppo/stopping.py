@@ -33,8 +33,8 @@ def tell_launcher() -> None:
 class StopSignals:
     """Hears the signals in a thread: the main one may be waiting in C++, where Python's handlers don't reach it.
 
-    A signal to any rank asks all of them to stop after the step that they are in (`Runtime.ask_to_stop`). torchrun also
-    sends SIGTERM when another rank has failed: then there is no step to end, and the rank ends at once.
+    A signal to any rank asks all of them to stop after the step that they are in, or the next (`Runtime.ask_to_stop`).
+    torchrun also sends SIGTERM when another rank has failed: then there is no step to end, and the rank ends at once.
     """
 
     def __init__(self, runtime: Runtime):

@@ -7,6 +7,7 @@ NCCL kernels by kind and phase, and the seconds in which both columns worked at 
 """
 
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -55,7 +56,8 @@ def main() -> None:
     setattr(ColumnLog, "finish", profiled)  # noqa: B010 -- a wrapper, not a method of ours
     status = train.main(argv)
     if status:
-        sys.exit(status)
+        sys.stdout.flush()
+        os._exit(status)  # at once, as the trainer does: one of its threads may wait for a peer that never comes
     part = out.with_suffix(f".{launch.rank}.json")
     found = kernels(profiler, out.with_suffix(f".trace{launch.rank}"))
     part.write_text(json.dumps({"role": role[0], "spans": spans, "kernels": found}))
