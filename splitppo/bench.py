@@ -176,6 +176,7 @@ def result_of(job: str, bench: Bench, out: Path, gpu: str | None) -> tuple[Resul
         job=job,
         tokens_s=tokens / step_s,
         step_s=step_s,
+        steps_s=[step.metrics["timing_s/step"] for step in last["actor"]],
         predicted_s=None,
         phases={role: phases(steps) for role, steps in last.items()},
         idle=by_role("perf/idle_share"),

@@ -15,7 +15,7 @@ class Result:
     """A job's figures, means of its measured steps.
 
     Attributes:
-        tokens_s: tokens of prompts and responses a second, of the whole job. step_s: seconds a step.
+        tokens_s: tokens of prompts and responses a second, of the whole job. step_s: seconds a step; steps_s: of each.
         predicted_s: a step's seconds by the cost model, from the colocated job's phases.
         phases: seconds of each span, by role. idle: share of the time in which a group waited, by role.
         tflops: model FLOPs (6 N a token) of the update, in 10^12 a second and rank, by role; mfu: of the GPU's peak.
@@ -29,6 +29,7 @@ class Result:
     job: str
     tokens_s: float
     step_s: float
+    steps_s: list[float]
     predicted_s: float | None
     phases: dict[str, dict[str, float]]
     idle: dict[str, float]
@@ -45,9 +46,9 @@ class Result:
 
 def table(results: list[Result]) -> str:
     """The comparison as it is printed."""
-    head = ("job", "tokens/s", "s/step", "model", "rollout", "update", "value upd.", "idle a/c", "MFU a/c", "ratio")
+    head = ("job", "tokens/s", "s/step", "from-to", "model", "rollout", "update", "value upd.", "idle a/c", "MFU a/c")
     base = next((result for result in results if result.job == "colocated"), results[0])
-    lines: list[tuple[str, ...]] = [head]
+    lines: list[tuple[str, ...]] = [(*head, "ratio")]
     for result in results:
         mfu = "/".join(f"{result.mfu[role]:.0%}" for role in ("actor", "critic")) if result.mfu else "-"
         lines.append(
@@ -55,6 +56,7 @@ def table(results: list[Result]) -> str:
                 result.job,
                 f"{result.tokens_s:,.0f}",
                 f"{result.step_s:.2f}",
+                f"{min(result.steps_s):.2f}-{max(result.steps_s):.2f}",
                 f"{result.predicted_s:.2f}" if result.predicted_s else "-",
                 f"{sum(result.phases['actor'].get(name, 0.0) for name in ('rollout', 'stragglers')):.2f}",
                 f"{result.phases['actor'].get('update', 0.0):.2f}",
@@ -64,7 +66,7 @@ def table(results: list[Result]) -> str:
                 f"{result.tokens_s / base.tokens_s:.2f}x",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 

@@ -224,6 +224,8 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
         due = [sum(lengths[i * 16 : (i + 1) * 16]) / 16 for i in range(4)]
         assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
         assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / 2 / result["step_s"])
+        assert result["steps_s"] == [step["timing_s/step"] for step in steps[2:]]
+        assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
         assert set(result["phases"]["critic"]) >= {"score", "update", "step"}
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
     assert colocated["predicted_s"] > 0
@@ -241,7 +243,7 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
 
     by_role = ("idle", "tflops", "mfu", "memory_gib", "wire_mb", "wire_s", "padding", "imbalance")
     more: Any = {key: {"actor": 0.0, "critic": 0.0} for key in by_role} | {"mismatch": 0.0, "start_s": 0.0}
-    result = bench.Result("2+2", 9.0, 1.0, None, phases={"actor": {}, "critic": {}}, **more)
+    result = bench.Result("2+2", 9.0, 1.0, [1.0], None, phases={"actor": {}, "critic": {}}, **more)
     monkeypatch.setattr(bench, "run_job", run_job)
     monkeypatch.setattr(bench, "result_of", lambda *_: (result, WORK))
     argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]
