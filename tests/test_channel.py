@@ -159,16 +159,20 @@ def test_random_sizes_never_dead_lock():
         assert all(seen.values())
 
 
-def test_chunks_leave_before_the_rollout_is_over():
-    placement = Placement("per_node", (0,), (1,))
-    store, record = dist.HashStore(), []
+def pair(batch, *, chunks, timeout=20.0):
+    """The links of an actor and a critic rank that share all rows, and the record of posts."""
+    placement, store, record = Placement("per_node", (0,), (1,)), dist.HashStore(), []
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
 
     def ownership(step):
-        return own(seed=0, step=step, batch_size=8, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=1, actor_size=1, critic_size=1)
 
-    sender = Links(QueueWire(0, store, queues, record), placement, ownership, chunks=4)
-    receiver = Links(QueueWire(1, store, queues, record), placement, ownership, chunks=4)
+    wires = [QueueWire(rank, store, queues, record, timeout=timeout) for rank in range(2)]
+    return *(Links(wire, placement, ownership, chunks=chunks) for wire in wires), record
+
+
+def test_chunks_leave_before_the_rollout_is_over():
+    sender, receiver, record = pair(8, chunks=4)
     samples = make_samples(range(8), 1)
     sender.rollouts.offer(1, samples[:4])
     assert record == [], "posted before the receiver was clear"
@@ -183,15 +187,7 @@ def test_chunks_leave_before_the_rollout_is_over():
 
 
 def test_what_is_left_of_a_rollout_leaves_by_itself():
-    placement = Placement("per_node", (0,), (1,))
-    store, record = dist.HashStore(), []
-    queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
-
-    def ownership(step):
-        return own(seed=0, step=step, batch_size=8, samples=1, mini_batches=1, actor_size=1, critic_size=1)
-
-    sender = Links(QueueWire(0, store, queues, record), placement, ownership, chunks=4)
-    receiver = Links(QueueWire(1, store, queues, record), placement, ownership, chunks=4)
+    sender, receiver, _ = pair(8, chunks=4)
     sender.rollouts.offer(1, make_samples(range(8), 1))
     posted = sender.rollouts.flush(1)
     assert not posted.done()
@@ -202,29 +198,18 @@ def test_what_is_left_of_a_rollout_leaves_by_itself():
 
 @pytest.mark.parametrize(("word", "waits_for"), [("clear", "clear-to-send"), ("go", "a message")])
 def test_a_wait_that_runs_out_names_everything(word, waits_for):
-    placement = Placement("per_node", (0,), (1,))
-    wire = QueueWire(0 if word == "clear" else 1, dist.HashStore(), {}, [], timeout=0.2)
-
-    def ownership(step):
-        return own(seed=0, step=step, batch_size=2, samples=1, mini_batches=1, actor_size=1, critic_size=1)
-
-    links = Links(wire, placement, ownership, chunks=1)
+    sender, receiver, _ = pair(2, chunks=1, timeout=0.2)
     if word == "clear":
-        links.rollouts.offer(7, make_samples([0, 1], 7))
+        sender.rollouts.offer(7, make_samples([0, 1], 7))
     with pytest.raises(WireError) as caught:
-        _ = links.rollouts.flush(7).result() if word == "clear" else links.rollouts.recv(7, 0)
+        _ = sender.rollouts.flush(7).result() if word == "clear" else receiver.rollouts.recv(7, 0)
     text = str(caught.value)
     for part in ("step 7", "rollouts", "chunk 0", "rank 0", "rank 1", "phase of", "0.2 s", waits_for, "--timeout"):
         assert part in text
 
 
 def test_rows_that_were_not_offered_are_missed():
-    placement = Placement("per_node", (0,), (1,))
-
-    def ownership(step):
-        return own(seed=0, step=step, batch_size=4, samples=1, mini_batches=1, actor_size=1, critic_size=1)
-
-    links = Links(QueueWire(0, dist.HashStore(), {}, []), placement, ownership, chunks=1)
-    links.rollouts.offer(1, make_samples([0, 1], 1))
+    sender, _, _ = pair(4, chunks=1)
+    sender.rollouts.offer(1, make_samples([0, 1], 1))
     with pytest.raises(WireError, match="not offered"):
-        links.rollouts.flush(1)
+        sender.rollouts.flush(1)
