@@ -296,7 +296,7 @@ def test_a_late_step_costs_as_little_as_an_early_one() -> None:
     start = time.monotonic()
     assert len(set(batch_indices(7473, 512, 10_000_000, seed=0))) > 256
     assert len(set(mixed_indices([7473, 50, 100_000], [1, 1, 2], 512, 10_000_000, seed=0))) > 256
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10  # an epoch after the other: minutes
 
 
 MIXES = [
