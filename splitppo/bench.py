@@ -22,14 +22,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from splitppo import models
 from splitppo.bench_results import Result, draw, ratios, table
 from splitppo.config import RolloutConfig
 from splitppo.cost import WARM_UP, Split, Work, may_move, measured, predict
 from splitppo.errors import UserError
 from splitppo.files import write_whole
 from splitppo.flags import parse
-from splitppo.preflight import MODEL_KINDS
 from splitppo.reading import read_lengths
 from splitppo.timeline import Column, Step, read_column
 
@@ -155,18 +153,12 @@ def result_of(job: str, bench: Bench, out: Path, gpu: str | None) -> tuple[Resul
     folder, (split, _) = out / job.replace("/", "_"), parse_job(job, bench.gpus)
     columns = {role: read_column(folder / "metrics" / f"{role}.jsonl") for role in ("actor", "critic")}
     last = {role: list(column.values())[bench.warmup :] for role, column in columns.items()}
-    ranks = {"actor": split.actor, "critic": split.critic or split.actor}
     settings = tomllib.loads((folder / "config.toml").read_text())
-    parameters, ppo = count(settings, folder), settings["ppo"]
-    epochs = {"actor": ppo["epochs"], "critic": ppo.get("value_epochs") or ppo["epochs"]}
     actors, critics = ([s.metrics for s in columns[r].values()][bench.warmup - WARM_UP :] for r in columns)
     work = measured(actors, critics, split, rows(settings))
     tokens = mean(last["actor"], "tokens")
     step_s = mean(last["actor"], "timing_s/step")
-    tflops = {
-        role: 6 * parameters[name] * tokens * epochs[role] / mean(last[role], "timing_s/update") / ranks[role] / 1e12
-        for role, name in (("actor", "policy"), ("critic", "value"))
-    }
+    tflops = {role: mean(steps, "perf/update_tflop") / mean(steps, "timing_s/update") for role, steps in last.items()}
     peak = next((value for name, value in PEAK_TFLOPS.items() if gpu and name in gpu), None)
 
     def by_role(name: str) -> dict[str, float]:
@@ -191,17 +183,6 @@ def result_of(job: str, bench: Bench, out: Path, gpu: str | None) -> tuple[Resul
         start_s=first_rollout(columns["actor"]) - float((out / f"{folder.name}.began").read_text()),
     )
     return result, work
-
-
-def count(settings: dict[str, Any], folder: Path) -> dict[str, int]:
-    """Parameters of the policy and of the value model."""
-    policy = settings["policy"]["path"]
-    paths = {"policy": policy, "value": settings["value"].get("path", policy)}
-    return {
-        name: models.count_parameters(models.read_config(str(folder / "tiny") if path == "tiny" else path), kind)
-        for name, path in paths.items()
-        for kind in (MODEL_KINDS[name],)
-    }
 
 
 def first_rollout(column: Column) -> float:

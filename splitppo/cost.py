@@ -2,11 +2,13 @@
 
 With x actor ranks and y critic ranks, and the work of a phase in seconds of one GPU:
 
-    actor column   G(x) + sync + (old log-probs [+ reference] + policy update) / x
-    critic column  (values and scores [+ reference] + value update) / y
+    actor column   G(x) + sync + (old log-probs [+ reference] + policy update) / x + P
+    critic column  (values and scores [+ reference] + value update) / y + V
     step           the longer of the two; colocated: x = y = all ranks, one column after the other
 
 G is the rollout. With fewer rows a rank it gets a little faster only: it goes as 1 + rows / ROWS_THAT_DOUBLE.
+P and V are what the updates take however many GPUs share them: a small model's layers wait for the host. It is what one
+update takes longer than it would with the other's FLOPs a second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,7 @@ class Work:
         rollout: a rollout of hardly any rows. sync: the weights' way into the engine. rest: what an actor rank does
             beside the phases named here.
         old, reference, score, policy, value: on one GPU: old and reference log-probs, values with rewards, the updates.
+        policy_fixed, value_fixed: of the updates, on any number of GPUs.
     """
 
     batch: int
@@ -57,6 +60,8 @@ class Work:
     score: float
     policy: float
     value: float
+    policy_fixed: float = 0.0
+    value_fixed: float = 0.0
 
 
 def columns(work: Work, split: Split) -> tuple[float, float]:
@@ -65,7 +70,8 @@ def columns(work: Work, split: Split) -> tuple[float, float]:
     rollout = work.rollout * (1 + work.batch / x / ROWS_THAT_DOUBLE)
     with_critic = work.reference if split.reference == "critic" else 0.0
     actor = work.old + work.policy + work.reference - with_critic
-    return rollout + work.sync + work.rest + actor / x, (work.score + work.value + with_critic) / y
+    actor = rollout + work.sync + work.rest + actor / x + work.policy_fixed
+    return actor, (work.score + work.value + with_critic) / y + work.value_fixed
 
 
 def predict(work: Work, split: Split) -> float:
@@ -79,12 +85,14 @@ def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(line.get(f"timing_s/{name}", 0.0) for line in lines) / len(lines)
 
 
-def updates(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of an update, over the steps that had one: the policy has none while the critic warms up."""
+def updates(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Seconds of an update, over the steps that had one (the policy has none while the critic warms up), and a rank's
+    10^12 model FLOPs a second in it: 0 for a run of an older version, which did not tell."""
     found = [line for line in lines if "timing_s/update" in line]
     if not found:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
-    return mean(found, "update")
+    seconds = mean(found, "update")
+    return seconds, sum(line.get("perf/update_tflop", 0.0) for line in found) / len(found) / seconds
 
 
 def forward_passes(
@@ -116,9 +124,11 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
 
     x, y = split.actor, split.critic or split.actor
     forward, score = mean(actor, "logprobs") * x, mean(critic, "score") * y
-    policy, has_reference = updates(actor) * x, "critic/ref_kl" in critic[0]
+    (policy, rate), (value, value_rate) = updates(actor), updates(critic)
+    slower, value_slower = (1 - r / max(rate, value_rate) if r else 0.0 for r in (rate, value_rate))
+    has_reference = "critic/ref_kl" in critic[0]
     by_engine = "actor/mismatch_mean" not in actor[0]  # whose log-probs are the old ones: no forward pass for them
-    old, reference = forward_passes(forward, policy, split, has_reference=has_reference, by_engine=by_engine)
+    old, reference = forward_passes(forward, policy * x, split, has_reference=has_reference, by_engine=by_engine)
     phases = ("sync", "rollout", "stragglers", "logprobs", "update", "validate", "checkpoint")
     named = {f"timing_s/{name}" for name in phases}
     known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
@@ -132,8 +142,10 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
         old=old,
         reference=reference,
         score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
-        policy=policy,
-        value=updates(critic) * y,
+        policy=policy * (1 - slower) * x,
+        value=value * (1 - value_slower) * y,
+        policy_fixed=policy * slower,
+        value_fixed=value * value_slower,
     )
 
 

@@ -166,15 +166,15 @@ class Learner:
         Returns:
             For each optimizer step: `loss`, `grad_norm` (before clipping), `skipped` (1 if its gradient was not
             finite) and the objective's metrics, over the whole mini-batch. Of the whole update: `padding`, the share of
-            the tokens run that are padding, and `imbalance`, by how much the rank with the most tokens has more than
-            the mean.
+            the tokens run that are padding, `imbalance`, by how much the rank with the most tokens has more than the
+            mean, and `update_tflop`, a rank's 10^12 model FLOPs (6 for each token and parameter).
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         rollout, mini_batches, fields = self._balanced(rollout, mini_batches, fields)
         pieces = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
-        share = self._shares(rollout, plans)
+        share = self._shares(rollout, plans, epochs)
         sums, norms = [], []
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
@@ -243,7 +243,7 @@ class Learner:
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # no rank may have a row to learn from
         return [plans[i] for i in kept], [(float(totals[i][0]), float(totals[i][1])) for i in kept]
 
-    def _shares(self, rollout: Rollout, plans: list[list[list[int]]]) -> dict[str, float]:
+    def _shares(self, rollout: Rollout, plans: list[list[list[int]]], epochs: int) -> dict[str, float]:
         micro_batches = [[rollout.totals[i] for i in rows] for plan in plans for rows in plan if rows]
         tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
         packed = is_packed(self.model)
@@ -251,7 +251,10 @@ class Learner:
         all_tokens, all_run = all_sum(torch.tensor([float(sum(tokens)), float(run)]), self.runner.mesh).tolist()
         most = sum(all_max(tokens, self.runner.mesh)) if tokens else 0
         mean = all_tokens / self.runner.mesh.size()
-        return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1} if all_run else {}
+        if not all_run:
+            return {}
+        tflop = 6e-12 * mean * epochs * sum(parameter.numel() for parameter in self.model.parameters())
+        return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1, "update_tflop": tflop}
 
     def _accumulate(
         self,

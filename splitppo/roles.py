@@ -45,7 +45,7 @@ def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]]) 
         total = sum(figure[name] for figure in figures)
         short = loss if name == "loss" else name
         # how the work was cut depends on the placement, as all of perf does, and nothing else here
-        name_there = f"perf/{name}" if name in ("padding", "imbalance") else f"{role}/{short}"
+        name_there = f"perf/{name}" if name in ("padding", "imbalance", "update_tflop") else f"{role}/{short}"
         metrics[name_there] = total if name == "skipped" else total / len(figures)
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
     return metrics

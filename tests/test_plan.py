@@ -10,6 +10,7 @@ import pytest
 from splitppo import bench, plan
 from splitppo.cost import Split, Traffic, Work, advice, columns, measured, node_lines, predict
 from splitppo.errors import UserError
+from splitppo.models import count_parameters, read_config
 from splitppo.plan import plan_lines
 from splitppo.tiny import build_tiny
 
@@ -24,6 +25,9 @@ def test_columns_by_hand():
     assert columns(WORK, Split(2, 2, "critic")) == pytest.approx((1.5 + 0.3 + 4.0, 5.0))
     assert columns(WORK, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3, 8.0))
     assert predict(WORK, Split(4, 0)) == pytest.approx(1.25 + 0.3 + 18 / 4)
+    small = replace(WORK, value=1.0, value_fixed=0.7, policy_fixed=0.1)
+    assert columns(small, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3 + 0.1, 3.7))
+    assert columns(small, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0 + 0.1, 2.2))
 
 
 def test_the_advice_names_the_faster_splits_first():
@@ -42,12 +46,14 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
         "timing_s/rollout": work.rollout * (1 + work.batch / x / 540),
         "timing_s/sync": work.sync,
         "timing_s/logprobs": (work.old + beside * work.reference) / x,
-        "timing_s/update": work.policy / x,
+        "timing_s/update": work.policy / x + work.policy_fixed,
+        "perf/update_tflop": 100 * work.policy / x,
         "timing_s/wait_advantages": 0.5,
     }
-    actor["timing_s/step"] = sum(actor.values()) + work.rest
+    actor["timing_s/step"] = sum(value for name, value in actor.items() if "timing_s" in name) + work.rest
     score = (work.score + (not beside) * work.reference) / y
-    critic = {"timing_s/score": score, "timing_s/update": work.value / y, "critic/ref_kl": 0.1}
+    critic = {"timing_s/score": score, "timing_s/update": work.value / y + work.value_fixed, "critic/ref_kl": 0.1}
+    critic["perf/update_tflop"] = 100 * work.value / y
     actor["actor/mismatch_mean"] = 0.01
     slow = {name: 10 * value for name, value in actor.items()}
     return [slow] * 2 + [actor] * (steps - 2), [critic] * steps
@@ -71,6 +77,16 @@ def test_the_work_is_read_off_a_run(split):
         measured(warming, critic, split, 540)
     with pytest.raises(UserError, match="no more than 2 steps"):
         measured(actor[:2], critic, split, 540)
+
+
+def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
+    work = replace(WORK, value=0.8, value_fixed=0.6)
+    actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
+    assert asdict(measured(actor, critic, Split(2, 2), 540)) == pytest.approx(asdict(work))
+    for line in actor + critic:
+        line.pop("perf/update_tflop", None)
+    older = measured(actor, critic, Split(2, 2), 540)
+    assert (older.value, older.value_fixed, older.policy_fixed) == pytest.approx((2.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("split", [Split(2, 2), Split(2, 2, "critic")])
@@ -205,6 +221,7 @@ def test_lengths_are_seeded_and_as_asked(tmp_path):
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
+    trainer += ["--ppo.epochs", "2"]
     (tmp_path / "preset.toml").write_text(
         '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\nevery = 2\n'
     )
@@ -219,12 +236,18 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     assert split["predicted_s"] > 0
     assert "wait_barrier" not in split["phases"]["actor"], "the preset's barrier was taken over"
     lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
+    kinds: Any = {"actor": "policy", "critic": "value"}
+    tiny = read_config(str(out / "colocated" / "tiny"))
     for folder, result in (("colocated", colocated), ("1+1", split)):
         steps = [json.loads(line) for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()]
         due = [sum(lengths[i * 16 : (i + 1) * 16]) / 16 for i in range(4)]
         assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
         assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / 2 / result["step_s"])
         assert result["steps_s"] == [step["timing_s/step"] for step in steps[2:]]
+        tokens = sum(step["tokens"] for step in steps[2:]) / 2 / (2 if folder == "colocated" else 1)
+        for role, kind in kinds.items():
+            work = 6e-12 * count_parameters(tiny, kind) * tokens * 2  # epochs
+            assert result["tflops"][role] == pytest.approx(work / result["phases"][role]["update"])
         assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
         assert set(result["phases"]["critic"]) >= {"score", "update", "step"}
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
