@@ -16,7 +16,7 @@ from splitppo.outputs import value_outputs
 from splitppo.parallel import all_moments, all_objects, all_sum, meet
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.pool import Failure, Pending, Scorer
+from splitppo.rewards.pool import Failure, Pending, Scorer, failure_line
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Prompt, Rollout, Sample
 from splitppo.shaping import Steering, shape_scores, steer_kl
@@ -270,15 +270,3 @@ def join(parts: Sequence[Scored]) -> Scored:
     refs = [part.ref for part in parts if part.ref is not None]
     ref, values = packed(refs) if refs else None, packed([part.values for part in parts])
     return Scored(rollout, values, torch.tensor([scores[row] for row in rollout.rows]), extra, failures, ref)
-
-
-def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
-    """A step's failures in one line: how many of each function and kind, and the first of them."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for row, failure in failures:
-        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    parts = [
-        f"{name}: {len(rows)} x {kind}, first of row {rows[0][0]}: {rows[0][1]}"
-        for (name, kind), rows in sorted(found.items())
-    ]
-    return "rewards that failed: " + "; ".join(parts)

@@ -21,6 +21,10 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
 
     A wrong preset is a UserError; a wrong flag ends in tyro's box and SystemExit or, if `quiet`, is a UserError too.
     """
+    if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
+        raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
+    if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
+        raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
     given = [*(_checked(preset) if preset is not None else []), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
@@ -49,6 +53,7 @@ def _cli(args: Sequence[str], quiet: bool) -> Config:
         lines = [line.strip("│|╭╮─ ") for line in box.getvalue().splitlines() if re.search("[a-z]", line)]
         near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
         told = " ".join(takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:]))
+        told = re.sub(r"\[/?bold\]", "", told.partition(" Got errors")[0])
         raise UserError(f"{told}; {f'did you mean {near}?' if near else 'see --help'}") from stop
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +65,8 @@ def between_nodes(run: Path, nodes: int, gigabytes: float) -> list[str]:
     """
     config, split = parse(["--config", str(run / "config.toml")]), split_of(run)
     if (split.actor + split.critic) % nodes:
-        raise UserError(f"--nodes {nodes} does not divide the {split.actor + split.critic} ranks of {run}")
+        told = f"--nodes {nodes} does not divide the {split.actor + split.critic} ranks of {run}"
+        raise UserError(f"{told}; use a divisor, or a run of other ranks")
     last = {role: read_column(run / "metrics" / f"{role}.jsonl") for role in ("actor", "critic")}
     if not all(any(column) for column in last.values()):
         raise UserError(f"{run} has no step in both columns yet; let it go on")
@@ -103,7 +105,11 @@ def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
 
 
 def of_run(
-    run: Annotated[Path, tyro.conf.Positional], *, gpus: int | None = None, nodes: int = 1, network: float = 50.0
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    *,
+    gpus: int | None = None,
+    nodes: int = 1,
+    network: float = 50.0,
 ) -> list[str]:
     """Predicts from a run which split is the fastest, and what would cross between nodes.
 
@@ -113,6 +119,8 @@ def of_run(
         nodes: nodes to spread the run's own ranks over.
         network: GB that a node takes in in a second.
     """
+    if (gpus is not None and gpus < 1) or nodes < 1 or network <= 0:
+        raise UserError(f"--gpus {gpus} --nodes {nodes} --network {network:g}: use numbers above 0")
     between = between_nodes(run, nodes, network) if nodes > 1 else []
     return plan_lines(run, gpus) + ([f"on {nodes} nodes, two groups as they are:", *between] if between else [])
 
@@ -128,12 +136,16 @@ def of_probe(*, gpus: int, ranks: int | None = None) -> tuple[int, int]:
 
 
 def main() -> int:
-    prog = "python -m splitppo.plan"
+    prog, argv = "python -m splitppo.plan", sys.argv[1:]
+    runs = [word for word in argv if (Path(word) / "placement.txt").is_file()]
     try:
-        if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-            print("\n".join(tyro.cli(of_run, prog=prog)))
+        if argv in (["-h"], ["--help"]):
+            with suppress(SystemExit):
+                tyro.cli(of_run, prog=prog, args=argv)
+        if runs or (argv and not argv[0].startswith("-")):
+            print("\n".join(tyro.cli(of_run, prog=prog, args=argv)))
             return 0
-        (gpus, ranks), flags = tyro.cli(of_probe, prog=f"{prog} [RUN]", return_unknown_args=True)
+        (gpus, ranks), flags = tyro.cli(of_probe, prog=prog, return_unknown_args=True)
         with tempfile.TemporaryDirectory() as out:
             print("\n".join(plan_lines(run_probe(ranks, flags, Path(out)), gpus)))
     except UserError as error:

@@ -14,7 +14,7 @@ from splitppo.profiler import check_profiler
 from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
 from splitppo.run_files import check_same_run
-from splitppo.tiny import VOCABULARY
+from splitppo.tiny import POSITIONS, VOCABULARY
 from splitppo.trackers import check_trackers
 
 MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
@@ -56,6 +56,12 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
 def warnings(config: Config, device: str) -> list[str]:
     """What is allowed, and worth a word."""
     told = engine_warnings(config, device)
+    if config.reference.path and "reference" not in model_folders(config):
+        told.append(f"reference.path={config.reference.path} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
+    for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
+        if optim.warmup_steps > config.steps:
+            peak = f"the learning rate does not reach its peak in {config.steps} steps"
+            told.append(f"{name}.optim.warmup_steps={optim.warmup_steps}: {peak}")
     if not config.checkpoint.every and config.policy.path != "tiny":
         told.append("checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too")
     return told
@@ -67,9 +73,11 @@ def check_run_folder(config: Config, resume: str) -> None:
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), resume)
-        if not (found or config.checkpoint.every) and any(Path(config.run_dir).glob("metrics/*.jsonl")):
+        begun = not found and resume != "never" and any(Path(config.run_dir).glob("metrics/*.jsonl"))
+        if begun and not (config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
-        if found and found.parent.parent.resolve() == Path(config.run_dir).resolve() and not config.force:
+        own = found and found.parent.parent.resolve() == Path(config.run_dir).resolve()
+        if (own or begun) and not config.force:
             check_same_run(config, Path(config.run_dir))
         if found and (step := checkpoint.read_step(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
@@ -95,7 +103,8 @@ def _check_models(config: Config) -> None:
     needed = len(VOCABULARY) if policy == "tiny" else models.known_ids(models.read_tokenizer(policy))
     for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
         text = models.read_config(path).get_text_config() if path != "tiny" else None
-        if text and longest > (most := getattr(text, "max_position_embeddings", None) or longest):
+        most = getattr(text, "max_position_embeddings", None) if text else POSITIONS
+        if longest > (most or longest):
             raise UserError(
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
                 f"{rollout.max_new_tokens} are {longest} together, more than the {most} (max_position_embeddings) that "

@@ -16,7 +16,8 @@ WRITTEN = 'write it as [section] and key = value, texts in quotes, and what is o
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     """The settings of a preset by their flag's name, `{"ppo.lam": 0.95}`; `known`: all that there are, nested."""
     if not Path(path).is_file():
-        raise UserError(f"--config {path}: no such file; presets are TOML files, see configs/")
+        wrong = "it is a folder" if Path(path).is_dir() else "no such file"
+        raise UserError(f"--config {path}: {wrong}; presets are TOML files, see configs/")
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError, or bytes that are no text
@@ -41,6 +42,11 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
             case _, dict():
                 given = f"{name} = {toml_value(value)}"
                 raise UserError(f"--config {path}: {given}, but it is a section; write [{name}] and its keys below")
+            case bool(), usual if not isinstance(usual, bool):
+                given = f"{name} = {toml_value(value)}"
+                raise UserError(f'--config {path}: {given}, but it is no switch; write a value, or "None" for off')
+            case _, bool() if not isinstance(value, bool):
+                raise UserError(f"--config {path}: {name} = {toml_value(value)}: write true or false")
             case _:
                 yield name, value
 

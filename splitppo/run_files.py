@@ -1,6 +1,5 @@
 """What a run's folder says of the run: its settings, the versions it ran with, the libraries' messages."""
 
-import difflib
 import json
 import logging
 import platform
@@ -15,7 +14,7 @@ from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.files import write_whole
 from splitppo.nodes import installed
-from splitppo.presets import leaves, to_toml
+from splitppo.presets import leaves, to_toml, toml_value
 
 # What may change between the parts of a run: where and how it is computed, and what is told of it. With a dot at the
 # end: all settings that begin so.
@@ -29,35 +28,44 @@ def check_same_run(config: Config, folder: Path) -> None:
     """Refuses to go on in a run's folder with settings that would make it another run.
 
     Raises:
-        UserError: names the first of them.
+        UserError: names them.
     """
+    found = []
+    paced = any(optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim))
+    for name, was, now in changes(config, folder):
+        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE)
+        if not free or (name == "steps" and paced):
+            why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
+            found.append(f"{name} was {was}, and is {now}{why}")
+    if found:
+        raise UserError(
+            f"{'; '.join(found)}: that is another run than the one in {folder}; give the old values, another "
+            "--run-dir, or --force to go on all the same"
+        )
+
+
+def changes(config: Config, folder: Path) -> list[tuple[str, str, str]]:
+    """(setting, what it was in a run's folder, what it is now) of all that differ; [] if there was no run."""
     path = folder / "config.toml"
     if not path.is_file():
-        return
-    before, now = (dict(leaves(tomllib.loads(text))) for text in (path.read_text(encoding="utf-8"), to_toml(config)))
-    paced = any(now.get(f"{model}.optim.schedule", "constant") != "constant" for model in ("policy", "value"))
-    for name in sorted(before.keys() | now.keys()):
-        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE)
-        if before.get(name) != now.get(name) and (not free or (name == "steps" and paced)):
-            was, given = (shown.get(name, "unset") for shown in (before, now))
-            why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
-            raise UserError(
-                f"{name} was {was} in {folder}, and is {given}{why}: that is another run; give the old value, another "
-                "--run-dir, or --force to go on all the same"
-            )
+        return []
+    texts = path.read_text(encoding="utf-8"), to_toml(config)
+    before, now = ({name: toml_value(value) for name, value in leaves(tomllib.loads(text))} for text in texts)
+    names = sorted(before.keys() | now.keys())
+    both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in names]
+    return [(name, was, given) for name, was, given in both if was != given]
 
 
 def write_run_files(config: Config, folder: Path, resumed: str) -> None:
     """The settings, with what changed if the run goes on, and the versions."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, text = folder / "config.toml", to_toml(config)
     if resumed:
         print(f"going on from {resumed}", flush=True)
-        before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for change in difflib.ndiff(before, text.splitlines()):
-            if change[0] in "+-":
-                print(f"  {'now' if change[0] == '+' else 'was'} {change[2:]}", flush=True)
-    write_whole(path, text)
+        for name, was, now in changes(config, folder):
+            print(f"  {name}: {was} -> {now}", flush=True)
+    elif (folder / "metrics" / "actor.jsonl").is_file():
+        print(f"{folder} holds steps without a checkpoint: they are written over", flush=True)
+    write_whole(folder / "config.toml", to_toml(config))
     (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
 
 

@@ -38,6 +38,7 @@ class Runtime:
         store: key-value store of the job, in a namespace of its own.
         alarm, post: the same, for the thread that hears signals, and for the channels.
         hosts: host name of each rank.
+        last_good: gives the run's newest checkpoint that counts, once there is a run.
         over: whether all ranks have done their work: from then on some may be gone.
     """
 
@@ -53,6 +54,7 @@ class Runtime:
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
         self.over = False
+        self.last_good: Callable[[], Path | None] = lambda: None
         self.to_meet = min(max(timeout, 60.0), TO_MEET)  # a start takes longer than a short wait may
         self.hosts: list[str] = []
         if device.type == "cuda":

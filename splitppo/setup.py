@@ -122,6 +122,7 @@ class Run:
         self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
         self.start = checkpoint.read_step(resumed) if resumed else 0
         self.progress = Progress(config, runtime, folder, self.start)
+        runtime.last_good = self.progress.last_good
         self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
         self.tokenizer = models.read_tokenizer(self.folders["policy"])
         self.dtype = dtype_of(config, runtime.device)

@@ -67,6 +67,8 @@ class StopSignals:
         while number == signal.SIGTERM and not self.runtime.over and (lost := self.runtime.lost()) is None:
             time.sleep(0.1)
         if lost:
-            print(f"{lost} {GONE}", file=sys.stderr, flush=True)
+            good = self.runtime.last_good()
+            kept = f"; the last good checkpoint is {good}" if good else ""
+            print(f"{lost} {GONE}{kept}", file=sys.stderr, flush=True)
         if lost is not None and not self.runtime.over:
             os._exit(1)

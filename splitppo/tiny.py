@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "\ufffd"
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=#$.,:?!'\"()"
 """What the tokenizer reads; any other is U+FFFD, the replacement character."""
+POSITIONS = 1024  # tokens that it can read
 VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CHARACTERS))}
 
 
@@ -26,7 +27,7 @@ def build_tiny(folder: Path, *, seed: int) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=POSITIONS,
         initializer_range=0.05,  # 0.02 is for wide models: with it this one learns markedly slower
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -53,5 +54,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
-        model_max_length=1024,
+        model_max_length=POSITIONS,
     )

@@ -125,7 +125,8 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after a failure, 2 for wrong input, 75 after a stop that the run can go on from."""
+    """Returns the exit status: 0, 1 after a failure, 2 for wrong input, 75 after a stop that the run can go on from,
+    130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     launch, runtime, run = Launch.from_env(), None, None
     if launch.world > 1:
@@ -156,6 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = prepare(config, runtime, engine)
         train(run)
         signals.close()
+    except KeyboardInterrupt:
+        good = run and run.progress.last_good()
+        print(f"interrupted; {f'the last good checkpoint is {good}' if good else 'nothing is saved'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
         if run:

@@ -21,7 +21,7 @@ from splitppo.config import Config
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.parallel import all_objects
 from splitppo.rewards import rules
-from splitppo.rewards.pool import Pending, Scored, Scorer
+from splitppo.rewards.pool import Pending, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt, Request, Sample
 
 VALIDATION_STEP = 0  # training's steps count from 1
@@ -102,11 +102,14 @@ class Validator:
         answered = [self._answered(prompt, [done[prompt * n + j] for j in range(n)]) for prompt in mine]
         # the prompts' side of a row is known to every rank
         written = [(row, text, out.score, s.finished) for row, (s, text, out) in done.items() if row < FILE_ROWS]
-        gathered = all_objects((answered, written), self.mesh)
+        failures = [(row, failure) for row, (_, _, outcome) in sorted(done.items()) for failure in outcome.failures]
+        gathered = all_objects((answered, written, failures), self.mesh)
         if self.rank == 0:
-            rows = sorted(row for _, part in gathered for row in part)
+            rows = sorted(row for _, part, _ in gathered for row in part)
             write_rows(self.folder / "validation", step, [self._record(step, *row) for row in rows])
-        return metrics(sorted((prompt for part, _ in gathered for prompt in part), key=lambda answer: answer.prompt))
+            if failed := [failure for *_, part in gathered for failure in part]:
+                print(f"[actor] step {step}, held-out rows, {failure_line(failed)}", flush=True)
+        return metrics(sorted((prompt for part, *_ in gathered for prompt in part), key=lambda answer: answer.prompt))
 
     def _sampling(self) -> Sampling:
         """The rollout's, at the validation's temperature."""

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import faults
 import pytest
@@ -15,6 +16,7 @@ from ranks import run_ranks
 from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
 
 from splitppo import algo, checkpoint, stopping, train
+from splitppo.failure import GONE
 from splitppo.metrics import ColumnLog
 
 INJECTIONS = faults.draw(25, seed=330)
@@ -85,6 +87,21 @@ def test_a_signal_that_comes_before_the_ranks_have_met_stops_the_run_after_a_ste
     assert run_ranks(1, early_signal_rank, argv) == [stopping.RESUMABLE]
     (saved,) = names(run_dir)
     assert int(saved.removeprefix("step_")) < 4
+
+
+def test_a_rank_that_is_gone_is_told_with_the_last_good_checkpoint(monkeypatch, capsys):
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    signals = object.__new__(stopping.StopSignals)
+    good = Path("runs/mine/checkpoints/step_000002")
+    told: Any = {"ask_to_stop": print, "over": False, "lost": lambda: "actor rank 1", "last_good": lambda: good}
+    signals.runtime = cast(Any, SimpleNamespace(**told))
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="1"):
+        signals._hear(signal.SIGTERM)
+    due = f"actor rank 1 {GONE}; the last good checkpoint is {good}\n"
+    assert capsys.readouterr().err == due
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:

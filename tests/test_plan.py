@@ -1,6 +1,7 @@
 """The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs, lengths and table."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,17 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     assert all("+" in line or "on 8" in line for line in told[1:])
     with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
         plan_lines(tmp_path / "none")
+    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "8", str(run)])
+    assert plan.main() == 0
+    assert capsys.readouterr().out.splitlines() == told
+    for flags in (["--gpus", "0"], ["--nodes", "0"], ["--nodes", "2", "--network", "0"]):
+        monkeypatch.setattr("sys.argv", ["plan", str(run), *flags])
+        assert plan.main() == 2
+        assert "use numbers above 0" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["plan", "--help"])
+    with pytest.raises(SystemExit):
+        plan.main()
+    assert {"RUN", "--nodes", "--ranks"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
 
 
 def test_what_crosses_between_nodes_by_hand():

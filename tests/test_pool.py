@@ -222,6 +222,13 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
     expected = ["1", "timeout", "2", "error", "error", "crash", "3", "timeout", "4", "timeout"]
     assert kinds(scored) == expected
     assert "TimeoutError: mine" in scored[3].failures[0].text
+    assert "s, and never awaited: await what takes long, or write a plain def" in scored[7].failures[0].text
+
+
+def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path) -> None:
+    with scorer(f"{file}:waits", timeout=0.3) as one:
+        scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 5)).result()
+    assert kinds(scored) == ["timeout", "1", "2", "3"] * 5
 
 
 def test_async_and_other_functions_side_by_side(file: Path) -> None:

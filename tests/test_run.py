@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,8 +32,9 @@ from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
 from splitppo.preflight import warnings
 from splitppo.presets import to_toml
+from splitppo.profiler import Profiler
 from splitppo.rollout import Rollout, Sample
-from splitppo.run_files import check_same_run
+from splitppo.run_files import check_same_run, write_run_files
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
 
@@ -341,10 +342,11 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2 in .*, and is 0.3: that is another run"),
+        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2, and is 0.3: that is another run than"),
         (["--seed=8"], "seed was 0"),
-        (["--reward.clip", "0", "1"], r"reward.clip was unset in .*, and is \[0.0, 1.0\]"),
-        (["--policy.optim.schedule=linear"], "policy.optim.schedule was constant"),
+        (["--reward.clip", "0", "1"], r"reward.clip was unset, and is \[0.0, 1.0\]"),
+        (["--policy.optim.schedule=linear"], 'policy.optim.schedule was "constant"'),
+        (["--ppo.gamma=0.5", "--seed=8"], "ppo.gamma was 1.0, and is 0.5; seed was 0, and is 8: that is"),
     ],
 )
 def test_another_run_is_refused_by_name(whole, change, told, capfd):
@@ -355,11 +357,50 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     check_same_run(parse([*argv, *free]), whole)
 
 
+def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
+    """The same run begins anew there, as after a crash before the first checkpoint; another is refused."""
+    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", "--steps=1"]
+    assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=0"]) == [0]
+    assert train.main([*argv, "--checkpoint.every=0"]) == 2
+    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
+    assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
+    assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
+    assert f"{tmp_path / 'run'} holds steps without a checkpoint: they are written over" in capfd.readouterr().out
+    (tmp_path / "other/metrics").mkdir(parents=True)
+    (tmp_path / "other/metrics/actor.jsonl").write_text("mine\n")
+    assert train.main([*SMALL, f"--run-dir={tmp_path / 'other'}", "--checkpoint.every=1"]) == 2
+    assert (tmp_path / "other/metrics/actor.jsonl").read_text() == "mine\n"
+
+
+def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
+    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, "")
+    write_run_files(parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"]), tmp_path, "step_000002")
+    told = ["going on from step_000002", "  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def interrupted_rank(rank: int, argv: list[str]) -> int:
+    def interrupt(_: Profiler, next_step: int) -> None:
+        if next_step == 4:
+            raise KeyboardInterrupt
+
+    cast(Any, Profiler).boundary = interrupt
+    return train.main(argv)
+
+
+def test_ctrl_c_on_one_rank_says_what_is_kept(tmp_path, capfd):
+    argv = [*SMALL, "--checkpoint.every=1", f"--run-dir={tmp_path / 'run'}"]
+    assert run_ranks(1, interrupted_rank, argv) == [130]
+    kept = checkpoint.complete(tmp_path / "run")[-1]
+    assert capfd.readouterr().err.splitlines()[-1] == f"interrupted; the last good checkpoint is {kept}"
+
+
 def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
     argv = ["--policy.optim.schedule=cosine", "--steps=6"]
     (tmp_path / "config.toml").write_text(to_toml(parse(argv)))
     check_same_run(parse(argv), tmp_path)
-    with pytest.raises(UserError, match=r"steps was 6 .* and is 8 and the learning rate's schedule ends"):
+    with pytest.raises(UserError, match=r"steps was 6, and is 8 and the learning rate's schedule ends"):
         check_same_run(parse([*argv, "--steps=8"]), tmp_path)
 
 
@@ -397,6 +438,11 @@ def test_a_run_that_keeps_no_weights_is_warned_of():
     assert warnings(parse(["--policy.path=mine"]), "cpu") == [told]
     assert warnings(parse(["--policy.path=mine", "--checkpoint.every=50"]), "cpu") == []
     assert warnings(parse([]), "cpu") == [], "the embedded model is there to try things"
+    unused = parse(["--reference.path=mine", "--ppo.kl-coef=0"])
+    assert warnings(unused, "cpu") == ["reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"]
+    assert warnings(parse(["--reference.path=mine", "--ppo.kl-loss-coef=0.1"]), "cpu") == []
+    (told,) = warnings(parse(["--steps=5", "--value.optim.warmup-steps=6"]), "cpu")
+    assert told == "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:

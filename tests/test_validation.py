@@ -18,6 +18,7 @@ from splitppo.config import Config, LogConfig, PlacementConfig, RolloutConfig
 from splitppo.engine import Sampling, row_seed
 from splitppo.nodes import Launch
 from splitppo.placement import place
+from splitppo.rewards.pool import Failure
 from splitppo.rollout import Prompt, Sample
 from splitppo.runtime import Runtime
 from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
@@ -59,6 +60,9 @@ class FakeOutcome:
     failures: tuple
 
 
+SLOW = Failure("judge", "timeout", "took long")
+
+
 @dataclass
 class FakeScorer:
     """1 if the response says the truth; fails on those that end in three dots."""
@@ -70,7 +74,7 @@ class FakeScorer:
         outcomes = []
         for prompt, text in rows:
             right = answer(text.rstrip(".")) == Decimal(prompt.ground_truth)
-            outcomes.append(FakeOutcome(float(right), {"length": len(text)}, ("slow",) * text.endswith("...")))
+            outcomes.append(FakeOutcome(float(right), {"length": len(text)}, (SLOW,) * text.endswith("...")))
         return FakePending(outcomes, self.events)
 
     def close(self):
@@ -212,7 +216,7 @@ def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
     assert not list((tmp_path / "three").glob("rank_*")), "the first rank alone writes"
 
 
-def test_metrics_and_file_are_those_of_the_rows(tmp_path):
+def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     found = on_one_rank(validate, 1, tmp_path, 20)
     rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
@@ -227,6 +231,8 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path):
     assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
     assert found["val/clip_ratio"] == pytest.approx(fmean(not row["finished"] for row in rows))
     assert found["val/failures"] == 20
+    told = "[actor] step 5, held-out rows, rewards that failed: judge: 20 x timeout, first of row 3: took long"
+    assert told in capfd.readouterr().out.splitlines()
     prompts = [rows[4 * i : 4 * i + 4] for i in range(20)]
     parts = [([row["response"].strip(".") for row in part], [row["score"] for row in part]) for part in prompts]
     assert found["val/majority/mean"] == fmean(majority_score(*part) for part in parts)

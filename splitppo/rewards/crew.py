@@ -184,12 +184,12 @@ class Crew:
         crash = Fault("crash", how)
         suspects = [task for key, task in worker.tasks.items() if key in worker.begun]
         for key, task in worker.tasks.items():
-            if key not in worker.begun and task.given < _TRIES:
+            if key not in worker.begun and (suspects or task.given < _TRIES):  # another row's fault is not its own
                 self.put(task)
             elif key not in worker.begun:
                 task.outcome.set_result(crash)
             elif len(suspects) == 1:
-                task.outcome.set_result(timeout_fault(self.timeout) if worker.late else crash)
+                task.outcome.set_result(timeout_fault(self.timeout, blocks=self.together) if worker.late else crash)
             else:
                 self._alone.put_nowait(task)
                 self._suspects.set()

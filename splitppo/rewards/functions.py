@@ -194,9 +194,10 @@ def error_fault(error: BaseException, function: str) -> Fault:
     return Fault("error", _line(f"{type(error).__name__}: {error}", 300) + where)
 
 
-def timeout_fault(timeout: float) -> Fault:
-    """A row took too long."""
-    return Fault("timeout", f"took longer than reward.timeout={timeout:g} s")
+def timeout_fault(timeout: float, *, blocks: bool = False) -> Fault:
+    """A row took too long; `blocks`: an async one, and all others that its process had begun waited for it."""
+    why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
+    return Fault("timeout", f"took longer than reward.timeout={timeout:g} s{why}")
 
 
 def _check_math_verify(wrong: str) -> None:

@@ -51,6 +51,18 @@ class Failure:
     text: str
 
 
+def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
+    """A step's failures in one line: how many of each function and kind, and the first of them."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for row, failure in failures:
+        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
+    parts = [
+        f"{name}: {len(rows)} x {kind}, first of row {rows[0][0]}: {rows[0][1]}"
+        for (name, kind), rows in sorted(found.items())
+    ]
+    return "rewards that failed: " + "; ".join(parts)
+
+
 @dataclass(frozen=True)
 class Scored:
     """What the functions made of one row.
