@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import tomllib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,9 @@ def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype
     model.tie_weights()
     # in place; tied ones have one name here, as in training
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    dcp.load({"model": weights}, storage_reader=TensorReader(saved), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
+        dcp.load({"model": weights}, storage_reader=TensorReader(saved), no_dist=True)
     model.to(dtype).save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     generation = Path(source) / "generation_config.json"

@@ -53,9 +53,14 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
         )
 
 
-def warnings(config: Config, device: str) -> list[str]:
+def warnings(config: Config, device: str, placement: Placement) -> list[str]:
     """What is allowed, and worth a word."""
     told = engine_warnings(config, device)
+    rows, cuts = config.rollout.batch_size, config.ppo.mini_batches
+    for role, ranks in (("actor", len(placement.actor)), ("critic", len(placement.critic))):
+        if ranks * cuts > rows:
+            few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
+            told.append(f"{few}: {ranks - rows // cuts} of them without work; from {ranks * cuts} on all have some")
     if config.reference.path and "reference" not in model_folders(config):
         told.append(f"reference.path={config.reference.path} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):

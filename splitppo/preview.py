@@ -35,7 +35,7 @@ def preview(config: Config, launch: Launch) -> str:
     device = found if config.compute.device == "auto" else config.compute.device
     preflight(config, placement, device, local_world)
     parts = [to_toml(config), format_map(placement, hosts, [device] * world), f"engine: {engine_kind(config, device)}"]
-    parts += [f"warning: {told}" for told in warnings(config, device)]
+    parts += [f"warning: {told}" for told in warnings(config, device, placement)]
     parts += ["" if placement.colocated else _messages(config, placement)]
     parts += [_memory(config, placement, device, local_world)]
     return "\n".join(parts)

@@ -176,7 +176,10 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             known = ", ".join(_column_names(columns))
-            raise UserError(f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}")
+            none = ", or '' if the reward needs no answer" if field == "answer_key" else ""
+            raise UserError(
+                f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}{none}"
+            )
         value = value[part]
     return value
 

@@ -93,7 +93,7 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     found = find_checkpoint(config, runtime, folder)
     if runtime.launch.rank == 0:
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
-        for warning in warnings(config, runtime.device.type):
+        for warning in warnings(config, runtime.device.type, runtime.placement):
             print(f"warning: {warning}", flush=True)
         write_run_files(config, folder, found)
         (folder / "placement.txt").write_text(placed + "\n")

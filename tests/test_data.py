@@ -171,7 +171,10 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
             [ROW, ROW, {"question": "1="}],
             r"data\.prompt_key=prompt: .*rows\.jsonl row 3 has no such column; columns: q",
         ),
-        ([ROW, {"prompt": "1=", "x": {"y": 1}}], r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set"),
+        (
+            [ROW, {"prompt": "1=", "x": {"y": 1}}],
+            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, or ''",
+        ),
         ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),
         ([ROW, {**ROW, "prompt": 3}], r"row 2 has a prompt of type int; it must be a string or a list"),
         ([ROW, {**ROW, "prompt": {"role": "user"}}], r"row 2 has a prompt of type dict"),

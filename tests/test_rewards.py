@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitppo.errors import UserError
-from splitppo.rewards import rules
+from splitppo.rewards import functions, rules
 from splitppo.rewards.functions import (
     InvalidResult,
     check_prompts,
@@ -25,6 +25,13 @@ from splitppo.rollout import Prompt
 
 def _prompt(data_source: str = "echo", truth: Any = "314") -> Prompt:
     return Prompt("314=", [1, 2], data_source, truth, {"index": 7})
+
+
+def test_a_file_whose_import_takes_long_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(functions, "SLOW_IMPORT", 0.05)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef score(**row): return 1\n")
+    find_function(f"{tmp_path}/slow.py:score")
+    assert capsys.readouterr().err == f"still importing the reward file {tmp_path}/slow.py ...\n"
 
 
 @pytest.mark.parametrize(

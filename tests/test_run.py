@@ -30,6 +30,7 @@ from splitppo.errors import UserError
 from splitppo.flags import parse
 from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
+from splitppo.placement import Placement
 from splitppo.preflight import warnings
 from splitppo.presets import to_toml
 from splitppo.profiler import Profiler
@@ -305,7 +306,8 @@ def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
 
 def test_export_loads_with_from_pretrained(whole, tmp_path):
     command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, check=True, capture_output=True)
+    assert b"Warning" not in done.stderr
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
     policy, info = loaded
     assert not info["missing_keys"]
@@ -433,16 +435,24 @@ def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
     assert "steps=0 must be at least 1" in capsys.readouterr().err
 
 
-def test_a_run_that_keeps_no_weights_is_warned_of():
-    told = "checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too"
-    assert warnings(parse(["--policy.path=mine"]), "cpu") == [told]
-    assert warnings(parse(["--policy.path=mine", "--checkpoint.every=50"]), "cpu") == []
-    assert warnings(parse([]), "cpu") == [], "the embedded model is there to try things"
-    unused = parse(["--reference.path=mine", "--ppo.kl-coef=0"])
-    assert warnings(unused, "cpu") == ["reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"]
-    assert warnings(parse(["--reference.path=mine", "--ppo.kl-loss-coef=0.1"]), "cpu") == []
-    (told,) = warnings(parse(["--steps=5", "--value.optim.warmup-steps=6"]), "cpu")
-    assert told == "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
+def warned(*argv: str) -> list[str]:
+    return warnings(parse(argv), "cpu", Placement("per_node", (0, 1, 2), (3, 4)))
+
+
+def test_what_is_allowed_but_hardly_meant_is_warned_of():
+    assert warned() == [], "no weights are kept, but the embedded model is there to try things"
+    lost = "checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too"
+    assert warned("--policy.path=mine") == [lost]
+    assert warned("--policy.path=mine", "--checkpoint.every=50") == []
+    unused = "reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+    assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
+    assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
+    slow = "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
+    assert warned("--steps=5", "--value.optim.warmup-steps=6") == [slow]
+    assert warned("--steps=6", "--value.optim.warmup-steps=6") == []
+    few = "rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks: 1 of them without work"
+    assert warned("--rollout.batch-size=6", "--ppo.mini-batches=3") == [f"{few}; from 9 on all have some"]
+    assert warned("--rollout.batch-size=9", "--ppo.mini-batches=3") == []
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:

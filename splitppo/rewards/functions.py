@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 FLOAT32_MAX = 3.4028234663852886e38
+SLOW_IMPORT = 5.0  # seconds after which a reward file that is still being imported is named
 
 
 class RewardFunction(Protocol):
@@ -214,6 +216,9 @@ def _import_file(file: Path) -> ModuleType:
         raise UserError(f"the reward file {file} cannot be imported as Python; give a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
+    slow = threading.Timer(SLOW_IMPORT, print, [f"still importing the reward file {file} ..."], {"file": sys.stderr})
+    slow.daemon = True
+    slow.start()
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -224,6 +229,8 @@ def _import_file(file: Path) -> ModuleType:
         where = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"importing the reward file {file} failed: {message}{where}; mend the file") from error
+    finally:
+        slow.cancel()
     return module
 
 
