@@ -136,7 +136,7 @@ class Learner:
         Args:
             fields: what `outputs` gives. given: names of the fields that the objective needs.
         """
-        rollout = made_up(min(self.runner.budget, many(_width(self.model))))
+        rollout = made_up(min(self.runner.budget, 4096))
         self.runner.forward(self.model, rollout, outputs, fields=fields)
         batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
         nothing = torch.zeros(batch.mask.shape, device=self.runner.device)
@@ -302,12 +302,6 @@ class Learner:
         parts = [[float(part) for part in figures.values()] for figures in sums]
         totals = all_sum(torch.tensor(parts, dtype=torch.float64), self.runner.mesh).tolist() if parts else []
         return [dict(zip(sums[0], row, strict=True)) for row in totals]
-
-
-def many(width: int) -> int:
-    """Tokens from which on a model of this width has the kernels of large micro-batches: Inductor fuses a norm's two
-    backward reductions from 4,096 rows, 5 Mi numbers and two rows a column on, and compiles anew on the other side."""
-    return max(4096, 2 * width, -(-5 * 2**20 // width))
 
 
 def made_up(tokens: int = 4096) -> Rollout:

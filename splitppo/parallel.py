@@ -13,6 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from splitppo.algo import Moments, merge_moments
 
+# Inductor would fuse a norm's two backward reductions from a number of tokens on that real micro-batches are on either
+# side of (4,096, two for each of a layer's numbers), and compile a layer for both
+COMPILER: dict[str, Any] = {"triton.mix_order_reduction": False}
+
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool, compiled: bool = False
@@ -29,7 +33,8 @@ def parallelize(
             layers[i] = checkpoint_wrapper(layer)
     if compiled:
         for i, layer in enumerate(layers):
-            layers[i] = cast(nn.Module, torch.compile(layer, dynamic=True))  # all layers and lengths share one
+            # all layers and lengths share one
+            layers[i] = cast(nn.Module, torch.compile(layer, dynamic=True, options=COMPILER))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
