@@ -206,14 +206,17 @@ class Actor:
             torch.tensor([float(part) for part in counts]), self.mesh
         ).tolist()
         worst = float(difference.max()) if len(difference) else 0.0
-        longest = all_objects((max(rollout.lengths, default=0), worst), self.mesh)
+        parts = all_objects((max(rollout.lengths, default=0), worst, self.engine.step_ms), self.mesh)
+        longest, worsts, step_ms = zip(*parts, strict=True)
         means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
         if "actor/mismatch_mean" in means:
-            means["actor/mismatch_max"] = max(worst for _, worst in longest)
+            means["actor/mismatch_max"] = max(worsts)
         return means | {
             "response_length/mean": tokens / rows,
-            "response_length/max": max(length for length, _ in longest),
+            "response_length/max": max(longest),
             "response_length/clip_ratio": cut / rows,
             "prompt_length/mean": prompts / rows,
             "tokens": tokens + prompts,
+            "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
+            "perf/engine_step_ms/max": max(step_ms),
         }

@@ -110,6 +110,10 @@ class Together:
         for engine in self.engines:
             engine.loaded = value
 
+    @property
+    def step_ms(self) -> float:
+        return self.engines[0].step_ms
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = list(weights)
         self.each(lambda engine: engine.load_weights(tensors))
@@ -287,6 +291,14 @@ def test_a_row_of_a_given_length_has_it_whatever_ends_others(case: Case) -> None
     assert ended, "no row would have ended before"
     for request in free:
         assert rows[request.row].finished == (rows[request.row].response[-1] in (EOS, OTHER_EOS))
+
+
+def test_a_step_is_a_token_of_each_row(case: Case) -> None:
+    start = time.monotonic()
+    run(case.engine, [replace(request, length=9) for request in some_requests()])
+    assert 0 < 9 * case.engine.step_ms <= 1e3 * (time.monotonic() - start)
+    run(case.engine, [])
+    assert case.engine.step_ms == 0
 
 
 def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:

@@ -91,6 +91,29 @@ def whole(tmp_path_factory):
     return folder
 
 
+def glossary() -> re.Pattern[str]:
+    """The names that the README explains: of its table's first column, with {a,b}, `...` and NAMES filled in."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = text[text.index("## Metrics") :].splitlines()
+    names = [name for line in lines if line.startswith("| `") for name in re.findall("`(.+?)`", line.split(" | ")[0])]
+    patterns = []
+    for name in names:
+        pattern = re.sub(r"\{(.+?)\}", lambda found: f"({found[1].replace(',', '|')})", name)
+        patterns.append(re.sub(r"[A-Z]{2,}|\.\.\.", "[^/]+", pattern))
+    return re.compile("|".join(patterns))
+
+
+def test_every_metric_is_explained(whole):
+    known = glossary()
+    for role in ("actor", "critic"):
+        lines = records(whole, role)
+        assert not [
+            name for line in lines for name in line if name not in ("step", "time") and not known.fullmatch(name)
+        ]
+    for line in records(whole, "actor")[1:]:  # the first one is the validation before training
+        assert 0 < line["perf/engine_step_ms/mean"] <= line["perf/engine_step_ms/max"]
+
+
 def test_metrics_have_their_step_first_and_both_columns_spans(whole):
     for role, names in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
         for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():

@@ -33,6 +33,7 @@ class FakeEngine:
     calls: list[tuple[dict[int, list[int]], Sampling, int, int]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     loaded: bool = True
+    step_ms: float = 0.0
 
     def generate(self, requests, sampling, *, seed, step):
         self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed, step))

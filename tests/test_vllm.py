@@ -757,7 +757,8 @@ def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
 def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
-    stream = engine.generate([Request(r.row, r.prompt) for r in requests], Sampling(0.01, 900), seed=7, step=1)
+    long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
+    stream = engine.generate(long, Sampling(1.0, 900), seed=7, step=1)
     ended = len(next(stream))
     with pytest.raises(RuntimeError, match="being generated"):
         engine.load_weights([])

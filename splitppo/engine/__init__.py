@@ -58,9 +58,12 @@ class RolloutEngine(Protocol):
 
     Attributes:
         loaded: whether it has a complete set of weights; generating gives them up where memory is short.
+        step_ms: milliseconds of a step of the last `generate` that came to its end, on average: a token of each row
+            that was alive. 0 if it had no rows.
     """
 
     loaded: bool
+    step_ms: float
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the policy's weights: full (unsharded) tensors by Hugging Face name, cast to the engine's dtype.

@@ -9,6 +9,7 @@ import json
 import math
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,6 +198,7 @@ class HFEngine:
         self.vocabulary = known_ids(tokenizer)
         self._stop: dict[tuple[str, ...], StopStringCriteria | None] = {(): None}
         self.loaded = self._running = False
+        self.step_ms = 0.0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine`. Of tied weights, the stream may hold any of the names or all of them."""
@@ -264,15 +266,18 @@ class HFEngine:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # the current device is a thread's own
+            steps, begun = 0, time.monotonic()
             with torch.inference_mode(), sdpa_kernel(ATTENTION):
                 for start in range(0, len(job.requests), self.max_rows):
                     if not job.halt.is_set():
-                        self._generate_batch(job, job.requests[start : start + self.max_rows])
+                        steps += self._generate_batch(job, job.requests[start : start + self.max_rows])
+            self.step_ms = 1e3 * (time.monotonic() - begun) / steps if steps else 0.0
             job.out.put(None)
         except BaseException as error:
             job.out.put(error)
 
-    def _generate_batch(self, job: _Job, batch: Sequence[Request]) -> None:
+    def _generate_batch(self, job: _Job, batch: Sequence[Request]) -> int:
+        """Returns how many steps it took."""
         rows = [torch.tensor(request.prompt) for request in batch]
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
@@ -289,3 +294,4 @@ class HFEngine:
         )
         if not (job.halt.is_set() or bool(finish.done.all())):
             raise RuntimeError("the library's generate() came back before every row had finished")
+        return len(drawn.logprobs)

@@ -70,6 +70,7 @@ class VLLMEngine:
         self.sleep, self.tell, self.timeout, self.tick = sleep, tell, timeout, tick
         self.names = weight_names(config)
         self.loaded = self._running = self._dead = False
+        self.step_ms = 0.0
         self._level = 0  # how deep it sleeps
         self._slept: bool | None = None
         self._conn: Connection | None = None
@@ -176,7 +177,9 @@ class VLLMEngine:
                     heard = time.monotonic()
                     kind, value = self._receive()
                     done = kind == "done"
-                    if not done:
+                    if done:
+                        self.step_ms = value
+                    else:
                         yield value
                 elif time.monotonic() - heard > self.timeout:
                     raise self._silent("the next row")

@@ -4,8 +4,8 @@
 
 It imports vLLM, reads its Plan from its input, builds the engine and lets the ranks connect. A rank says `hello`, then
 `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; `halt`, `sleep`, `wake` and `close`
-where needed. Rows come back as `samples` when they finish, `done` answers everything. What changes the engine as a
-whole is done when all its ranks have said it.
+where needed. Rows come back as `samples` when they finish, `done` answers everything, `generate` with the milliseconds
+of a step. What changes the engine as a whole is done when all its ranks have said it.
 """
 
 # pyright: reportMissingImports=false
@@ -149,6 +149,8 @@ class Host:
         self.llm, self.conns, self.dtype, self.rows = llm, conns, plan.dtype, Rows(llm, plan.eos)
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
         self.generating = [False for _ in conns]
+        self.steps, self.seconds = 0, 0.0  # of vLLM's, since the start
+        self.begun = [(0, 0.0) for _ in conns]  # what these were when a rank's rollout began
         self.stale = False  # whether the prefix cache holds keys of other weights
         self.asleep: set[str] = set()  # what of its memory is given back
         self.closing = False
@@ -164,12 +166,16 @@ class Host:
                     left.remove(conn)
                 self._hear(self.conns.index(conn), message)
             if self.rows.open:
-                self._route(self.rows.step())
+                start = time.monotonic()
+                ended = self.rows.step()
+                self.steps, self.seconds = self.steps + 1, self.seconds + time.monotonic() - start
+                self._route(ended)
 
     def _hear(self, rank: int, message: tuple[str, Any]) -> None:
         kind, value = message
         if kind == "generate":
             self.generating[rank] = True
+            self.begun[rank] = self.steps, self.seconds
             self.rows.add(rank, *value)
             self._end({rank} - self.rows.ranks())
         elif kind == "halt":
@@ -243,7 +249,8 @@ class Host:
         for rank in ranks:
             if self.generating[rank]:
                 self.generating[rank] = False
-                self.conns[rank].send(("done", None))
+                steps, seconds = self.steps - self.begun[rank][0], self.seconds - self.begun[rank][1]
+                self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
 
 
 def connect(plan: Plan) -> list[Connection]:
