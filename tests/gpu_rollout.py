@@ -1,4 +1,5 @@
 """How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step by rows left.
+With --profile, what the device is busy with in a step, over one more rollout of each size.
 
     VLLM_USE_V2_MODEL_RUNNER=1 python tests/gpu_rollout.py MODEL [flags below]
 
@@ -14,6 +15,7 @@ import time
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 from transformers import AutoConfig
 
 from splitppo.bench import lengths_of
@@ -31,6 +33,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--lengths", default="lognormal:240:1024", help="as splitppo.bench has them")
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, help="ids that may be drawn, as a tokenizer has; else the model's")
+    parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
 
 
@@ -48,7 +52,7 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
         max_tokens=tokens,
         kv_bytes=(rows + 1) * (tokens + 256) * per_token,
         eos=(0,),
-        vocabulary=config.vocab_size,
+        vocabulary=options.vocabulary or config.vocab_size,
         sleep=False,
         eager=False,
         device=device,
@@ -57,6 +61,7 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
     )
     began = time.monotonic()
     llm = build_llm(plan)
+    llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
     second = getattr(llm.vllm_config, "use_v2_model_runner", False)
     print(f"{'second' if second else 'first'} runner, built in {time.monotonic() - began:.1f} s", flush=True)
     return llm, plan
@@ -80,6 +85,22 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     return last - began, steps
 
 
+def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
+    """Prints the kernels (on the CPU: operators) that take longest, in microseconds of a step."""
+    on_gpu = plan.device == "cuda"
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        _, steps = rollout(llm, plan, lengths, prompt, seed=99)
+    count, events = sum(map(len, steps.values())), profiler.key_averages()
+    spent = {event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events}
+    calls = {event.key: event.count for event in events}
+    print(
+        f"{len(lengths)} rows, {count} steps: {sum(spent.values()) / count:.0f} us of a step the device is busy",
+        flush=True,
+    )
+    for name, total in sorted(spent.items(), key=lambda item: -item[1])[:25]:
+        print(f"  {total / count:8.1f} us  {calls[name] / count:6.1f} calls  {name[:110]}", flush=True)
+
+
 def main() -> None:
     options = parse()
     os.environ.update(SETTINGS)
@@ -92,6 +113,8 @@ def main() -> None:
             seconds, steps = rollout(llm, plan, own, options.prompt, repeat)
             medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
             print(f"{count} rows: {seconds:.2f} s; ms a step by rows left: {medians}", flush=True)
+        if options.profile:
+            profile(llm, plan, own, options.prompt)
 
 
 if __name__ == "__main__":
