@@ -348,7 +348,8 @@ class Config:
     resume: str = "auto"
     """`auto`: go on from the newest complete checkpoint in run_dir, if any; `never`; or a checkpoint's folder."""
     force: bool = False
-    """Go on from a checkpoint though settings have changed that make the run another one."""
+    """Go on in run_dir, or begin anew there if it has no checkpoint, though settings have changed that make the run
+    another one."""
     dry_run: bool = False
     """Print the resolved config, placement, messages and memory, and stop; needs no torchrun."""
     world_size: int | None = None

@@ -7,8 +7,8 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
     step           the longer of the two; colocated: x = y = all ranks, one column after the other
 
 G is the rollout. With fewer rows a rank it gets a little faster only: it goes as 1 + rows / ROWS_THAT_DOUBLE.
-P and V are what the updates take however many GPUs share them: a small model's layers wait for the host. It is what one
-update takes longer than it would with the other's FLOPs a second.
+P and V are what the updates take however many GPUs share them: a small model's layers wait for the host. Where one
+update has far fewer FLOPs a second than the other, it is what it takes longer than it would with as many.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from splitppo.timeline import read_column
 
 # decoding on an H200, 1.5B: 128 rows 2.6 s, 256 rows 2.8 s, 512 rows 4.1 s
 ROWS_THAT_DOUBLE = 540
+SLOW = 0.6  # of another model's FLOPs a second: fewer are a small model's, whose layers wait for the host
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
 Side = Literal["actor", "critic"]
 
@@ -95,6 +96,12 @@ def updates(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return seconds, sum(line.get("perf/update_tflop", 0.0) for line in found) / len(found) / seconds
 
 
+def waiting(rate: float, other: float) -> float:
+    """The share of an update that is no work but waits for the host: all beyond what it would take with the other
+    model's FLOPs a second. None unless these are many more: models of one size differ, too, by what is not counted."""
+    return 1 - rate / other if 0 < rate < SLOW * other else 0.0
+
+
 def forward_passes(
     forward: float, policy: float, split: Split, *, has_reference: bool, by_engine: bool
 ) -> tuple[float, float]:
@@ -125,10 +132,11 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
     x, y = split.actor, split.critic or split.actor
     forward, score = mean(actor, "logprobs") * x, mean(critic, "score") * y
     (policy, rate), (value, value_rate) = updates(actor), updates(critic)
-    slower, value_slower = (1 - r / max(rate, value_rate) if r else 0.0 for r in (rate, value_rate))
+    slower, value_slower = (waiting(own, other) for own, other in ((rate, value_rate), (value_rate, rate)))
     has_reference = "critic/ref_kl" in critic[0]
     by_engine = "actor/mismatch_mean" not in actor[0]  # whose log-probs are the old ones: no forward pass for them
-    old, reference = forward_passes(forward, policy * x, split, has_reference=has_reference, by_engine=by_engine)
+    scales = policy * (1 - slower) * x
+    old, reference = forward_passes(forward, scales, split, has_reference=has_reference, by_engine=by_engine)
     phases = ("sync", "rollout", "stragglers", "logprobs", "update", "validate", "checkpoint")
     named = {f"timing_s/{name}" for name in phases}
     known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
@@ -142,7 +150,7 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
         old=old,
         reference=reference,
         score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
-        policy=policy * (1 - slower) * x,
+        policy=scales,
         value=value * (1 - value_slower) * y,
         policy_fixed=policy * slower,
         value_fixed=value * value_slower,

@@ -119,8 +119,7 @@ def of_run(
         nodes: nodes to spread the run's own ranks over.
         network: GB that a node takes in in a second.
     """
-    if (gpus is not None and gpus < 1) or nodes < 1 or network <= 0:
-        raise UserError(f"--gpus {gpus} --nodes {nodes} --network {network:g}: use numbers above 0")
+    _above_zero(gpus=gpus, nodes=nodes, network=network)
     between = between_nodes(run, nodes, network) if nodes > 1 else []
     return plan_lines(run, gpus) + ([f"on {nodes} nodes, two groups as they are:", *between] if between else [])
 
@@ -132,17 +131,28 @@ def of_probe(*, gpus: int, ranks: int | None = None) -> tuple[int, int]:
         gpus: how many GPUs to place.
         ranks: of the probe. Unset: `gpus`.
     """
+    _above_zero(gpus=gpus, ranks=ranks)
     return gpus, ranks or gpus
+
+
+def _above_zero(**flags: float | None) -> None:
+    if wrong := [f"--{name} {value:g}" for name, value in flags.items() if value is not None and value <= 0]:
+        raise UserError(f"{' '.join(wrong)}: use a number above 0")
+
+
+def _names_a_run(argv: list[str]) -> bool:
+    """Whether the first word that is no flag of `of_run`, nor its value, is no flag at all, as with a probe it is."""
+    rest = re.sub(r"^(--(gpus|nodes|network)(=|\0)[^\0]*\0)*", "", "".join(f"{word}\0" for word in argv))
+    return bool(rest) and not rest.startswith("-")
 
 
 def main() -> int:
     prog, argv = "python -m splitppo.plan", sys.argv[1:]
-    runs = [word for word in argv if (Path(word) / "placement.txt").is_file()]
     try:
         if argv in (["-h"], ["--help"]):
             with suppress(SystemExit):
                 tyro.cli(of_run, prog=prog, args=argv)
-        if runs or (argv and not argv[0].startswith("-")):
+        if _names_a_run(argv):
             print("\n".join(tyro.cli(of_run, prog=prog, args=argv)))
             return 0
         (gpus, ranks), flags = tyro.cli(of_probe, prog=prog, return_unknown_args=True)

@@ -13,7 +13,7 @@ from splitppo.placement import Placement, copies
 from splitppo.profiler import check_profiler
 from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
-from splitppo.run_files import check_same_run
+from splitppo.run_files import check_same_run, has_steps
 from splitppo.tiny import POSITIONS, VOCABULARY
 from splitppo.trackers import check_trackers
 
@@ -56,8 +56,10 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
 def warnings(config: Config, device: str, placement: Placement) -> list[str]:
     """What is allowed, and worth a word."""
     told = engine_warnings(config, device)
-    rows, cuts = config.rollout.batch_size, config.ppo.mini_batches
-    for role, ranks in (("actor", len(placement.actor)), ("critic", len(placement.critic))):
+    rows, ppo = config.rollout.batch_size, config.ppo
+    groups = [("actor", len(placement.actor), ppo.mini_batches)]
+    groups += [("critic", len(placement.critic), ppo.value_mini_batches or ppo.mini_batches)]
+    for role, ranks, cuts in groups[: 1 if placement.colocated and not ppo.value_mini_batches else 2]:
         if ranks * cuts > rows:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             told.append(f"{few}: {ranks - rows // cuts} of them without work; from {ranks * cuts} on all have some")
@@ -78,8 +80,9 @@ def check_run_folder(config: Config, resume: str) -> None:
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), resume)
-        begun = not found and resume != "never" and any(Path(config.run_dir).glob("metrics/*.jsonl"))
-        if begun and not (config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()):
+        begun = not found and has_steps(Path(config.run_dir))
+        same = config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()
+        if begun and (resume == "never" or not same):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
         own = found and found.parent.parent.resolve() == Path(config.run_dir).resolve()
         if (own or begun) and not config.force:

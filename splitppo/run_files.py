@@ -40,8 +40,13 @@ def check_same_run(config: Config, folder: Path) -> None:
     if found:
         raise UserError(
             f"{'; '.join(found)}: that is another run than the one in {folder}; give the old values, another "
-            "--run-dir, or --force to go on all the same"
+            "--run-dir, or --force to do it all the same"
         )
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether a run in this folder has come to the end of a step: its metrics have a line."""
+    return any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))
 
 
 def changes(config: Config, folder: Path) -> list[tuple[str, str, str]]:
@@ -63,7 +68,7 @@ def write_run_files(config: Config, folder: Path, resumed: str) -> None:
         print(f"going on from {resumed}", flush=True)
         for name, was, now in changes(config, folder):
             print(f"  {name}: {was} -> {now}", flush=True)
-    elif (folder / "metrics" / "actor.jsonl").is_file():
+    elif has_steps(folder):
         print(f"{folder} holds steps without a checkpoint: they are written over", flush=True)
     write_whole(folder / "config.toml", to_toml(config))
     (folder / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")

@@ -158,8 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(run)
         signals.close()
     except KeyboardInterrupt:
-        good = run and run.progress.last_good()
-        print(f"interrupted; {f'the last good checkpoint is {good}' if good else 'nothing is saved'}", file=sys.stderr)
+        told = "before the run began"
+        if run:
+            run.progress.settle()
+            good = run.progress.last_good()
+            told = f"the last good checkpoint is {good}" if good else "nothing is saved"
+        print(f"interrupted: {told}", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence

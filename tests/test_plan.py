@@ -84,6 +84,13 @@ def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     work = replace(WORK, value=0.8, value_fixed=0.6)
     actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
     assert asdict(measured(actor, critic, Split(2, 2), 540)) == pytest.approx(asdict(work))
+    for line in actor:  # models of one size differ by what is not counted of the log-probs, which does get shorter
+        line["perf/update_tflop"] = 70 * line["timing_s/update"]
+    for line in critic:
+        line["perf/update_tflop"] = 100 * line["timing_s/update"]
+    alike = measured(actor, critic, Split(2, 2), 540)
+    assert (alike.policy_fixed, alike.value_fixed) == (0.0, 0.0)
+    assert (alike.policy, alike.value) == pytest.approx((work.policy, 2.0))
     for line in actor + critic:
         line.pop("perf/update_tflop", None)
     older = measured(actor, critic, Split(2, 2), 540)
@@ -127,7 +134,7 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     for flags in (["--gpus", "0"], ["--nodes", "0"], ["--nodes", "2", "--network", "0"]):
         monkeypatch.setattr("sys.argv", ["plan", str(run), *flags])
         assert plan.main() == 2
-        assert "use numbers above 0" in capsys.readouterr().err
+        assert f"error: {' '.join(flags[-2:])}: use a number above 0" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["plan", "--help"])
     with pytest.raises(SystemExit):
         plan.main()
@@ -171,7 +178,7 @@ def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch,
     assert "--nodes 3 does not divide the 4 ranks" in capsys.readouterr().err
 
 
-def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
+def test_a_probe_stands_in_for_a_run(tmp_path, monkeypatch, capsys):
     """The run itself is bench's, which a test below does for real."""
     asked: list[Any] = []
 
@@ -194,6 +201,16 @@ def test_a_probe_stands_in_for_a_run(monkeypatch, capsys):
     assert told[0] == "probe: 1+1, 5 steps ..."
     assert told[1].startswith("2+2, reference with the actor: ")  # as the made-up run has it
     assert len(told) == 5
+    # values that a run's folder, or no file at all, could have for a name
+    values = ["--run-dir", str(write_run(tmp_path / "run")), "--data.system", "Answer briefly. " * 30]
+    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "2", *flags, *values])
+    assert plan.main() == 0
+    assert asked[1] == ("1+1", 2, 5, [*flags, *values, *ours])
+    capsys.readouterr()
+    for wrong in (["--gpus", "0"], ["--gpus", "2", "--ranks", "0"]):
+        monkeypatch.setattr("sys.argv", ["plan", *wrong, *flags])
+        assert plan.main() == 2
+        assert capsys.readouterr().err == f"error: {' '.join(wrong[-2:])}: use a number above 0\n"
     monkeypatch.setattr("sys.argv", ["plan", "--gpus", "1", "--rollout.batch-size", "15"])
     assert plan.main() == 2
     assert "rollout.batch_size=15 does not cut into 2 mini-batches" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from splitppo.errors import UserError
-from splitppo.rewards.pool import Scored, Scorer
+from splitppo.rewards.pool import Failure, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt
 
 # what each response makes the functions do
@@ -226,9 +226,17 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
 
 
 def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path) -> None:
-    with scorer(f"{file}:waits", timeout=0.3) as one:
-        scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 5)).result()
-    assert kinds(scored) == ["timeout", "1", "2", "3"] * 5
+    with scorer(f"{file}:waits", timeout=0.8) as one:
+        scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 4)).result()
+    assert kinds(scored) == ["timeout", "1", "2", "3"] * 4
+
+
+def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
+    late, early = Failure("judge", "error", "late"), Failure("judge", "error", "early")
+    told = failure_line([(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])
+    assert (
+        told == "rewards that failed: judge: 1 x crash, first of row 7: gone; judge: 2 x error, first of row 4: early"
+    )
 
 
 def test_async_and_other_functions_side_by_side(file: Path) -> None:

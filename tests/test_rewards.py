@@ -27,11 +27,14 @@ def _prompt(data_source: str = "echo", truth: Any = "314") -> Prompt:
     return Prompt("314=", [1, 2], data_source, truth, {"index": 7})
 
 
-def test_a_file_whose_import_takes_long_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_file_whose_import_takes_long_is_named_once(tmp_path: Path, monkeypatch, capsys, rank: str) -> None:
     monkeypatch.setattr(functions, "SLOW_IMPORT", 0.05)
+    monkeypatch.setenv("RANK", rank)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef score(**row): return 1\n")
-    find_function(f"{tmp_path}/slow.py:score")
-    assert capsys.readouterr().err == f"still importing the reward file {tmp_path}/slow.py ...\n"
+    check_rewards([f"{tmp_path}/slow.py:score"])
+    told = f"still importing reward.function={tmp_path}/slow.py:score ...\n"
+    assert capsys.readouterr().err == (told if rank == "0" else "")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from splitppo.flags import parse
 from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
 from splitppo.placement import Placement
-from splitppo.preflight import warnings
+from splitppo.preflight import check_run_folder, warnings
 from splitppo.presets import to_toml
 from splitppo.profiler import Profiler
 from splitppo.rollout import Rollout, Sample
@@ -390,6 +390,8 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
     assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
+    assert train.main([*argv, "--checkpoint.every=1", "--resume=never"]) == 2
+    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
     assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
     assert f"{tmp_path / 'run'} holds steps without a checkpoint: they are written over" in capfd.readouterr().out
     (tmp_path / "other/metrics").mkdir(parents=True)
@@ -405,6 +407,26 @@ def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == told
 
 
+def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
+    argv = [*SMALL, f"--run-dir={tmp_path}", "--checkpoint.every=1"]
+    write_run_files(parse(argv), tmp_path, "")
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "actor.jsonl").touch()
+    check_run_folder(parse([*argv, "--seed=8"]), "auto")
+    (tmp_path / "metrics" / "actor.jsonl").write_text("a step\n")
+    with pytest.raises(UserError, match="seed was 0, and is 8: that is another run"):
+        check_run_folder(parse([*argv, "--seed=8"]), "auto")
+
+
+def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "preflight", interrupt)
+    assert train.main(SMALL) == 130
+    assert capsys.readouterr().err == "interrupted: before the run began\n"
+
+
 def interrupted_rank(rank: int, argv: list[str]) -> int:
     def interrupt(_: Profiler, next_step: int) -> None:
         if next_step == 4:
@@ -418,7 +440,7 @@ def test_ctrl_c_on_one_rank_says_what_is_kept(tmp_path, capfd):
     argv = [*SMALL, "--checkpoint.every=1", f"--run-dir={tmp_path / 'run'}"]
     assert run_ranks(1, interrupted_rank, argv) == [130]
     kept = checkpoint.complete(tmp_path / "run")[-1]
-    assert capfd.readouterr().err.splitlines()[-1] == f"interrupted; the last good checkpoint is {kept}"
+    assert capfd.readouterr().err.splitlines()[-1] == f"interrupted: the last good checkpoint is {kept}"
 
 
 def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
@@ -476,6 +498,11 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     few = "rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks: 1 of them without work"
     assert warned("--rollout.batch-size=6", "--ppo.mini-batches=3") == [f"{few}; from 9 on all have some"]
     assert warned("--rollout.batch-size=9", "--ppo.mini-batches=3") == []
+    (few,) = warned("--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12")
+    assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
+    one_column = parse(["--rollout.batch-size=6", "--ppo.mini-batches=3"])
+    (few,) = warnings(one_column, "cpu", Placement("colocated", (0, 1, 2), (0, 1, 2)))
+    assert "3 actor ranks" in few, "told once"
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import threading
 import traceback
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 FLOAT32_MAX = 3.4028234663852886e38
-SLOW_IMPORT = 5.0  # seconds after which a reward file that is still being imported is named
+SLOW_IMPORT = 5.0  # seconds after which reward files that are still being imported are named
 
 
 class RewardFunction(Protocol):
@@ -74,9 +75,17 @@ def check_rewards(functions: Sequence[str], setting: str = "reward.function") ->
         UserError: no such rule, file or function, or it can't be called as rewards are, or the import fails (chained),
             or `math` without its library.
     """
-    for function in functions:
-        if function not in ("auto", "none"):
-            find_function(function, setting)
+    told = f"still importing {setting}={','.join(functions)} ..."
+    slow = threading.Timer(SLOW_IMPORT, print, [told], {"file": sys.stderr})
+    slow.daemon = True
+    if os.environ.get("RANK", "0") == "0":  # one of all ranks is enough
+        slow.start()
+    try:
+        for function in functions:
+            if function not in ("auto", "none"):
+                find_function(function, setting)
+    finally:
+        slow.cancel()
 
 
 def check_prompts(functions: Sequence[str], prompts: Sequence["Prompt"], setting: str = "reward.function") -> None:
@@ -216,9 +225,6 @@ def _import_file(file: Path) -> ModuleType:
         raise UserError(f"the reward file {file} cannot be imported as Python; give a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
-    slow = threading.Timer(SLOW_IMPORT, print, [f"still importing the reward file {file} ..."], {"file": sys.stderr})
-    slow.daemon = True
-    slow.start()
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -229,8 +235,6 @@ def _import_file(file: Path) -> ModuleType:
         where = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"importing the reward file {file} failed: {message}{where}; mend the file") from error
-    finally:
-        slow.cancel()
     return module
 
 

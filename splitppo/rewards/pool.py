@@ -57,7 +57,7 @@ def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
     parts = [
-        f"{name}: {len(rows)} x {kind}, first of row {rows[0][0]}: {rows[0][1]}"
+        f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
         for (name, kind), rows in sorted(found.items())
     ]
     return "rewards that failed: " + "; ".join(parts)
