@@ -633,7 +633,7 @@ def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
 def test_ctrl_c_ends_an_engine_that_is_being_built(job: Callable[..., Job]) -> None:
     stopped = job(2, *LONG)
     log = stopped.run_dir / "logs" / "engine_000.log"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not log.exists() or "Resolved architecture" not in log.read_text():
         assert time.monotonic() < deadline, stopped.output
         time.sleep(0.02)
