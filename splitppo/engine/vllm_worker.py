@@ -45,12 +45,21 @@ class WeightReceiver:
         self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
 
     def splitppo_limit(self, vocabulary: int) -> None:
-        """Cuts the logits to this many ids, as vLLM cuts the padding of its own away."""
+        """Keeps ids from `vocabulary` on from being drawn. Rows of logits stay as long as they are: vLLM's kernels read
+        those of 16 n numbers many at a time, and were compiled for them before the first rollout."""
         found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
         if not found:
-            raise RuntimeError(f"{type(self.get_model()).__name__}: no LogitsProcessor in it to cut the vocabulary by")
+            raise RuntimeError(
+                f"{type(self.get_model()).__name__}: no LogitsProcessor in it to limit the vocabulary by"
+            )
+
+        def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
+            if logits is not None:  # of a tensor-parallel engine not all workers have them
+                logits[..., vocabulary:] = -torch.inf
+
         for module in found:
-            module.org_vocab_size = min(module.org_vocab_size, vocabulary)
+            if vocabulary < module.org_vocab_size:
+                module.register_forward_hook(limit)
 
     def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
         """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
