@@ -162,6 +162,9 @@ class EngineConfig:
     beside it."""
     eager: bool = False
     """Neither compile vLLM's model nor capture CUDA graphs: starts sooner, generates slower."""
+    steady: bool = True
+    """Schedule rows that only get a token in short loops of our own, with the versions of vLLM that these were tested
+    with: its scheduler takes longer than the GPU where the model is small and the rows are many. Off: all by vLLM's."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step by rows left.
-With --profile, what the device is busy with in a step, over one more rollout of each size.
+"""How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step by rows left, each
+both as vLLM's scheduler has it and with `engine.steady`, and the ratio. With --profile, what the device is busy with in
+a step, over one more rollout of each size.
 
     VLLM_USE_V2_MODEL_RUNNER=1 python tests/gpu_rollout.py MODEL [flags below]
 
@@ -20,7 +21,7 @@ from transformers import AutoConfig
 
 from splitppo.bench import lengths_of
 from splitppo.engine import Sampling
-from splitppo.engine.vllm_host import SETTINGS, build_llm
+from splitppo.engine.vllm_host import SETTINGS, start_llm
 from splitppo.engine.vllm_process import Plan, kv_bytes_per_token
 from splitppo.engine.vllm_rows import Rows
 from splitppo.rollout import Request
@@ -55,15 +56,15 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
         vocabulary=options.vocabulary or config.vocab_size,
         sleep=False,
         eager=False,
+        steady=True,
         device=device,
         threads=torch.get_num_threads(),
         sampling=Sampling(1.0, longest),
     )
-    began = time.monotonic()
-    llm = build_llm(plan)
-    llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    second = getattr(llm.vllm_config, "use_v2_model_runner", False)
-    print(f"{'second' if second else 'first'} runner, built in {time.monotonic() - began:.1f} s", flush=True)
+    llm, facts = start_llm(plan)
+    runner = "second" if getattr(llm.vllm_config, "use_v2_model_runner", False) else "first"
+    known = "" if facts["steady"] else ", of a version that engine.steady is not for"
+    print(f"vLLM {facts['version']}, {runner} runner, built in {facts['build_s']:.1f} s{known}", flush=True)
     return llm, plan
 
 
@@ -83,6 +84,21 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     while not llm.reset_prefix_cache():
         llm.step()  # what is under way of rows that have ended
     return last - began, steps
+
+
+def compare(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) -> tuple[float, float]:
+    """Seconds of a rollout all scheduled by vLLM, and of the same one with `engine.steady`."""
+    scheduler, seconds = llm.engine_core.engine_core.scheduler, []
+    ours = {name: own for name, own in vars(scheduler).items() if name in ("schedule", "update_from_output")}
+    for name in ours:
+        delattr(scheduler, name)
+    for how, methods in (("vLLM", {}), ("steady", ours)):
+        vars(scheduler).update(methods)
+        took, steps = rollout(llm, plan, lengths, prompt, seed)
+        medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
+        print(f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", flush=True)
+        seconds.append(took)
+    return seconds[0], seconds[1]
 
 
 def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
@@ -109,10 +125,9 @@ def main() -> None:
     llm, plan = start(options, longest)
     for count in options.rows:
         own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
-        for repeat in range(options.repeats):
-            seconds, steps = rollout(llm, plan, own, options.prompt, repeat)
-            medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
-            print(f"{count} rows: {seconds:.2f} s; ms a step by rows left: {medians}", flush=True)
+        both = [compare(llm, plan, own, options.prompt, repeat) for repeat in range(options.repeats)]
+        ratio = statistics.median(plain / steady for plain, steady in both)
+        print(f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of {len(both)})", flush=True)
         if options.profile:
             profile(llm, plan, own, options.prompt)
 

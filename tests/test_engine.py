@@ -153,6 +153,7 @@ def start_vllm(
         vocabulary=VOCAB,
         sleep=bool(GPUS),
         eager=True,
+        steady=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
         sampling=Sampling(1.0, 1024, stop=stop),

@@ -413,10 +413,12 @@ def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, f
     assert engine.loaded == (level == 0)
 
 
-@pytest.mark.parametrize("argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"]])
+@pytest.mark.parametrize(
+    "argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"], ["--engine.eager"], ["--engine.no-steady"]]
+)
 def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
     installed(None)
-    with pytest.raises(UserError, match=r"is vLLM's; use (1|auto) with engine\.kind hf"):
+    with pytest.raises(UserError, match=r"is vLLM's; use (1|auto|False|True) with engine\.kind hf"):
         start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4)
     start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4)
     with pytest.raises(UserError, match=r"is vLLM's; it is not installed: pip install -r requirements.txt, or use "):
@@ -579,6 +581,8 @@ def test_a_run_learns_and_leaves_nothing_behind(job: Callable[..., Job]) -> None
     assert_gone(procs, within=1)
     assert not folder.exists()
     records = learns.records()
+    assert "KV cache for" in learns.output
+    assert "all scheduled by vLLM" not in learns.output
     scores = [record["val/score/mean"] for record in records if "val/score/mean" in record]
     assert [record["step"] for record in records] == list(range(61))
     assert len(scores) == 4

@@ -63,7 +63,10 @@ def check_engine(config: Config, placement: Placement, device: str, local_world:
     """A UserError for what the engine can't do, before it or a process group is started."""
     kind, engine = engine_kind(config, device), config.engine
     if kind == "hf":
-        for name, value, usual in (("tensor_parallel", engine.tensor_parallel, 1), ("sleep", engine.sleep, "auto")):
+        for name, value, usual in (
+            ("tensor_parallel", engine.tensor_parallel, 1), ("sleep", engine.sleep, "auto"),
+            ("eager", engine.eager, False), ("steady", engine.steady, True),
+        ):  # fmt: skip
             if value not in (usual, "off"):
                 remedy = f"use {usual} with engine.kind hf, or engine.kind vllm"
                 if engine.kind == "auto" and device == "cuda":
@@ -179,6 +182,7 @@ def _plan(config: Config, runtime: Runtime, model: Any, dtype: torch.dtype, *, r
         kv_bytes=_kv_bytes(config, model, dtype, device, rows=rows, tokens=tokens),
         sleep=config.engine.sleep != "off" and device.type == "cuda",
         eager=config.engine.eager or device.type == "cpu",
+        steady=config.engine.steady,
         device=device.type,
         threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
         sampling=Sampling.of(config.rollout),
@@ -193,6 +197,7 @@ def finish_start(engine: RolloutEngine) -> str:
     parts = [f"vLLM {facts['version']}", f"imported in {facts['import_s']:.1f} s", f"built in {facts['build_s']:.1f} s"]
     parts += [f"compiled in {facts['compile_s']:.1f} s of them"] if facts["compile_s"] else []
     parts += [f"{facts['graphs']} CUDA graphs"] if facts["graphs"] else []
+    parts += [] if facts["steady"] else ["all scheduled by vLLM"]
     return f"engine: {', '.join(parts)}, KV cache for {facts['kv_tokens']:,} tokens"
 
 

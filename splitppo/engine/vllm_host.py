@@ -92,6 +92,24 @@ def build_llm(plan: Plan) -> Any:
     )
 
 
+def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
+    """The engine, limited to the plan's vocabulary, and what the log says of it."""
+    from splitppo.engine.vllm_scheduler import steady
+
+    began = time.monotonic()
+    llm = build_llm(plan)
+    llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
+    compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
+    return llm, {
+        "version": vllm_version(),
+        "build_s": time.monotonic() - began,
+        "compile_s": compilation.compilation_time,
+        "graphs": len(compilation.cudagraph_capture_sizes or []),
+        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "steady": plan.steady and steady(llm.engine_core.engine_core.scheduler, plan.eos),
+    }
+
+
 def _without_a_port(folder: Path) -> None:
     """Lets the workers meet through a file in the engine's own folder: vLLM before 0.27 takes a TCP port for it, later
     versions leave a file behind. They name their shared memory after it, so it has a name of its own."""
@@ -279,17 +297,6 @@ def read_plan() -> Plan | None:
     return plan
 
 
-def facts_of(llm: Any) -> dict[str, Any]:
-    """What the log says of an engine."""
-    compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
-    return {
-        "version": vllm_version(),
-        "compile_s": compilation.compilation_time,
-        "graphs": len(compilation.cudagraph_capture_sizes or []),
-        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-    }
-
-
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
@@ -301,15 +308,12 @@ def main() -> int:
     if plan is None:
         return 1
     os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
-    planned = time.monotonic()
     conns: list[Connection] = []
     try:
-        llm = build_llm(plan)
-        llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-        facts = {"import_s": imported - start, "build_s": time.monotonic() - planned} | facts_of(llm)
+        llm, facts = start_llm(plan)
         conns = connect(plan)
         for conn in conns:
-            conn.send(("done", facts))
+            conn.send(("done", facts | {"import_s": imported - start}))
         Host(llm, conns, plan).serve()
         if plan.clients > 1:
             llm.engine_core.shutdown()  # its workers; alone, the process just ends, which is quicker

@@ -42,7 +42,7 @@ class Plan:
         kv_bytes: of the KV cache, on each GPU.
         eos: ids that end a response. vocabulary: ids from 0 that may be drawn.
         sleep: whether it must be able to give its memory back.
-        eager: neither compile nor capture CUDA graphs.
+        eager: neither compile nor capture CUDA graphs. steady: see vllm_scheduler.py.
         device: `cuda` or `cpu`; threads: of the CPU's engine.
         sampling: of the rollouts: what the engine has to be ready for.
     """
@@ -59,6 +59,7 @@ class Plan:
     vocabulary: int
     sleep: bool
     eager: bool
+    steady: bool
     device: str
     threads: int
     sampling: Sampling

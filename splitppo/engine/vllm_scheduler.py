@@ -1,0 +1,145 @@
+"""Fewer microseconds for each row and decode step in vLLM's scheduler, which with small models is slower than the GPU.
+
+In most steps of a rollout all that happens is that each row gets a token. vLLM's scheduler is ready for much else in
+each row of each step. Here the rows to which nothing else happens are handled in two short loops, and all others, their
+beginnings, ends, shortages and aborts, by vLLM's own methods, which are told of those alone.
+"""
+
+# pyright: reportMissingImports=false
+# (vLLM is not installed everywhere)
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from splitppo.engine.vllm_process import vllm_version
+
+RUNNING = RequestStatus.RUNNING
+VERSIONS = ("0.26.", "0.32.")  # of vLLM, for which this was written and tested
+
+
+class Steady:
+    """Stands before `schedule` and `update_from_output` of a scheduler.
+
+    A row goes on if it is decoding, there is a place for its token, and it doesn't end.
+
+    Args:
+        vllm: the scheduler.
+        ends: ids that end rows, or may.
+    """
+
+    def __init__(self, vllm: Any, ends: Sequence[int]):
+        self.vllm, self.ends = vllm, frozenset(ends)
+        # whether a step is scheduled before the tokens of the one before it are known
+        self.ahead = isinstance(vllm, AsyncScheduler)
+        self.schedule_all, self.update_all = vllm.schedule, vllm.update_from_output
+        vllm.schedule, vllm.update_from_output = self.schedule, self.update_from_output
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Who gets a token in the next step."""
+        vllm, rows = self.vllm, self._rows()
+        blocks = self._blocks(rows)
+        if not blocks:
+            return self.schedule_all(*args, **kwargs)
+        counts = dict.fromkeys(blocks, 1)
+        cached = vllm._make_cached_request_data(rows, [], counts, {}, blocks)
+        running, waiting = vllm.running, vllm.waiting
+        vllm.running, vllm.waiting = [], type(waiting)()
+        try:
+            output = self.schedule_all(*args, **kwargs)  # what a step has beside its rows
+        finally:
+            vllm.running, vllm.waiting = running, waiting
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, len(counts)
+        output.scheduled_cached_reqs = cached
+        if not vllm.use_v2_model_runner:
+            vllm.prev_step_scheduled_req_ids.update(counts)
+        vllm._update_after_schedule(output)
+        return output
+
+    def update_from_output(self, scheduled: Any, drawn: Any) -> Any:
+        """Hands out the tokens of a step."""
+        requests, ends, ahead, longest = self.vllm.requests, self.ends, self.ahead, self.vllm.max_model_len
+        hashed = self.vllm.hash_block_size
+        tokens, places, logprobs = drawn.sampled_token_ids, drawn.req_id_to_index, drawn.logprobs
+        whole, rest, outputs = scheduled.num_scheduled_tokens, {}, []
+        for name, count in whole.items():
+            row, place = requests.get(name), places.get(name, -1)
+            own = tokens[place] if tokens and place >= 0 else ()
+            if row is None or row.status is not RUNNING or count > 1 or len(own) != 1 or own[0] in ends:
+                rest[name] = count
+                continue
+            given, tokens_now = row._output_token_ids, row.num_prompt_tokens + len(row._output_token_ids) + 1
+            # the first token comes with more from vLLM; tokens of before a preemption may be under way after it
+            if not 0 < len(given) < row.max_tokens - 1 or tokens_now >= longest or row.num_preemptions:
+                rest[name] = count
+                continue
+            row.num_in_flight_tokens -= 1
+            given.append(own[0])
+            row._all_token_ids.append(own[0])
+            if tokens_now % hashed == 0:
+                row.update_block_hashes()
+            if ahead:
+                row.num_output_placeholders -= 1
+            of = logprobs.slice_request(place, 1) if logprobs else None
+            outputs.append(EngineCoreOutput(request_id=name, new_token_ids=own, new_logprobs=of))
+        scheduled.num_scheduled_tokens = rest
+        try:
+            answer = self.update_all(scheduled, drawn)
+        finally:
+            scheduled.num_scheduled_tokens = whole
+        if outputs:
+            told = answer.setdefault(0, EngineCoreOutputs())
+            told.outputs = outputs + told.outputs
+        return answer
+
+    def _rows(self) -> list[Any]:
+        """Those that get a token in the next step, if it is a step of rows that go on and of nothing else; or none."""
+        vllm, rows = self.vllm, []
+        full = len(vllm.running) == vllm.max_num_running_reqs
+        if vllm._pause_state != PauseState.UNPAUSED or (not full and vllm.get_request_counts()[1]):
+            return []
+        for row in vllm.running:
+            unseen, computed = row.num_output_placeholders, row.num_computed_tokens
+            if unseen and computed + 2 - unseen >= row.num_prompt_tokens + row.max_tokens:
+                continue  # its last token is under way
+            if row.num_tokens + unseen - computed != 1 or computed + 2 > vllm.max_model_len:
+                return []
+            rows.append(row)
+        return rows
+
+    def _blocks(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The new blocks of the KV cache for each row; or nothing, if there aren't enough."""
+        manager = self.vllm.kv_cache_manager
+        size = manager.coordinator.single_type_managers[0].block_size
+        blocks = {row.request_id: manager.empty_kv_cache_blocks for row in rows}
+        at_end = [row for row in rows if row.num_computed_tokens % size == 0]
+        if len(at_end) > manager.block_pool.get_num_free_blocks():
+            return {}
+        return blocks | {row.request_id: manager.allocate_slots(row, 1) for row in at_end}
+
+
+def steady(scheduler: Any, ends: Sequence[int]) -> bool:
+    """Makes a scheduler of vLLM's quicker with rows that go on, if it is one of which it is known how.
+
+    Args:
+        ends: ids that end rows, or may.
+
+    Returns:
+        whether it is.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    kept = len(managers) == 1 and type(managers[0]) is FullAttentionManager  # a row keeps all its blocks
+    if (
+        not kept
+        or type(scheduler) not in (Scheduler, AsyncScheduler)
+        or not (vllm_version() or "").startswith(VERSIONS)
+    ):
+        return False
+    Steady(scheduler, ends)
+    return True
