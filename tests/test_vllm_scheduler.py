@@ -199,8 +199,13 @@ def test_steady_steps_are_those_of_vllm(kind: str, seed: int, blocks: int, vllm_
         assert min(quick.preempted, plain.preempted) > 0
 
 
-def test_a_scheduler_of_another_kind_stays_as_it_is(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = scheduler_of("sync", vllm_config, 100)
-    monkeypatch.setattr("splitppo.engine.vllm_scheduler.vllm_version", lambda: "0.99.0")
-    assert not steady(scheduler, [END])
-    assert "schedule" not in vars(scheduler)
+def test_a_scheduler_of_another_kind_stays_as_it_is(vllm_config: Any) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    own, windowed = scheduler_of("sync", vllm_config, 100), scheduler_of("sync", vllm_config, 100)
+    own.__class__ = type("Own", (type(own),), {})
+    [manager] = windowed.kv_cache_manager.coordinator.single_type_managers
+    manager.__class__ = type("Windowed", (FullAttentionManager,), {})
+    for scheduler in (own, windowed):
+        assert not steady(scheduler, [END])
+        assert "schedule" not in vars(scheduler)

@@ -30,6 +30,7 @@ from splitppo.engine.vllm_process import Plan, vllm_version
 from splitppo.engine.vllm_rows import Rows, params_of
 from splitppo.rollout import Sample
 
+STEADY = ("0.26.", "0.32.")  # versions whose scheduler vllm_scheduler.py was written and tested for
 EXTENSION = "splitppo.engine.vllm_worker.WeightReceiver"
 # in-process: this process is the engine's own already. The rest: nothing goes out, nothing is read from elsewhere.
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
@@ -94,11 +95,14 @@ def build_llm(plan: Plan) -> Any:
 
 def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
     """The engine, limited to the plan's vocabulary, and what the log says of it."""
-    from splitppo.engine.vllm_scheduler import steady
-
     began = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
+    quick = plan.steady and (vllm_version() or "").startswith(STEADY)
+    if quick:
+        from splitppo.engine.vllm_scheduler import steady
+
+        quick = steady(llm.engine_core.engine_core.scheduler, plan.eos)
     compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
     return llm, {
         "version": vllm_version(),
@@ -106,7 +110,7 @@ def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
         "compile_s": compilation.compilation_time,
         "graphs": len(compilation.cudagraph_capture_sizes or []),
         "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        "steady": plan.steady and steady(llm.engine_core.engine_core.scheduler, plan.eos),
+        "steady": quick,
     }
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from splitppo.engine import Sampling, row_seed
 from splitppo.rollout import Request, Sample
 
@@ -116,7 +118,7 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int 
 
 def sample_of(row: OpenRow, reason: str) -> Sample:
     """A finished row as the trainer has it."""
-    request, logprobs = row.request, [float(drawn) for part in row.logprobs for drawn, *_ in part]
+    request, logprobs = row.request, np.concatenate(row.logprobs)[:, 0].tolist() if row.logprobs else []
     if len(logprobs) != len(row.tokens) or reason not in ("stop", "length"):
         why = f"ended by {reason} with {len(row.tokens)} tokens and {len(logprobs)} log-probs"
         raise RuntimeError(f"row {request.row} {why}")

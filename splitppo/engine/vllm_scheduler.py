@@ -18,10 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from splitppo.engine.vllm_process import vllm_version
-
 RUNNING = RequestStatus.RUNNING
-VERSIONS = ("0.26.", "0.32.")  # of vLLM, for which this was written and tested
 
 
 class Steady:
@@ -134,12 +131,9 @@ def steady(scheduler: Any, ends: Sequence[int]) -> bool:
         whether it is.
     """
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    kept = len(managers) == 1 and type(managers[0]) is FullAttentionManager  # a row keeps all its blocks
-    if (
-        not kept
-        or type(scheduler) not in (Scheduler, AsyncScheduler)
-        or not (vllm_version() or "").startswith(VERSIONS)
-    ):
+    if type(scheduler) not in (Scheduler, AsyncScheduler) or len(managers) != 1:
+        return False
+    if type(managers[0]) is not FullAttentionManager:  # a row is not to lose blocks before it ends
         return False
     Steady(scheduler, ends)
     return True
