@@ -13,6 +13,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,17 +89,35 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
 
 def compare(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) -> tuple[float, float]:
     """Seconds of a rollout all scheduled by vLLM, and of the same one with `engine.steady`."""
-    scheduler, seconds = llm.engine_core.engine_core.scheduler, []
-    ours = {name: own for name, own in vars(scheduler).items() if name in ("schedule", "update_from_output")}
-    for name in ours:
-        delattr(scheduler, name)
-    for how, methods in (("vLLM", {}), ("steady", ours)):
-        vars(scheduler).update(methods)
+    scheduler, names = llm.engine_core.engine_core.scheduler, ("schedule", "update_from_output")
+    ours = {name: getattr(scheduler, name) for name in names}
+    for name in names:
+        vars(scheduler).pop(name, None)
+    both = {"vLLM": {name: getattr(scheduler, name) for name in names}, "steady": ours}
+    seconds = []
+    for how, methods in both.items():
+        spent: list[float] = []
+        vars(scheduler).update({name: timed(method, spent) for name, method in methods.items()})
         took, steps = rollout(llm, plan, lengths, prompt, seed)
         medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
-        print(f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", flush=True)
+        full = 1e3 * statistics.median(spent[: len(spent) // 10]) * len(names)  # all rows are left in the first tenth
+        print(f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", end="; ")
+        print(f"scheduling {full:.2f} of it at first", flush=True)
         seconds.append(took)
+    vars(scheduler).update(ours)
     return seconds[0], seconds[1]
+
+
+def timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """`method`, whose seconds are added to `spent`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*args, **kwargs)
+        spent.append(time.perf_counter() - began)
+        return result
+
+    return call
 
 
 def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
