@@ -98,8 +98,10 @@ class Steady:
     def _rows(self) -> list[Any]:
         """Those that get a token in the next step, if it is a step of rows that go on and of nothing else; or none."""
         vllm, rows = self.vllm, []
-        full = len(vllm.running) == vllm.max_num_running_reqs
-        if vllm._pause_state != PauseState.UNPAUSED or (not full and vllm.get_request_counts()[1]):
+        running, waiting = vllm.get_request_counts()
+        if running == vllm.max_num_running_reqs:
+            waiting -= len(vllm.waiting)  # for which there is no place
+        if waiting or running > vllm.max_num_scheduled_tokens or vllm._pause_state != PauseState.UNPAUSED:
             return []
         for row in vllm.running:
             unseen, computed = row.num_output_placeholders, row.num_computed_tokens
