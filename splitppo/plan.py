@@ -142,8 +142,13 @@ def _above_zero(**flags: float | None) -> None:
 
 def _names_a_run(argv: list[str]) -> bool:
     """Whether the first word that is no flag of `of_run`, nor its value, is no flag at all, as with a probe it is."""
-    rest = re.sub(r"^(--(gpus|nodes|network)(=|\0)[^\0]*\0)*", "", "".join(f"{word}\0" for word in argv))
-    return bool(rest) and not rest.startswith("-")
+    own, words = ("--gpus", "--nodes", "--network"), iter(argv)
+    for word in words:
+        if word in own:
+            next(words, None)  # its value
+        elif word.split("=")[0] not in own:
+            return not word.startswith("-")
+    return False
 
 
 def main() -> int:

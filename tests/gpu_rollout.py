@@ -96,13 +96,14 @@ def compare(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     both = {"vLLM": {name: getattr(scheduler, name) for name in names}, "steady": ours}
     seconds = []
     for how, methods in both.items():
-        spent: list[float] = []
-        vars(scheduler).update({name: timed(method, spent) for name, method in methods.items()})
+        spent: dict[str, list[float]] = {name: [] for name in names}
+        vars(scheduler).update({name: timed(method, spent[name]) for name, method in methods.items()})
         took, steps = rollout(llm, plan, lengths, prompt, seed)
         medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
-        full = 1e3 * statistics.median(spent[: len(spent) // 10]) * len(names)  # all rows are left in the first tenth
+        # in the first tenth of the steps most rows are left
+        first = 1e3 * sum(statistics.median(each[: len(each) // 10]) for each in spent.values())
         print(f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", end="; ")
-        print(f"scheduling {full:.2f} of it at first", flush=True)
+        print(f"scheduling {first:.2f} of it at first", flush=True)
         seconds.append(took)
     vars(scheduler).update(ours)
     return seconds[0], seconds[1]

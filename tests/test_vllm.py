@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from splitppo import export, train
 from splitppo.config import Config
-from splitppo.engine import Sampling, row_seed, start
+from splitppo.engine import Sampling, row_seed, start, vllm_host
 from splitppo.engine import vllm as trainer_side
 from splitppo.engine.vllm import bit_sum, weight_names
 from splitppo.engine.vllm_host import compare, graph_sizes
@@ -564,6 +565,44 @@ def assert_gone(procs: set[Proc], within: float) -> None:
     while left := procs & living().keys():
         assert time.monotonic() < deadline, [proc.argv for proc in left]
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "ours"),
+    [
+        ("0.26.0", True, True),
+        ("0.26.1+cu130", True, True),
+        ("0.32.0+cpu", True, True),
+        ("0.32.0", False, False),
+        ("0.27.0", True, False),
+        ("0.33.0", True, False),
+    ],
+)
+def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(version, asked, ours, monkeypatch) -> None:
+    made: list[Any] = []
+    own = SimpleNamespace(steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True))
+    monkeypatch.setitem(sys.modules, "splitppo.engine.vllm_scheduler", own)
+    monkeypatch.setattr(vllm_host, "vllm_version", lambda: version)
+    limits: list[Any] = []
+    llm = SimpleNamespace(
+        collective_rpc=lambda name, args: limits.append((name, args)),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler="the scheduler")),
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(compilation_time=2.0, cudagraph_capture_sizes=[1, 2]),
+            cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
+        ),
+    )
+    monkeypatch.setattr(vllm_host, "build_llm", lambda plan: llm)
+    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), steady=asked)
+    _, facts = vllm_host.start_llm(plan)
+    assert made == ([("the scheduler", (3, 4))] if ours else [])
+    assert limits == [("splitppo_limit", (100,))]
+    engine: Any = trainer_side.VLLMEngine.__new__(trainer_side.VLLMEngine)
+    monkeypatch.setattr(engine, "connect", lambda: facts | {"import_s": 1.0})
+    told = start.finish_start(engine)
+    assert ("all scheduled by vLLM" in told) is not ours
+    assert told.startswith(f"engine: vLLM {version}, imported in 1.0 s")
+    assert told.endswith("2 CUDA graphs, KV cache for 160 tokens" if ours else "by vLLM, KV cache for 160 tokens")
 
 
 LONG = ("--steps=1000", "--rollout.max-new-tokens=200", "--rollout.batch-size=128", "--log.validate-every=0")

@@ -67,19 +67,22 @@ class Steady:
         whole, rest, outputs = scheduled.num_scheduled_tokens, {}, []
         for name, count in whole.items():
             row, place = requests.get(name), places.get(name, -1)
-            own = tokens[place] if tokens and place >= 0 else ()
-            if row is None or row.status is not RUNNING or count > 1 or len(own) != 1 or own[0] in ends:
-                rest[name] = count
-                continue
-            given, tokens_now = row._output_token_ids, row.num_prompt_tokens + len(row._output_token_ids) + 1
-            # the first token comes with more from vLLM; tokens of before a preemption may be under way after it
-            if not 0 < len(given) < row.max_tokens - 1 or tokens_now >= longest or row.num_preemptions:
+            own: Any = tokens[place] if tokens and place >= 0 else ()
+            if (
+                row is None
+                or row.status is not RUNNING
+                or row.num_preemptions  # tokens of before it may still be under way
+                or (count, len(own)) != (1, 1)
+                or own[0] in ends
+                or not 0 < len(row._output_token_ids) < row.max_tokens - 1  # with the first one vLLM tells more
+                or (length := len(row._all_token_ids) + 1) >= longest
+            ):
                 rest[name] = count
                 continue
             row.num_in_flight_tokens -= 1
-            given.append(own[0])
+            row._output_token_ids.append(own[0])
             row._all_token_ids.append(own[0])
-            if tokens_now % hashed == 0:
+            if length % hashed == 0:
                 row.update_block_hashes()
             if ahead:
                 row.num_output_placeholders -= 1

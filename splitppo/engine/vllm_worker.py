@@ -45,13 +45,11 @@ class WeightReceiver:
         self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
 
     def splitppo_limit(self, vocabulary: int) -> None:
-        """Keeps ids from `vocabulary` on from being drawn. Rows of logits stay as long as they are: vLLM's kernels read
-        those of 16 n numbers many at a time, and were compiled for them before the first rollout."""
+        """Keeps ids from `vocabulary` on from being drawn. A row of logits stays as long as it is: vLLM's kernels were
+        compiled for that length, and are slower with one that is no multiple of 16."""
         found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
         if not found:
-            raise RuntimeError(
-                f"{type(self.get_model()).__name__}: no LogitsProcessor in it to limit the vocabulary by"
-            )
+            raise RuntimeError(f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by")
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
             if logits is not None:  # of a tensor-parallel engine not all workers have them
