@@ -52,6 +52,7 @@ def scheduler_of(kind: str, vllm_config: Any, blocks: int) -> Any:
         structured_output_manager=StructuredOutputManager(vllm_config),
     )  # fmt: skip
     scheduler.use_v2_model_runner = "second" in kind
+    scheduler.max_num_scheduled_tokens = 100  # a step: prompts are cut
     return scheduler
 
 

@@ -16,9 +16,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
-
-RUNNING = RequestStatus.RUNNING
 
 
 class Steady:
@@ -70,9 +67,8 @@ class Steady:
             own: Any = tokens[place] if tokens and place >= 0 else ()
             if (
                 row is None
-                or row.status is not RUNNING
-                or row.num_preemptions  # tokens of before it may still be under way
-                or (count, len(own)) != (1, 1)
+                or row.num_preemptions  # it may wait again, and tokens of before may be under way
+                or len(own) != 1
                 or own[0] in ends
                 or not 0 < len(row._output_token_ids) < row.max_tokens - 1  # with the first one vLLM tells more
                 or (length := len(row._all_token_ids) + 1) >= longest
