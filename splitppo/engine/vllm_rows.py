@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from splitppo.engine import Sampling, row_seed
 from splitppo.rollout import Request, Sample
 
@@ -21,7 +19,16 @@ class OpenRow:
     rank: int
     request: Request
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # arrays `[n, 1]`
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GoneOn:
+    """What rows got that each got one token and goes on: one among vLLM's outputs, in place of one for each row."""
+
+    names: list[str]  # request ids
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class Rows:
@@ -68,14 +75,20 @@ class Rows:
         return {row.rank for row in self.open.values()}
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
-        ended = []
+        ended, rows = [], self.open
         for output in self.llm.engine_core.get_output().outputs:
-            row = self.open.get(output.request_id)
+            if isinstance(output, GoneOn):
+                for name, token, logprob in zip(output.names, output.tokens, output.logprobs, strict=True):
+                    row = rows[name]
+                    row.tokens.append(token)
+                    row.logprobs.append(logprob)
+                continue
+            row = rows.get(output.request_id)
             if row is None:
                 continue  # late, of a row that was broken off
             row.tokens += output.new_token_ids
             if output.new_logprobs is not None:
-                row.logprobs.append(output.new_logprobs.logprobs)
+                row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 ended.append((self.open.pop(output.request_id), str(output.finish_reason)))
         return ended
@@ -85,7 +98,7 @@ class Rows:
         for output in self.llm.step():
             if output.finished and (row := self.open.pop(output.request_id, None)):
                 told = output.outputs[0]
-                row.tokens, row.logprobs = list(told.token_ids), [[[logprob] for logprob in told.logprobs.logprobs]]
+                row.tokens, row.logprobs = list(told.token_ids), list(told.logprobs.logprobs)
                 ended.append((row, told.finish_reason))
         return ended
 
@@ -118,10 +131,10 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int 
 
 def sample_of(row: OpenRow, reason: str) -> Sample:
     """A finished row as the trainer has it."""
-    request, logprobs = row.request, np.concatenate(row.logprobs)[:, 0].tolist() if row.logprobs else []
-    if len(logprobs) != len(row.tokens) or reason not in ("stop", "length"):
-        why = f"ended by {reason} with {len(row.tokens)} tokens and {len(logprobs)} log-probs"
+    request = row.request
+    if len(row.logprobs) != len(row.tokens) or reason not in ("stop", "length"):
+        why = f"ended by {reason} with {len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
         raise RuntimeError(f"row {request.row} {why}")
-    if not all(map(math.isfinite, logprobs)):
+    if not all(map(math.isfinite, row.logprobs)):
         raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-    return Sample(request.row, request.prompt, row.tokens, logprobs, reason == "stop")
+    return Sample(request.row, request.prompt, row.tokens, row.logprobs, reason == "stop")

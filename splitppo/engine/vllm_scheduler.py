@@ -8,20 +8,24 @@ beginnings, ends, shortages and aborts, by vLLM's own methods, which are told of
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs
+
+from splitppo.engine.vllm_rows import GoneOn
 
 
 class Steady:
     """Stands before `schedule` and `update_from_output` of a scheduler.
 
-    A row goes on if it is decoding, there is a place for its token, and it doesn't end.
+    A row goes on if it is decoding, there is a place for its token, and it doesn't end. What such rows got is told as
+    one GoneOn; rows of which text is made are told of by vLLM.
 
     Args:
         vllm: the scheduler.
@@ -39,10 +43,10 @@ class Steady:
         """Who gets a token in the next step."""
         vllm, rows = self.vllm, self._rows()
         blocks = self._blocks(rows)
-        if not blocks:
+        if not rows or blocks is None:
             return self.schedule_all(*args, **kwargs)
-        counts = dict.fromkeys(blocks, 1)
-        cached = vllm._make_cached_request_data(rows, [], counts, {}, blocks)
+        cached = self._told(rows, blocks)
+        counts = dict.fromkeys(cached.req_ids, 1)
         running, waiting = vllm.running, vllm.waiting
         vllm.running, vllm.waiting = [], type(waiting)()
         try:
@@ -60,13 +64,16 @@ class Steady:
         """Hands out the tokens of a step."""
         requests, ends, ahead, longest = self.vllm.requests, self.ends, self.ahead, self.vllm.max_model_len
         hashed = self.vllm.hash_block_size
-        tokens, places, logprobs = drawn.sampled_token_ids, drawn.req_id_to_index, drawn.logprobs
-        whole, rest, outputs = scheduled.num_scheduled_tokens, {}, []
+        tokens, places = drawn.sampled_token_ids, drawn.req_id_to_index
+        logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else None
+        whole, rest, on = scheduled.num_scheduled_tokens, {}, GoneOn([], [], [])
         for name, count in whole.items():
             row, place = requests.get(name), places.get(name, -1)
             own: Any = tokens[place] if tokens and place >= 0 else ()
             if (
-                row is None
+                logprobs is None
+                or row is None
+                or row.sampling_params.detokenize
                 or row.num_preemptions  # it may wait again, and tokens of before may be under way
                 or len(own) != 1
                 or own[0] in ends
@@ -82,16 +89,17 @@ class Steady:
                 row.update_block_hashes()
             if ahead:
                 row.num_output_placeholders -= 1
-            of = logprobs.slice_request(place, 1) if logprobs else None
-            outputs.append(EngineCoreOutput(request_id=name, new_token_ids=own, new_logprobs=of))
+            on.names.append(name)
+            on.tokens.append(own[0])
+            on.logprobs.append(logprobs[place])
         scheduled.num_scheduled_tokens = rest
         try:
             answer = self.update_all(scheduled, drawn)
         finally:
             scheduled.num_scheduled_tokens = whole
-        if outputs:
+        if on.names:
             told = answer.setdefault(0, EngineCoreOutputs())
-            told.outputs = outputs + told.outputs
+            told.outputs = [on, *told.outputs]
         return answer
 
     def _rows(self) -> list[Any]:
@@ -111,15 +119,28 @@ class Steady:
             rows.append(row)
         return rows
 
-    def _blocks(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """The new blocks of the KV cache for each row; or nothing, if there aren't enough."""
+    def _blocks(self, rows: Sequence[Any]) -> dict[str, Any] | None:
+        """The new blocks of the KV cache, by row, for those that need one; None, if there aren't enough."""
         manager = self.vllm.kv_cache_manager
         size = manager.coordinator.single_type_managers[0].block_size
-        blocks = {row.request_id: manager.empty_kv_cache_blocks for row in rows}
         at_end = [row for row in rows if row.num_computed_tokens % size == 0]
         if len(at_end) > manager.block_pool.get_num_free_blocks():
-            return {}
-        return blocks | {row.request_id: manager.allocate_slots(row, 1) for row in at_end}
+            return None
+        return {row.request_id: manager.allocate_slots(row, 1).get_block_ids() for row in at_end}
+
+    def _told(self, rows: Sequence[Any], blocks: Mapping[str, Any]) -> CachedRequestData:
+        """What workers are told of rows that they know."""
+        names, before = [row.request_id for row in rows], self.vllm.prev_step_scheduled_req_ids
+        new = () if self.vllm.use_v2_model_runner else [row for row in rows if row.request_id not in before]
+        return CachedRequestData(
+            req_ids=names,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={row.request_id: row._all_token_ids.copy() for row in new},
+            new_block_ids=[*map(blocks.get, names)],
+            num_computed_tokens=[row.num_computed_tokens for row in rows],
+            num_output_tokens=[len(row._output_token_ids) + row.num_output_placeholders for row in rows],
+        )
 
 
 def steady(scheduler: Any, ends: Sequence[int]) -> bool:
