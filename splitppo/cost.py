@@ -3,10 +3,14 @@
 With x actor ranks and y critic ranks, and the work of a phase in seconds of one GPU:
 
     actor column   G(x) + sync + (old log-probs [+ reference] + policy update) / x + P
+                   where scoring late rows takes longer than the log-probs, that in their place
     critic column  (values and scores [+ reference] + value update) / y + V
     step           the longer of the two; colocated: x = y = all ranks, one column after the other
 
-G is the rollout. With fewer rows a rank it gets a little faster only: it goes as 1 + rows / ROWS_THAT_DOUBLE.
+G is the rollout: decode steps until the longest row has ended, which take longer with more rows. So it goes as
+1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE, and with fewer rows a rank it gets a little faster only.
+Rows are scored under the rollout as they end. What is left then is taken to be mean length / longest of the scoring,
+which is all if they are equally long.
 P and V are what the updates take however many GPUs share them: a small model's layers wait for the host. Where one
 update has far fewer FLOPs a second than the other, it is what it takes longer than it would with as many.
 """
@@ -19,8 +23,8 @@ from typing import Any, Literal
 from splitppo.errors import UserError
 from splitppo.timeline import read_column
 
-# decoding on an H200, 1.5B: 128 rows 2.6 s, 256 rows 2.8 s, 512 rows 4.1 s
-ROWS_THAT_DOUBLE = 540
+# a decode step of 1.5B on an H200: 2.1 ms with hardly any rows, 4.1 ms with 256
+ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # of another model's FLOPs a second: fewer are a small model's, whose layers wait for the host
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
 Side = Literal["actor", "critic"]
@@ -45,7 +49,7 @@ class Work:
     """What a step costs, in seconds.
 
     Attributes:
-        batch: rows of a step.
+        batch: rows of a step. longest: their longest response by the mean one.
         rollout: a rollout of hardly any rows. sync: the weights' way into the engine. rest: what an actor rank does
             beside the phases named here.
         old, reference, score, policy, value: on one GPU: old and reference log-probs, values with rewards, the updates.
@@ -61,18 +65,25 @@ class Work:
     score: float
     policy: float
     value: float
+    longest: float
     policy_fixed: float = 0.0
     value_fixed: float = 0.0
+
+
+def slowed(rows: float, longest: float) -> float:
+    """How many times as long as with hardly any rows a rollout takes with so many a rank; `longest` as in Work."""
+    return 1 + rows / longest / ROWS_THAT_DOUBLE
 
 
 def columns(work: Work, split: Split) -> tuple[float, float]:
     """Seconds of a step in the actor's and in the critic's column."""
     x, y = split.actor, split.critic or split.actor
-    rollout = work.rollout * (1 + work.batch / x / ROWS_THAT_DOUBLE)
+    rollout = work.rollout * slowed(work.batch / x, work.longest)
     with_critic = work.reference if split.reference == "critic" else 0.0
-    actor = work.old + work.policy + work.reference - with_critic
-    actor = rollout + work.sync + work.rest + actor / x + work.policy_fixed
-    return actor, (work.score + work.value + with_critic) / y + work.value_fixed
+    logprobs, score = (work.old + work.reference - with_critic) / x, (work.score + with_critic) / y
+    late = score / work.longest if split.critic else 0.0
+    actor = rollout + work.sync + work.rest + max(logprobs, late) + work.policy / x + work.policy_fixed
+    return actor, score + work.value / y + work.value_fixed
 
 
 def predict(work: Work, split: Split) -> float:
@@ -142,9 +153,10 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
     known = named | {name for line in actor for name in line if name.startswith("timing_s/wait_")}
     beside = mean(actor, "step") - sum(mean(actor, name.removeprefix("timing_s/")) for name in known)
     rest = max(0.0, beside) if split.critic else 0.0
+    longest = sum(line["response_length/max"] / line["response_length/mean"] for line in actor) / len(actor)
     return Work(
         batch=batch,
-        rollout=(mean(actor, "rollout") + mean(actor, "stragglers")) / (1 + batch / x / ROWS_THAT_DOUBLE),
+        rollout=(mean(actor, "rollout") + mean(actor, "stragglers")) / slowed(batch / x, longest),
         sync=mean(actor, "sync"),
         rest=rest,
         old=old,
@@ -152,6 +164,7 @@ def measured(actor: Sequence[Mapping[str, Any]], critic: Sequence[Mapping[str, A
         score=max(0.0, score - (reference if split.reference == "critic" else 0.0)),
         policy=scales,
         value=value * (1 - value_slower) * y,
+        longest=longest,
         policy_fixed=policy * slower,
         value_fixed=value * value_slower,
     )

@@ -15,8 +15,10 @@ from splitppo.models import count_parameters, read_config
 from splitppo.plan import plan_lines
 from splitppo.tiny import build_tiny
 
-# 540 rows a rank double the time of a rollout
-WORK = Work(batch=540, rollout=1.0, sync=0.1, rest=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0)
+# 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is twice the mean
+WORK = Work(
+    batch=500, rollout=1.0, sync=0.1, rest=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0, longest=2.0
+)
 
 
 def test_columns_by_hand():
@@ -26,6 +28,11 @@ def test_columns_by_hand():
     assert columns(WORK, Split(2, 2, "critic")) == pytest.approx((1.5 + 0.3 + 4.0, 5.0))
     assert columns(WORK, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3, 8.0))
     assert predict(WORK, Split(4, 0)) == pytest.approx(1.25 + 0.3 + 18 / 4)
+    # rows that are all equally long end at once: 250 double the time of a rollout, and they are scored after it
+    alike = replace(WORK, longest=1.0)
+    assert columns(alike, Split(2, 2, "critic")) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 5.0))
+    assert columns(alike, Split(2, 2)) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 4.0))
+    assert predict(alike, Split(4, 0)) == pytest.approx(1.5 + 0.3 + 18 / 4)
     small = replace(WORK, value=1.0, value_fixed=0.7, policy_fixed=0.1)
     assert columns(small, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3 + 0.1, 3.7))
     assert columns(small, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0 + 0.1, 2.2))
@@ -44,12 +51,14 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
     x, y = split.actor, split.critic
     beside = split.reference == "actor"
     actor = {
-        "timing_s/rollout": work.rollout * (1 + work.batch / x / 540),
+        "timing_s/rollout": work.rollout * (1 + work.batch / x / 500),
         "timing_s/sync": work.sync,
         "timing_s/logprobs": (work.old + beside * work.reference) / x,
         "timing_s/update": work.policy / x + work.policy_fixed,
         "perf/update_tflop": 100 * work.policy / x,
         "timing_s/wait_advantages": 0.5,
+        "response_length/mean": 30.0,
+        "response_length/max": 60.0,
     }
     actor["timing_s/step"] = sum(value for name, value in actor.items() if "timing_s" in name) + work.rest
     score = (work.score + (not beside) * work.reference) / y
@@ -63,37 +72,37 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 @pytest.mark.parametrize("split", [Split(2, 2), Split(3, 1, "critic")])
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
-    assert asdict(measured(actor, critic, split, 540)) == pytest.approx(asdict(WORK))
+    assert asdict(measured(actor, critic, split, 500)) == pytest.approx(asdict(WORK))
     # of the rollout's seconds, some that the first rank waited for another one's engine
     early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/stragglers": 0.5}
     uneven = [*actor[:2], *(line | early for line in actor[2:])]
-    assert asdict(measured(uneven, critic, split, 540)) == pytest.approx(asdict(WORK))
+    assert asdict(measured(uneven, critic, split, 500)) == pytest.approx(asdict(WORK))
     # a wait too short to be noted in the first step, and none of the policy's updates at the beginning
     critic_late = [line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0} for line in actor]
     mixed = [*actor[:3], *critic_late[3:]]
-    assert measured(mixed, critic, split, 540).rest == pytest.approx(WORK.rest)
+    assert measured(mixed, critic, split, 500).rest == pytest.approx(WORK.rest)
     warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
-    assert measured(warming + actor[3:], critic, split, 540).policy == pytest.approx(WORK.policy)
+    assert measured(warming + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
     with pytest.raises(UserError, match="no policy update beyond its warm-up"):
-        measured(warming, critic, split, 540)
+        measured(warming, critic, split, 500)
     with pytest.raises(UserError, match="no more than 2 steps"):
-        measured(actor[:2], critic, split, 540)
+        measured(actor[:2], critic, split, 500)
 
 
 def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     work = replace(WORK, value=0.8, value_fixed=0.6)
     actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
-    assert asdict(measured(actor, critic, Split(2, 2), 540)) == pytest.approx(asdict(work))
+    assert asdict(measured(actor, critic, Split(2, 2), 500)) == pytest.approx(asdict(work))
     for line in actor:  # models of one size differ by what is not counted of the log-probs, which does get shorter
         line["perf/update_tflop"] = 70 * line["timing_s/update"]
     for line in critic:
         line["perf/update_tflop"] = 100 * line["timing_s/update"]
-    alike = measured(actor, critic, Split(2, 2), 540)
+    alike = measured(actor, critic, Split(2, 2), 500)
     assert (alike.policy_fixed, alike.value_fixed) == (0.0, 0.0)
     assert (alike.policy, alike.value) == pytest.approx((work.policy, 2.0))
     for line in actor + critic:
         line.pop("perf/update_tflop", None)
-    older = measured(actor, critic, Split(2, 2), 540)
+    older = measured(actor, critic, Split(2, 2), 500)
     assert (older.value, older.value_fixed, older.policy_fixed) == pytest.approx((2.0, 0.0, 0.0))
 
 
@@ -103,14 +112,14 @@ def test_without_old_log_probs_the_forward_pass_is_the_references(split):
     actor, critic = lines(split, work)
     for line in actor:
         line.pop("actor/mismatch_mean", None)
-    found = measured(actor, critic, split, 540)
+    found = measured(actor, critic, split, 500)
     assert (found.old, found.reference, found.score) == pytest.approx((0.0, 2.0, 2.0))
 
 
 def write_run(folder: Path, *, steps: int = 5) -> Path:
     (folder / "metrics").mkdir(parents=True)
     ppo = "[ppo]\nkl_coef = 0.1\nkl_loss_coef = 0.0\n"
-    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 540\n' + ppo)
+    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 500\n' + ppo)
     (folder / "placement.txt").write_text("placement per_node: 2 actor, 2 critic\n  rank 0 ...\n")
     for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
         text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
@@ -165,8 +174,8 @@ def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch,
     (run / "config.toml").write_text((run / "config.toml").read_text() + "[compute]\nmicro_batch_tokens = 1000\n")
     build_tiny(run / "tiny", seed=0)
     path = run / "metrics" / "actor.jsonl"
-    last = {"step": 6, "spans": [], "tokens": 8000.0, "perf/wire_mb": 0.1, "timing_s/update": 2.0, "timing_s/step": 6.0}
-    path.write_text(path.read_text() + json.dumps(last) + "\n")
+    last = {"step": 6, "tokens": 8000.0, "perf/wire_mb": 0.1, "timing_s/update": 2.0, "timing_s/step": 6.0}
+    path.write_text(path.read_text() + json.dumps(json.loads(path.read_text().splitlines()[-1]) | last) + "\n")
     monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "2", "--network", "25"])
     assert plan.main() == 0
     told = capsys.readouterr().out.splitlines()[-4:]
