@@ -72,8 +72,10 @@ class Worker:
 
     seed: int
     rows: dict[str, Row] = field(default_factory=dict)
-    # by row: tokens, those before, blocks; and the rows of which the scheduler tells all tokens again
-    steps: list[tuple[dict[str, tuple[int, int, int]], list[str]]] = field(default_factory=list)
+    # by row: tokens, those before, blocks; drawn ones, as it is told; all tokens, where the scheduler tells them again
+    steps: list[tuple[dict[str, tuple[int, int, int]], dict[str, int], dict[str, list[int]]]] = field(
+        default_factory=list
+    )
     preempted: int = 0
 
     def step(self, told: Any) -> Any:
@@ -96,7 +98,8 @@ class Worker:
         counts = told.num_scheduled_tokens
         assert told.total_num_scheduled_tokens == sum(counts.values())
         rows = {n: (c, self.rows[n].computed, len(self.rows[n].blocks)) for n, c in counts.items()}
-        self.steps.append((rows, sorted(cached.all_token_ids)))
+        drawn = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        self.steps.append((rows, drawn, {name: list(tokens) for name, tokens in cached.all_token_ids.items()}))
         written = [self.rows[n].blocks[(self.rows[n].computed + c - 1) // BLOCK] for n, c in counts.items()]
         assert len(set(written)) == len(written)  # a row writes to a block of its own
         tokens = [self.token(name, count) for name, count in counts.items()]
@@ -151,6 +154,8 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             row = draw.choice(sorted(scheduler.running, key=lambda row: row.request_id))
             scheduler.finish_requests(row.request_id, RequestStatus.FINISHED_ABORTED)
             got[row.request_id] = ["aborted"]
+        if draw.random() < 0.02:
+            scheduler.prev_step_scheduled_req_ids.clear()  # as if rows had been left out: all their tokens are told
         if not (late or scheduler.has_requests() or under_way):
             return got
         if scheduler.has_requests():
