@@ -9,6 +9,7 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
 
 G is the rollout: decode steps until the longest row has ended, which take longer with more rows. So it goes as
 1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE, and with fewer rows a rank it gets a little faster only.
+Ranks that share an engine are taken for as many with one each.
 Rows are scored under the rollout as they end. What is left then is taken to be mean length / longest of the scoring,
 which is all if they are equally long.
 P and V are what the updates take however many GPUs share them: a small model's layers wait for the host. Where one
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from splitppo.errors import UserError
 from splitppo.timeline import read_column
 
-# a decode step of 1.5B on an H200: 2.1 ms with hardly any rows, 4.1 ms with 256
+# a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # of another model's FLOPs a second: fewer are a small model's, whose layers wait for the host
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from splitppo.engine.vllm_rows import GoneOn
 
@@ -25,7 +25,7 @@ class Steady:
     """Stands before `schedule` and `update_from_output` of a scheduler.
 
     A row goes on if it is decoding, there is a place for its token, and it doesn't end. What such rows got is told as
-    one GoneOn; rows of which text is made are told of by vLLM.
+    one GoneOn, but what vLLM is to make text of as vLLM tells it.
 
     Args:
         vllm: the scheduler.
@@ -66,14 +66,13 @@ class Steady:
         hashed = self.vllm.hash_block_size
         tokens, places = drawn.sampled_token_ids, drawn.req_id_to_index
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else None
-        whole, rest, on = scheduled.num_scheduled_tokens, {}, GoneOn([], [], [])
+        whole, rest, outputs, on = scheduled.num_scheduled_tokens, {}, [], GoneOn([], [], [])
         for name, count in whole.items():
             row, place = requests.get(name), places.get(name, -1)
             own: Any = tokens[place] if tokens and place >= 0 else ()
             if (
                 logprobs is None
                 or row is None
-                or row.sampling_params.detokenize
                 or row.num_preemptions  # it may wait again, and tokens of before may be under way
                 or len(own) != 1
                 or own[0] in ends
@@ -89,6 +88,10 @@ class Steady:
                 row.update_block_hashes()
             if ahead:
                 row.num_output_placeholders -= 1
+            if row.sampling_params.detokenize:
+                of = drawn.logprobs.slice_request(place, 1)
+                outputs.append(EngineCoreOutput(request_id=name, new_token_ids=own, new_logprobs=of))
+                continue
             on.names.append(name)
             on.tokens.append(own[0])
             on.logprobs.append(logprobs[place])
@@ -97,9 +100,10 @@ class Steady:
             answer = self.update_all(scheduled, drawn)
         finally:
             scheduled.num_scheduled_tokens = whole
-        if on.names:
+        outputs += [on] if on.names else []
+        if outputs:
             told = answer.setdefault(0, EngineCoreOutputs())
-            told.outputs = [on, *told.outputs]
+            told.outputs = outputs + told.outputs
         return answer
 
     def _rows(self) -> list[Any]:
