@@ -62,12 +62,24 @@ class Steady:
 
     def update_from_output(self, scheduled: Any, drawn: Any) -> Any:
         """Hands out the tokens of a step."""
+        whole = scheduled.num_scheduled_tokens
+        scheduled.num_scheduled_tokens, outputs = self._hand_out(whole, drawn)
+        try:
+            answer = self.update_all(scheduled, drawn)
+        finally:
+            scheduled.num_scheduled_tokens = whole
+        if outputs:
+            told = answer.setdefault(0, EngineCoreOutputs())
+            told.outputs = outputs + told.outputs
+        return answer
+
+    def _hand_out(self, counts: Mapping[str, int], drawn: Any) -> tuple[dict[str, int], list[Any]]:
+        """Gives the rows that go on their tokens. Returns the others' part of `counts`, and what is told."""
         requests, ends, ahead, longest = self.vllm.requests, self.ends, self.ahead, self.vllm.max_model_len
-        hashed = self.vllm.hash_block_size
+        hashed, rest, outputs, on = self.vllm.hash_block_size, {}, [], GoneOn([], [], [])
         tokens, places = drawn.sampled_token_ids, drawn.req_id_to_index
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else None
-        whole, rest, outputs, on = scheduled.num_scheduled_tokens, {}, [], GoneOn([], [], [])
-        for name, count in whole.items():
+        for name, count in counts.items():
             row, place = requests.get(name), places.get(name, -1)
             own: Any = tokens[place] if tokens and place >= 0 else ()
             if (
@@ -95,16 +107,7 @@ class Steady:
             on.names.append(name)
             on.tokens.append(own[0])
             on.logprobs.append(logprobs[place])
-        scheduled.num_scheduled_tokens = rest
-        try:
-            answer = self.update_all(scheduled, drawn)
-        finally:
-            scheduled.num_scheduled_tokens = whole
-        outputs += [on] if on.names else []
-        if outputs:
-            told = answer.setdefault(0, EngineCoreOutputs())
-            told.outputs = outputs + told.outputs
-        return answer
+        return rest, [*outputs, on] if on.names else outputs
 
     def _rows(self) -> list[Any]:
         """Those that get a token in the next step, if it is a step of rows that go on and of nothing else; or none."""
