@@ -11,41 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 PACKED = "splitppo_packed"
 WIDEST_HEAD = 256  # of the kernel
-# Types that tests/test_models.py has seen to give packed rows what they have alone. Others may pass by what they are
-# told of the rows (Bloom) or know nothing of an attention that is not their own (GPT-J).
-_PACKABLE = """apertus arcee cohere cohere2 gemma gemma3_text glm glm4 gpt2 gpt_neox granite helium hunyuan_v1_dense
-    llama ministral mistral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2"""
-PACKABLE = frozenset(_PACKABLE.split())
 # since torch 2.12 it must be told that heads share keys
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def is_packed(model: nn.Module) -> bool:
     return cast(Any, model).config._attn_implementation == PACKED
-
-
-def why_not_packed(config: PretrainedConfig) -> str | None:
-    """What keeps a model's rows from being packed; None if nothing does."""
-    text: Any = config.get_text_config(decoder=True)
-    if getattr(text, "attn_logit_softcapping", None):
-        return "its attention caps its logits (attn_logit_softcapping)"
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if width > WIDEST_HEAD:
-        return f"its attention heads are {width} wide, and {WIDEST_HEAD} is the most"
-    if text.model_type not in PACKABLE:
-        return f"models of type {text.model_type!r} have not been seen to keep packed rows apart"
-    return None
-
-
-def packs(setting: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """What `compute.packing` means for a model."""
-    if setting == "auto":
-        return device.type == "cuda" and dtype != torch.float32 and why_not_packed(config) is None
-    return setting == "on"
 
 
 def packed_attention(

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from splitppo import models
 from splitppo.checkpoint import ROLES, TensorReader, complete, damage
 from splitppo.errors import UserError
+from splitppo.weights import materialize, read_buffers, save
 
 # what a model card shows
 SHOWN = (
@@ -33,8 +34,9 @@ VERSIONS = ("splitppo", "torch", "transformers", "git")
 
 @dataclass(frozen=True)
 class Export:
-    """Writes DIR/policy and DIR/value, which `AutoModelForCausalLM.from_pretrained` and
-    `AutoModelForTokenClassification.from_pretrained` (one label: the value of each position) load."""
+    """Writes DIR/policy and DIR/value, which `AutoModelForCausalLM.from_pretrained` and, where the library has that
+    class of the model's type, `AutoModelForTokenClassification.from_pretrained` (one label: the value of each
+    position) load. `value.path` takes DIR/value of any type."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
@@ -121,15 +123,13 @@ def last_figures(run: Path, role: str, step: int) -> dict[str, float]:
 
 def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype, card: str) -> None:
     model: Any = models.build(models.read_config(source), kind)
-    model.to_empty(device="cpu")
-    # to_empty gives tied weights memory of their own
-    model.tie_weights()
-    # in place; tied ones have one name here, as in training
+    materialize(model, torch.device("cpu"))
+    read_buffers(model, source)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
         dcp.load({"model": weights}, storage_reader=TensorReader(saved), no_dist=True)
-    model.to(dtype).save_pretrained(target)
+    save(model.to(dtype), target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     generation = Path(source) / "generation_config.json"
     if kind == "policy" and generation.is_file():

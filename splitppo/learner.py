@@ -19,6 +19,7 @@ from splitppo.config import OptimConfig
 from splitppo.models import clean
 from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, local, shard_again
 from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows, to_device
+from splitppo.weights import persistent_buffers
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 
@@ -202,7 +203,8 @@ class Learner:
             raise FloatingPointError(f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}")
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The full weights by Hugging Face name, in `dtype`. All ranks of the group must consume it.
+        """The full weights and what belongs to them untrained, by Hugging Face name, in `dtype`. All ranks of the group
+        must consume it.
 
         A tensor may share memory with the weight, and is good until the next is asked for: copy what is to be kept.
         """
@@ -213,6 +215,7 @@ class Learner:
                 yield from self._gathered(named, dtype)
                 named = []
         yield from self._gathered(named, dtype)
+        yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
 
     def _gathered(self, named: list[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if named:

@@ -1,7 +1,5 @@
-"""Policy, value and reward models of Hugging Face folders: built without memory, sharded, filled shard by shard."""
+"""Policy, value and reward models by the configurations of Hugging Face folders, built without memory."""
 
-import json
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,32 +8,32 @@ from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from splitppo.attention import PACKED
 from splitppo.errors import UserError
-from splitppo.parallel import bounds, local
 
 Kind = Literal["policy", "value", "reward"]
 # without a file like these, transformers makes up an empty tokenizer
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+HEAD = ("score.weight", "score.bias")  # of a value model
 
 
 def read_config(folder: str) -> PretrainedConfig:
     """The model's configuration, with every dropout turned off: PPO's ratio compares two passes of one function.
+    Of a model in FP8, which is read into floats, it is that of the plain model.
 
     Raises:
-        UserError: the folder has no readable config.json.
+        UserError: the folder has no readable config.json, or holds a quantized model that can't be read.
     """
     if not (Path(folder) / "config.json").is_file():
         remedy = "give a local folder; hub names are not fetched (hf download NAME --local-dir FOLDER)"
@@ -46,11 +44,15 @@ def read_config(folder: str) -> PretrainedConfig:
         # the first paragraph: what follows is on installing another transformers
         why = str(error).partition("\n\n")[0]
         raise UserError(f"model folder {folder}: config.json is of no model that transformers knows: {why}") from error
+    if quantized := getattr(config, "quantization_config", None):
+        method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        if method != "fp8":
+            remedy = "load it with transformers, dequantize() it and save_pretrained that"
+            raise UserError(f"model folder {folder}: its weights are quantized ({method}), only fp8 is read; {remedy}")
+        delattr(config, "quantization_config")
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
-    # the token-classification heads of transformers drop 10 % of the features where this isn't set
-    config.classifier_dropout = 0.0
     return config
 
 
@@ -74,23 +76,40 @@ def known_ids(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
-    """That a model can be built from the folder and, unless its weights are drawn, read from it.
+def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
+    """Tokens of a row at most, and the setting of config.json that says so.
+
+    Where rotary factors depend on the longest row of a batch, it ends before they change: a row's log-probs would
+    depend on its neighbours.
+    """
+    most, setting = getattr(config, "max_position_embeddings", None), "max_position_embeddings"
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
+        own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        original = own or most
+        if rope.get("rope_type") in ("longrope", "dynamic") and original and original <= (most or original):
+            most, setting = original, f"original_max_position_embeddings of its {rope['rope_type']} positions"
+    return most, setting
+
+
+def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    """That models of this type are trained, or scored with, here.
 
     Raises:
-        UserError: it can't.
+        UserError: they are not.
     """
     if (Path(folder) / "adapter_config.json").is_file():
         raise UserError(
             f"model folder {folder}: a LoRA adapter; this version trains and reads whole models: merge it into its "
             "base (peft's merge_and_unload) and save that"
         )
-    (_check_reward if kind == "reward" else _check_type)(read_config(folder), kind, folder)
-    if not random_init:
-        _weight_files(Path(folder))
+    if kind == "reward":
+        _check_reward(config, folder)
+    else:
+        _check_causal(config, kind, folder)
 
 
-def _check_reward(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+def _check_reward(config: PretrainedConfig, folder: str) -> None:
     auto: Any = AutoModelForSequenceClassification
     if type(config) not in auto._model_mapping:
         raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
@@ -101,20 +120,41 @@ def _check_reward(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         )
 
 
-def _check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
-    kinds: Any = (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForMaskedLM)
-    causal, token, masked = (kind._model_mapping for kind in kinds)
+def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    kinds: Any = (AutoModelForCausalLM, AutoModelForMaskedLM)
+    causal, masked = (kind._model_mapping for kind in kinds)
     # encoders such as BERT are in the causal mapping, too, for those who turn them into decoders
     encoder = type(config) in masked and getattr(config, "is_decoder", None) is False
     need = None
-    if type(config) not in causal or encoder:
+    if type(config) not in causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
-    elif kind == "value" and type(config) not in token:
-        need = "a body with a token-classification model, as Llama's"
+    elif config.get_text_config(decoder=True) is not config:
+        need = "a text model alone: what reads pictures or sound is not in this version"
     elif any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         need = "dense: mixtures of experts are not in this version"
     if need:
         raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
+
+
+class ValueModel(nn.Module):
+    """A causal model's body with a scalar head `score` on its last states.
+
+    Attributes:
+        base_model_prefix: the body's name, which is the one that it has in the causal model and in its folder.
+    """
+
+    def __init__(self, causal: Any):
+        super().__init__()
+        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
+        if causal.base_model is causal:
+            raise UserError(f"{type(causal).__name__} has no body that another head could be put on; use another model")
+        setattr(self, self.base_model_prefix, causal.base_model)
+        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1, dtype=causal.dtype)
+
+    def forward(self, at: Tensor, **inputs: Any) -> Tensor:
+        """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
+        states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
+        return self.score(states.flatten(0, 1)[at])
 
 
 def build(
@@ -124,68 +164,25 @@ def build(
 
     With `packed` it takes packed rows (see attention.py), and no others.
 
-    A value model is the library's token-classification model of one label, so that `from_pretrained` loads what
-    is exported: the causal model's body and a scalar head. A reward model is a sequence-classification model.
+    A value model is the causal model's body with a head of ours (ValueModel). A reward model is the library's
+    sequence-classification model.
     """
     config = deepcopy(config)  # which attention a model has is written there, too
-    autos = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
-    auto: Any = autos.get(kind, AutoModelForSequenceClassification)
-    if kind != "policy":
+    if kind == "reward":
         config.num_labels = 1
-    with _parameters_on_meta():
+    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    with on_meta():
         model = auto.from_config(config, dtype=dtype, **({"attn_implementation": PACKED} if packed else {}))
+        # how a folder's names become the model's: asked for before they are wrapped
+        names = get_model_conversion_mapping(model), getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        model = ValueModel(model) if kind == "value" else model
+    cast(Any, model).folder_names = names
     return model.eval()
-
-
-def fill(
-    model: nn.Module,
-    folder: str,
-    *,
-    device: torch.device,
-    random_seed: int | None = None,
-    head: Literal["zero", "normal"] = "zero",
-    seed: int = 0,
-) -> None:
-    """Gives a (sharded) meta model its memory and weights; each rank reads only its own shards.
-
-    Args:
-        folder: Hugging Face folder with safetensors.
-        random_seed: draw the weights from this seed in place of reading them.
-        head: how a scalar head that isn't in the folder starts, drawn from `seed` if `normal`.
-
-    Raises:
-        UserError: a weight is missing in the folder or has another shape.
-    """
-    ties = _ties(model)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    _tie(model, ties)
-    heads = set(head_names(model))
-    weights = _Weights(Path(folder)) if random_seed is None else None
-    for name, parameter in model.named_parameters():
-        name = clean(name)
-        aliases = [clean(alias) for alias, main in ties.items() if clean(main) == name]
-        if name in heads:  # a reward model's, which a value model may start from, is called so in every family
-            aliases.append(name.replace("classifier.", "score."))
-        if name in heads and (weights is None or not weights.files.keys() & {name, *aliases}):
-            value = _draw(name, parameter, seed, parameter.shape[-1] ** -0.5 if head == "normal" else 0.0)
-        elif weights is None:
-            value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))
-        else:
-            value = weights.read(name, aliases, parameter)
-        with torch.no_grad():
-            local(parameter).copy_(value)
 
 
 def clean(name: str) -> str:
     """A parameter's Hugging Face name, without what activation checkpointing and compilation put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def head_names(model: nn.Module) -> list[str]:
-    """Names of the parameters of a value model's scalar head; [] for a policy."""
-    body = cast(Any, model).base_model_prefix + "."
-    is_value = getattr(model.config, "num_labels", None) == 1 and "TokenClassification" in type(model).__name__
-    return [clean(name) for name, _ in model.named_parameters() if is_value and not name.startswith(body)]
 
 
 def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
@@ -194,7 +191,7 @@ def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     """Parameters made inside go to the meta device as they are registered; buffers (rotary tables) are computed."""
     register = nn.Module.register_parameter
 
@@ -209,83 +206,3 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         module.register_parameter = register
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """alias -> main name of the parameters that are one, such as the output layer and the embedding."""
-    first: dict[int, str] = {}
-    ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            ties[name] = first[id(parameter)]
-        first.setdefault(id(parameter), name)
-    return ties
-
-
-def _tie(model: nn.Module, ties: dict[str, str]) -> None:
-    for alias, main in ties.items():
-        module, _, name = alias.rpartition(".")
-        model.get_submodule(module)._parameters[name] = model.get_parameter(main)
-
-
-def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
-    """The same weights for any sharding: each tensor is drawn whole from its name and the seed."""
-    own = local(parameter)
-    if name.endswith("bias") or parameter.ndim < 2:
-        return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
-    generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.randn(parameter.shape, generator=generator, device=own.device) * std
-    return full[bounds(parameter)]
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """weight name -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
-        if missing := sorted({path.name for path in files.values() if not path.is_file()}):
-            raise UserError(f"model folder {folder}: {missing[0]} is in the index but not there; fetch it again")
-        return files
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        remedy = "load it with transformers and save_pretrained it, which writes one"
-        raise UserError(f"model folder {folder}: no model.safetensors; {remedy}")
-    return dict.fromkeys(_open(single).keys(), single)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file ({error}); fetch it again") from error
-
-
-class _Weights:
-    """Reads slices of tensors out of a folder's safetensors files, each opened once."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.files = folder, _weight_files(folder)
-        self.open: dict[Path, Any] = {}
-
-    def read(self, name: str, aliases: list[str], parameter: Tensor) -> Tensor:
-        """This rank's part of a weight, found by its name, a tied one's, or without the body's prefix."""
-        names = [name, *aliases, name.split(".", 1)[-1]]
-        found = next((candidate for candidate in names if candidate in self.files), None)
-        if found is None:
-            raise UserError(
-                f"model folder {self.folder}: no weight {name} in its safetensors; it is another model's, or of a type "
-                "whose weights transformers renames on loading, which is not in this version"
-            )
-        path = self.files[found]
-        if path not in self.open:
-            self.open[path] = _open(path)
-        weight = self.open[path].get_slice(found)
-        if list(weight.get_shape()) != list(parameter.shape):
-            raise UserError(
-                f"model folder {self.folder}: weight {found} is {weight.get_shape()}, but {list(parameter.shape)} by "
-                "config.json; take both from one model"
-            )
-        return weight[bounds(parameter)]

@@ -12,13 +12,15 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from splitppo import algo
-from splitppo.models import head_names
 from splitppo.rollout import MicroBatch
 
 # tokens whose logits are there at once, in float32: bounds the memory of a large vocabulary
 LOGIT_PIECE = 2048
 # what some models do to their logits behind the output layer
-AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+AFTER_THE_HEAD = (
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier",
+    "logits_soft_cap",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,7 @@ def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         `[B, T]` float32.
     """
-    head = model.get_submodule(head_names(model)[0].rpartition(".")[0])  # the one layer outside its body
-    with _replaced(head, lambda states: head_of(head, _at(states, batch))[None]):
-        values = model(**batch.inputs, use_cache=False).logits[0, :, 0]
-    return batch.pad(values.float())
+    return batch.pad(model(batch.before, **batch.inputs)[:, 0].float())
 
 
 def token_outputs(

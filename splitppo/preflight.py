@@ -3,13 +3,16 @@
 import os
 from pathlib import Path
 
-from splitppo import checkpoint, data, models
-from splitppo.attention import why_not_packed
+import torch
+
+from splitppo import checkpoint, data, models, weights
 from splitppo.config import Config
+from splitppo.device import dtype_of
 from splitppo.engine.start import check_engine
 from splitppo.engine.start import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.placement import Placement, copies
+from splitppo.probe import why_not
 from splitppo.profiler import check_profiler
 from splitppo.reading import read_lengths
 from splitppo.rewards.functions import check_rewards
@@ -20,8 +23,8 @@ from splitppo.trackers import check_trackers
 MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 
 
-def preflight(config: Config, placement: Placement, device: str, local_world: int) -> None:
-    """All of these checks; the first that fails is a UserError."""
+def preflight(config: Config, placement: Placement, device: str, local_world: int, *, rank: int = 0) -> None:
+    """All of these checks; the first that fails is a UserError. What takes seconds is left to rank 0."""
     if placement.colocated:
         on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
         for name in (name for name, value in on.items() if value):
@@ -43,6 +46,8 @@ def preflight(config: Config, placement: Placement, device: str, local_world: in
     check_trackers(config)
     check_profiler(config, placement)
     _check_models(config)
+    for name in model_folders(config) if rank == 0 else ():
+        packs(config, name, device)
     check_engine(config, placement, device, local_world)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config, config.resume)
@@ -97,13 +102,7 @@ def _check_models(config: Config) -> None:
     folders = model_folders(config)
     for name, path in folders.items():
         if path != "tiny":
-            models.check_folder(path, MODEL_KINDS[name], random_init=is_drawn(config, name))
-            if (
-                config.compute.packing == "on"
-                and name != "reward"
-                and (why := why_not_packed(models.read_config(path)))
-            ):
-                raise UserError(f"compute.packing=on: {name}.path={path}: {why}; use auto or off")
+            weights.check_folder(path, MODEL_KINDS[name], random_init=is_drawn(config, name))
     if config.reward.model:
         models.read_tokenizer(config.reward.model)
     rollout, policy = config.rollout, folders["policy"]
@@ -111,11 +110,11 @@ def _check_models(config: Config) -> None:
     needed = len(VOCABULARY) if policy == "tiny" else models.known_ids(models.read_tokenizer(policy))
     for name, path in ((name, path) for name, path in folders.items() if name != "reward"):
         text = models.read_config(path).get_text_config() if path != "tiny" else None
-        most = getattr(text, "max_position_embeddings", None) if text else POSITIONS
+        most, setting = models.most_positions(text) if text else (POSITIONS, "max_position_embeddings")
         if longest > (most or longest):
             raise UserError(
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
-                f"{rollout.max_new_tokens} are {longest} together, more than the {most} (max_position_embeddings) that "
+                f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting}) that "
                 f"{name}.path={path} can read; lower one of them, or use another model"
             )
         size = text.vocab_size if text else len(VOCABULARY)
@@ -124,6 +123,27 @@ def _check_models(config: Config) -> None:
                 f"{name}.path={path}: its vocabulary of {size} is smaller than the policy's tokenizer ({needed}); "
                 f"the {name} must read the policy's token ids"
             )
+
+
+def packs(config: Config, name: str, device: str) -> bool:
+    """Whether a model runs with packed rows. To find out takes a second or two: one rank does for all.
+
+    Raises:
+        UserError: its rows are wrong packed though `compute.packing` is on, or any way.
+    """
+    path, kind, setting = model_folders(config)[name], MODEL_KINDS[name], config.compute.packing
+    on_gpu = device == "cuda" and dtype_of(config, torch.device(device)) != torch.float32
+    wanted = name != "reward" and (setting == "on" or (setting == "auto" and on_gpu))
+    if name == "reward" or path == "tiny":
+        return wanted
+    model = models.read_config(path)
+    why = why_not(model, kind, packed=wanted)
+    if why and wanted and setting == "on":
+        raise UserError(f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off")
+    if why and (not wanted or why_not(model, kind, packed=False)):
+        told = f"type {model.model_type!r} does not run here as in transformers: {why}"
+        raise UserError(f"{name}.path={path}: {told}; use another model")
+    return wanted and not why
 
 
 def _check_run_dir(folder: Path) -> None:

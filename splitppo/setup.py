@@ -1,6 +1,7 @@
 """From a configuration to a run: the checks before it, its folder, its data, and the models of each role."""
 
 import functools
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from splitppo import checkpoint, data, models
+from splitppo import checkpoint, data, models, weights
 from splitppo.actor import Actor
-from splitppo.attention import packs
 from splitppo.channel import Links, Wire
 from splitppo.config import Config
 from splitppo.cost import Split, advice, may_move, run_work
@@ -26,7 +26,7 @@ from splitppo.metrics import ColumnLog
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
-from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders, warnings
+from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders, packs, warnings
 from splitppo.profiler import Profiler
 from splitppo.progress import Progress, find_checkpoint
 from splitppo.reading import read_lengths
@@ -124,6 +124,10 @@ class Run:
         self.progress = Progress(config, runtime, folder, self.start)
         runtime.last_good = self.progress.last_good
         self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
+        told = runtime.share(
+            "packed", lambda: json.dumps({n: packs(config, n, runtime.device.type) for n in self.folders})
+        )
+        self.packed: dict[str, bool] = json.loads(told)
         self.tokenizer = models.read_tokenizer(self.folders["policy"])
         self.dtype = dtype_of(config, runtime.device)
         self.shared = self._shared()
@@ -332,9 +336,8 @@ class Run:
         self._phase(f"loading the {name}")
         frozen, folder = name in ("reference", "reward"), self.folders[name]
         config = models.read_config(folder)
-        packed = name != "reward" and packs(self.config.compute.packing, config, self.runtime.device, self.dtype)
         dtype = self.dtype if frozen else torch.float32
-        model = models.build(config, MODEL_KINDS[name], dtype, packed=packed)
+        model = models.build(config, MODEL_KINDS[name], dtype, packed=self.packed[name])
         # the reference's layers are then to the compiler what the policy's are; it is run without gradients
         model.requires_grad_(name != "reward")
         checkpointing = self.config.compute.activation_checkpointing and not frozen
@@ -345,5 +348,5 @@ class Run:
         parallelize(model, shards, dtype=self.dtype, activation_checkpointing=checkpointing, compiled=compiled)
         seed, head = self.config.seed, self.config.value.head
         drawn = seed if is_drawn(self.config, name) else None
-        models.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)
+        weights.fill(model, folder, device=runner.device, random_seed=drawn, head=head, seed=seed)
         return model

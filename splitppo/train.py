@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.check_nodes()
         placement = place(config.placement, world=launch.world, local_world=launch.local_world)
         device = pick_device(config, launch)
-        preflight(config, placement, device.type, launch.local_world)
+        preflight(config, placement, device.type, launch.local_world, rank=launch.rank)
         engine = launch_engine(config, placement, launch, device)
         runtime = Runtime(
             launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, facts=facts_of(config)

@@ -198,7 +198,8 @@ def reference(
 
 def fresh_head(inputs: Path) -> dict:
     """The scalar head as the trainer draws it; the reference is to start from the same point."""
-    from splitppo.models import build, fill, read_config
+    from splitppo.models import build, read_config
+    from splitppo.weights import fill
 
     model = build(read_config(str(inputs / "value")), "value")
     fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED)

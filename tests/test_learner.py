@@ -10,13 +10,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AttentionInterface
 
 from splitppo import algo, checkpoint
 from splitppo.attention import PACKED
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.learner import Learner, Runner
-from splitppo.models import build, fill, read_config
+from splitppo.models import build, read_config
 from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.parallel import COMPILER, parallelize
@@ -25,6 +25,7 @@ from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
 from splitppo.runtime import Runtime
 from splitppo.saving import Saver, load
 from splitppo.tiny import build_tiny
+from splitppo.weights import fill, materialize
 
 BATCH, TEMPERATURE = 11, 0.7
 VOCABULARY = 80  # the model's, 83, is padded: the last three are never sampled
@@ -110,14 +111,9 @@ def train_rank(rank, world, folder, kind, packed=False):
 
 def plain(folder, kind, weights):
     """The same on one unsharded module, one row at a time."""
-    auto = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
-    model = (
-        auto.from_config(read_config(str(folder)), dtype=torch.float32).eval()
-        if kind == "policy"
-        else build_plain_value(folder)
-    )
-    model.load_state_dict(weights, strict=kind == "value")
-    model.tie_weights()
+    model: Any = build(read_config(str(folder)), kind)
+    materialize(model, CPU)
+    model.load_state_dict(weights, strict=kind == "value")  # of tied ones one is named
     rollout = Rollout(samples())
     given, outs, losses = fields(rollout), {}, []
     tokens = rollout.tokens
@@ -128,7 +124,11 @@ def plain(folder, kind, weights):
         loss, _ = objective(model, batch, row)
         losses.append(loss * len(sample.response) / tokens)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0]
+            ids = torch.tensor([sample.prompt + sample.response])
+            if kind == "policy":
+                logits = model(input_ids=ids).logits[0]
+            else:
+                logits = model.score(model.model(input_ids=ids).last_hidden_state)[0]
         at = slice(len(sample.prompt) - 1, -1)
         if kind == "policy":
             log_p = (logits[at, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
@@ -141,12 +141,6 @@ def plain(folder, kind, weights):
     decay = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
     decay.step()
     return outs, float(loss.detach()), float(norm), model.state_dict()
-
-
-def build_plain_value(folder):
-    config = read_config(str(folder))
-    config.num_labels = 1
-    return AutoModelForTokenClassification.from_config(config, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from splitppo import models as ours
-from splitppo import train
+from splitppo import train, weights
 from splitppo.learner import Runner
 from splitppo.parallel import parallelize
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
@@ -93,7 +93,7 @@ def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: 
     model = ours.build(config, "reward")
     model.requires_grad_(False)
     parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
-    ours.fill(model, str(folder), device=CPU)
+    weights.fill(model, str(folder), device=CPU)
     own = ours.read_tokenizer(str(folder))
     text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
     found = RewardModel(model, Runner(mesh, CPU, 24), text, offload=offload)

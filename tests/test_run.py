@@ -28,7 +28,7 @@ from splitppo.device import pick_device
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.flags import parse
-from splitppo.models import build, fill, read_config
+from splitppo.models import build, read_config
 from splitppo.nodes import Launch
 from splitppo.placement import Placement
 from splitppo.preflight import check_run_folder, warnings
@@ -36,6 +36,7 @@ from splitppo.presets import to_toml
 from splitppo.profiler import Profiler
 from splitppo.rollout import Rollout, Sample
 from splitppo.run_files import check_same_run, write_run_files
+from splitppo.weights import fill
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
 
