@@ -34,13 +34,16 @@ def why_not(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
     if key not in _known:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(0)
-            _known[key] = _difference(config, kind, packed)
+            try:
+                _known[key] = _difference(config, kind, packed)
+            except Exception as error:  # a configuration without layers, say
+                _known[key] = _line(error)
     return _known[key]
 
 
 def _difference(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
     text: Any = config.get_text_config(decoder=True)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)
     if packed and width > WIDEST_HEAD:
         return f"its attention heads are {width} wide, and {WIDEST_HEAD} is the most"
     samples = [_sample(row, *tokens) for row, tokens in enumerate(ROWS)]
@@ -121,9 +124,8 @@ def miniatures(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             small.num_hidden_layers = len(kept)
             for name, value in by_layer.items():
                 setattr(small, name, [value[i] for i in kept])
-        if narrow:
-            heads, groups = small.num_attention_heads, getattr(small, "num_key_value_heads", None)
-            few_heads = min(HEADS, heads)
+        if narrow and (heads := getattr(small, "num_attention_heads", None)):
+            few_heads, groups = min(HEADS, heads), getattr(small, "num_key_value_heads", None)
             small.hidden_size, small.num_attention_heads = few_heads * (small.hidden_size // heads), few_heads
             if groups is not None:
                 small.num_key_value_heads = few_heads if groups == heads else min(2, groups)
