@@ -73,6 +73,6 @@ def _gather(parts: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> 
         padded[: len(part)] = part
         gathered = padded.new_empty(len(of_ranks) * len(padded))
         dist.all_gather_into_tensor(gathered, padded, group=mesh.get_group())
-        whole = gathered.view(len(of_ranks), -1).cpu()
+        whole = gathered.view(len(of_ranks), len(padded)).cpu()
         found.append(torch.cat([line[:size] for line, size in zip(whole, of_ranks, strict=True)]))
     return found

@@ -109,11 +109,17 @@ def facts_of(config: Config) -> dict[str, str]:
 
 def started(pid: int) -> str:
     """When a process of this machine began, in ticks of its kernel's clock; "" if it has ended."""
+    state, began = state_of(pid)
+    return "" if state in "ZX" else began
+
+
+def state_of(pid: int) -> tuple[str, str]:
+    """The state of a process of this machine, a letter of proc(5), X if it has ended, and when it began."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return "X", ""
+    return fields[0], fields[19]
 
 
 def installed(package: str) -> str:
