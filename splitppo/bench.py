@@ -25,7 +25,7 @@ import tyro
 from splitppo.bench_results import Result, draw, ratios, table
 from splitppo.config import RolloutConfig
 from splitppo.cost import WARM_UP, Split, Work, may_move, measured, predict
-from splitppo.errors import UserError
+from splitppo.errors import UserError, command, words
 from splitppo.files import write_whole
 from splitppo.flags import parse
 from splitppo.reading import read_lengths
@@ -269,13 +269,9 @@ def record(bench: Bench, results: list[Result], flags: list[str], gpu: str | Non
     write_whole(out / "bench.json", json.dumps(figures, indent=1) + "\n")
 
 
+@command
 def main() -> int:
-    bench, extra = tyro.cli(Bench, prog="python -m splitppo.bench", return_unknown_args=True)
-    try:
-        return compare(bench, extra)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return compare(*tyro.cli(Bench, prog="python -m splitppo.bench", args=words(), return_unknown_args=True))
 
 
 if __name__ == "__main__":

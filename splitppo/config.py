@@ -142,6 +142,11 @@ class RolloutConfig:
     """K: finished rows leave for the critic in at most this many messages for each pair of ranks, each of half of those
     left: the last to end are the longest, and their scoring no longer fits under the rollout."""
 
+    @property
+    def messages(self) -> int:
+        """K, as far as all rows of a step in one pair of ranks could fill them."""
+        return min(self.chunks, self.batch_size.bit_length())
+
 
 @dataclass(frozen=True)
 class EngineConfig:

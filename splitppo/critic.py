@@ -1,5 +1,6 @@
 """What a rank of the critic group holds and can do: its verbs in the loops of train.py."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Pending, Scorer, failure_line
 from splitppo.roles import Shared, learning_metrics
-from splitppo.rollout import MicroBatch, Prompt, Rollout, Sample
+from splitppo.rollout import MicroBatch, Prompt, Rollout
 from splitppo.shaping import Steering, shape_scores, steer_kl
 
 HOPELESS_STEPS = 3  # in a row without one row that a reward function could score, after which it is to be mended
@@ -82,22 +83,30 @@ class Critic:
         (values,) = self.value.runner.forward(self.value.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.shared.batch(step)[sample.row] for sample in rollout.samples]
-        scores, extra = self._learned_scores(prompts, rollout.samples)
+        scores, extra, wrong = self._learned_scores(prompts, rollout)
         results = pending.result()
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
-        failures = [(row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures]
+        failures = wrong + [(row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures]
         return Scored(rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures, ref)
 
     def _learned_scores(
-        self, prompts: Sequence[Prompt], samples: Sequence[Sample]
-    ) -> tuple[Tensor, dict[str, list[float]]]:
+        self, prompts: Sequence[Prompt], rollout: Rollout
+    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
+        """The reward model's part of the scores `[B]`, its figures, and the rows on which it failed."""
         if self.reward_model is None:
-            return torch.zeros(len(samples)), {}
-        scores, cut = self.reward_model.score(prompts, samples)
+            return torch.zeros(len(prompts)), {}, []
+        config, (scores, cut) = self.shared.config.reward, self.reward_model.score(prompts, rollout.samples)
+        told = f"reward.model={config.model} gave {{}}; look at its weights and at --compute.dtype"
+        failures = [
+            (row, Failure("reward_model", "invalid", told.format(score)))
+            for row, score in zip(rollout.rows, scores.tolist(), strict=True)
+            if not math.isfinite(score)
+        ]
+        scores = torch.where(scores.isfinite(), scores, config.failed_score)
         extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
-        return scores * self.shared.config.reward.model_weight, extra
+        return scores * config.model_weight, extra, failures
 
     def judge(self, scored: Scored, logprobs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Advantages, whitened over the whole batch, and returns, both `[N]`.
@@ -140,8 +149,9 @@ class Critic:
     def _shape(self, scored: Scored) -> Tensor:
         """The scores as they are learnt from; `[B]`."""
         config, samples = self.shared.config, scored.rollout.samples
-        line = scored.scores[None]
-        (batch,) = all_moments([algo.moments(line, torch.ones_like(line))], self.mesh)
+        failed = {row for row, _ in scored.failures}  # their scores say nothing of the others'
+        counted = torch.tensor([[row not in failed for row in scored.rollout.rows]], dtype=torch.bool)
+        (batch,) = all_moments([algo.moments(scored.scores[None], counted)], self.mesh)
         self.steering.scores = algo.merge_moments([self.steering.scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.steering.scores
         finished = [sample.finished for sample in samples]

@@ -44,9 +44,9 @@ class PromptSet:
 def check_files(config: DataConfig) -> None:
     """Check that every file of `config` can be read, its first row has what is asked for, and that no file is both
     trained on and held out. Needs no tokenizer. A file may stand twice in one of the two settings."""
-    trained = {Path(file).expanduser().resolve() for file in config.files}
+    trained = {Path(file).resolve() for file in config.files}
     for file in config.validation_files:
-        if Path(file).expanduser().resolve() in trained:
+        if Path(file).resolve() in trained:
             raise UserError(
                 f"data.validation_files={file} is one of data.files, too; held-out rows must not be trained on: "
                 "split the file in two, or name another"

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import tomllib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,11 @@ from transformers import AutoTokenizer
 
 from splitppo import models
 from splitppo.checkpoint import ROLES, complete, damage, read_tensors, step_of
-from splitppo.errors import UserError
+from splitppo.config import Config
+from splitppo.errors import UserError, command, words
+from splitppo.files import read_if_there
+from splitppo.flags import parse
+from splitppo.timeline import read_column
 from splitppo.weights import materialize, read_buffers, save
 
 # what a model card shows
@@ -64,29 +67,28 @@ def export(options: Export) -> Path:
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
     out = options.out or options.run / "export" / f"step_{step:06d}"
-    config = tomllib.loads((options.run / "config.toml").read_text())
-    policy = str(config["policy"]["path"])
-    value = str(config["value"].get("path", policy))
+    config = parse(["--config", str(options.run / "config.toml")], quiet=True)
+    policy, value = config.policy.path, config.value.path or config.policy.path
     for kind, role, source in (("policy", "actor", policy), ("value", "critic", value)):
         folder = str(options.run / "tiny") if source == "tiny" else source
-        card = model_card(options.run, step, kind)
+        card = model_card(config, options.run, step, kind)
         _write(kind, folder, found[step] / role, out / kind, getattr(torch, options.dtype), card)
     return out
 
 
-def model_card(run: Path, step: int, kind: str) -> str:
+def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     """A README for the model hub: what it is, how it was trained, and where it stood."""
-    config, versions = tomllib.loads((run / "config.toml").read_text()), json.loads((run / "versions.json").read_text())
-    policy = config["policy"]["path"]
-    base = config["value"].get("path", policy) if kind == "value" else policy
+    versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text))) or {}
+    base = (kind == "value" and config.value.path) or config.policy.path
     told = {
         "started from": base if base != "tiny" else "the embedded tiny model",
-        "steps": f"{step} of {config['steps']}, {config['rollout']['batch_size']} rows each",
-        "data": ", ".join(map(str, config["data"]["files"])) or f"the generated task {config['data']['task']}",
-        "reward": ", ".join([*config["reward"]["function"], *filter(None, [config["reward"].get("model")])]),
-        "seed": config["seed"],
+        "steps": f"{step} of {config.steps}, {config.rollout.batch_size} rows each",
+        "data": ", ".join(config.data.files) or f"the generated task {config.data.task}",
+        "reward": ", ".join([*config.reward.function, *filter(None, [config.reward.model])]),
+        "seed": config.seed,
     }
-    figures = {name: value for role in ROLES for name, value in last_figures(run, role, step).items() if name in SHOWN}
+    last = [read_column(run / "metrics" / f"{role}.jsonl").get(step) for role in ROLES]
+    figures = {name: value for found in last if found for name, value in found.metrics.items() if name in SHOWN}
     what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
     return "\n".join(
         [
@@ -106,18 +108,11 @@ def model_card(run: Path, step: int, kind: str) -> str:
             "All settings:",
             "",
             "```toml",
-            (run / "config.toml").read_text().strip(),
+            (run / "config.toml").read_text(encoding="utf-8").strip(),
             "```",
             "",
         ]
     )
-
-
-def last_figures(run: Path, role: str, step: int) -> dict[str, float]:
-    """A role's metrics of a step; {} if its file is gone."""
-    path = run / "metrics" / f"{role}.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((record for record in map(json.loads, lines) if record["step"] == step), {})
 
 
 def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype, card: str) -> None:
@@ -133,18 +128,14 @@ def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype
     generation = Path(source) / "generation_config.json"
     if kind == "policy" and generation.is_file():
         shutil.copy(generation, target)
-    (target / "README.md").write_text(card)
+    (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def main() -> int:
+@command
+def main() -> None:
     transformers.logging.disable_progress_bar()
-    try:
-        out = export(tyro.cli(Export, prog="splitppo.export"))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    out = export(tyro.cli(Export, prog="splitppo.export", args=words()))
     print(f"policy: {out / 'policy'}\nvalue: {out / 'value'}")
-    return 0
 
 
 if __name__ == "__main__":

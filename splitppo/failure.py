@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from splitppo.channel import WireError
-from splitppo.errors import UserError
+from splitppo.errors import UserError, one_line
 from splitppo.nodes import Launch
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def report_failure(error: BaseException, runtime: "Runtime | None", launch: Laun
             # is gone, so this one waits: if it lives on, the ranks before it had no such trouble.
             time.sleep(2 + launch.local_rank)
         if runtime is None or runtime.failed(error):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            told = "; ".join([str(error), *getattr(error, "__notes__", [])])
+            print(f"error: {one_line(told)}", file=sys.stderr, flush=True)
         _for_torchrun(error.with_traceback(None))
         return 2
     causes = causes_of(error, runtime) if runtime is not None else []  # `failed` wakes those that are stopped

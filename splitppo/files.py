@@ -23,6 +23,11 @@ def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
         raise UserError(f"{path} can't be read ({type(error).__name__}: {error}); {remedy}") from error
 
 
+def read_if_there(path: Path, parse: Callable[[str], Any]) -> Any:
+    """The same of a file of a run; None if it isn't there."""
+    return read_file(path, parse, "mend or remove it") if path.exists() else None
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file aside, on the disk for good, and puts it in place."""
     aside = path.with_name(f"{path.name}.new")

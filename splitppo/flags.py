@@ -2,35 +2,55 @@
 
 import argparse
 import io
+import os
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from splitppo.config import Config
-from splitppo.errors import UserError
+from splitppo.errors import UserError, check_text
 from splitppo.presets import as_flag, read_preset, toml_value
+
+# settings that name files or folders, for which `~` is the user's home
+PATHS = ("run_dir", "resume", "policy.path", "reference.path", "value.path", "data.files", "data.validation_files")
+PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.model")
 
 
 def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
     """Reads the flags, behind those of the preset that `--config` names: one given by hand wins.
 
     A wrong preset is a UserError; a wrong flag ends in tyro's box and SystemExit or, if `quiet`, is a UserError too.
+    All texts and paths of a run come in here.
     """
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
-    given = [*(_checked(preset) if preset is not None else []), *argv]
+    given = [*(_checked(os.path.expanduser(preset)) if preset is not None else []), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
         # the embedded model has settings of its own, under all of them: one that small learns at other rates
         given = [*_preset_flags(str(Path(__file__).with_name("tiny.toml"))), *given]
-    return _cli(given, quiet)
+    return _at_home(_cli(given, quiet))
+
+
+def _at_home(config: Any, prefix: str = "") -> Any:
+    """The configuration, the `~` of its paths made the user's home."""
+    changed: dict[str, Any] = {}
+    for field in fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if is_dataclass(value):
+            changed[field.name] = _at_home(value, f"{name}.")
+        elif name in PATHS and value:
+            one = isinstance(value, str)
+            changed[field.name] = os.path.expanduser(value) if one else tuple(map(os.path.expanduser, value))
+    return replace(config, **changed)
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
@@ -41,6 +61,7 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def _cli(args: Sequence[str], quiet: bool) -> Config:
+    check_text(args)
     if not quiet:
         return tyro.cli(Config, args=args, prog="splitppo.train")
     box = io.StringIO()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from splitppo.config import Config
 from splitppo.errors import UserError
+from splitppo.files import read_if_there
 from splitppo.presets import leaves
 from splitppo.timeline import Column, Timeline, build_timeline, curves, span_colours, timed_steps
 
@@ -57,7 +58,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     series = {name: points for name, points in curves(actor, critic).items() if name not in NO_METRICS}
     timelines = [build_timeline(actor, critic, step) for step in pick_steps(timed_steps(actor, critic), chosen)]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
-    settings = _read(run / "config.toml", tomllib.loads)
+    settings = read_if_there(run / "config.toml", tomllib.loads)
     names = {name for timeline in timelines for spans in timeline.lanes.values() for _, (name, _, _) in spans}
     data = {
         "name": run.resolve().name,
@@ -65,7 +66,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         "steps": max(actor),
         "time": max(times, default=None),
         "config": None if settings is None else differences(settings, asdict(Config())),
-        "versions": _read(run / "versions.json", json.loads),
+        "versions": read_if_there(run / "versions.json", lambda text: dict(json.loads(text))),
         "placement": placement(run, settings or {}),
         "groups": [[title, [[name, *curve(series[name])] for name in found]] for title, found in grouped(series)],
         "timelines": [layout(timeline) for timeline in timelines],
@@ -170,7 +171,7 @@ def differences(settings: Mapping[str, Any], defaults: dict[str, Any]) -> list[t
 def placement(run: Path, settings: Mapping[str, Any]) -> list[str]:
     """Lines on who played which role: RUN/placement.txt if there is one, else what was asked for and how many ranks
     wrote a log."""
-    if table := _read(run / "placement.txt", str.splitlines):
+    if table := read_if_there(run / "placement.txt", str.splitlines):
         return table
     asked = settings.get("placement", {})
     sizes = ", ".join(f"{role} ranks {asked.get(role, 'unset')}" for role in ("actor", "critic"))
@@ -203,7 +204,7 @@ def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, *([torn] if torn else [])][:most], 1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number > len(lines):
                 print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
                 break
@@ -227,13 +228,3 @@ def _json(value: Any) -> str:
     if value is None:
         return "unset"
     return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, ensure_ascii=False)
-
-
-def _read(path: Path, parse: Any) -> Any:
-    """A file of the run, None if it isn't there."""
-    if not path.is_file():
-        return None
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # TOMLDecodeError, JSONDecodeError, or bytes that are no text
-        raise UserError(f"{path} can't be read ({error}): mend or remove it") from error

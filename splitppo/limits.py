@@ -20,7 +20,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
     (lambda v: v >= 1, "must be at least 1", "data.max_rows reward.workers ppo.value_epochs ppo.value_mini_batches"),
     (lambda v: v >= 1, "must be at least 1", "log.validate_samples ppo.kl_horizon"),
-    (lambda v: v >= 0, "must be at least 0", "ppo.critic_warmup reward.overlong_tokens log.validate_temperature"),
+    (lambda v: v >= 0, "must be at least 0", "ppo.critic_warmup reward.overlong_tokens"),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v > 0, "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap"),
     (lambda v: all(step >= 1 for step in v), "holds a step below 1; they count from 1", "log.profile_steps"),
@@ -42,7 +42,11 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators have it", "seed"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
-    (lambda v: v > 0, "must be above 0", "timeout rollout.temperature ppo.clip_high ppo.value_clip optim.eps"),
+    (lambda v: v > 0, "must be above 0", "timeout ppo.clip_high ppo.value_clip optim.eps"),
+    (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
+    (lambda v: v == 0 or v >= 1e-3, "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
+    (lambda v: v <= 10**6, "must be at most 1000000", "rollout.batch_size world_size nodes"),
+    (lambda v: v <= 1024, "must be at most 1024", "reward.workers"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - it)", "ppo.clip_low"),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
@@ -66,6 +70,9 @@ def check(config: Config) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{name}={number} must be a finite number; its default is in --help")
+            least, most = (2**-126, 2.0**127) if isinstance(number, float) else (0, 2**31 - 1)
+            if isinstance(number, int | float) and name != "seed" and number and not least <= abs(number) <= most:
+                raise UserError(f"{name}={number} must be 0, or of a size between {least:g} and {most:g}")
     for holds, rule, names in RULES:
         for short in names.split():
             for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
@@ -171,7 +178,7 @@ def _check_log(config: Config) -> None:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -64,24 +64,30 @@ class ColumnLog:
         self.first, self.phase = first, phase
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
-        self.began = time.time()
+        # Unix time, so that ranks compare; on from here by a clock that nobody sets
+        self.clock = time.time() - time.monotonic()
+        self.began = self.now()
         if first:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, read_records(self.path, start)[0] if start else "")
 
+    def now(self) -> float:
+        """Unix seconds that never run backwards."""
+        return self.clock + time.monotonic()
+
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """A stretch of the step's time; names that begin with `wait_` are waits for the other column."""
-        start = time.time()
+        start = self.now()
         self.phase(f"{self.role} step {self.step + 1} {name}")
         with record_function(name):  # a block of that name in the torch profiler's trace
             yield
-        if (end := time.time()) - start > 0.0005:  # else there was nothing to do
+        if (end := self.now()) - start > 0.0005:  # else there was nothing to do
             self.spans.append([name, start, end])
 
     def finish(self, step: int, metrics: Mapping[str, Any], *, sync: bool = False) -> None:
         """Ends the step: writes its record, for good if `sync`, and prints its line."""
-        now = time.time()
+        now = self.now()
         seconds: dict[str, float] = {}
         for name, start, end in self.spans:
             seconds[name] = seconds.get(name, 0.0) + end - start

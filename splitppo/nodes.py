@@ -39,12 +39,17 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> "Launch":
+        """Raises UserError where RANK is set, and the others are not as torchrun sets them."""
         if "RANK" not in os.environ:
             return cls()
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return cls(rank, world, local_rank, local_world, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
+        usual = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", "")}
+        env = {**usual, "GROUP_WORLD_SIZE": "1", **os.environ}
+        given = [env.get(name, "") for name in names]
+        if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or "MASTER_ADDR" not in env:
+            told = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
+            raise UserError(f"{told}: torchrun sets all of them; start with it, or unset RANK for one process alone")
+        return cls(*map(int, given[:5]))
 
     def check_nodes(self) -> None:
         """Refuses nodes of unlike numbers of ranks; nothing else may have told how many the others have.

@@ -32,7 +32,12 @@ class Placement:
 
     def roles(self, rank: int) -> tuple[Role, ...]:
         """The roles that a global rank plays."""
-        return (("actor",) if rank in self.actor else ()) + (("critic",) if rank in self.critic else ())
+        actors, critics = self._members
+        return (("actor",) if rank in actors else ()) + (("critic",) if rank in critics else ())
+
+    @cached_property
+    def _members(self) -> tuple[frozenset[int], frozenset[int]]:
+        return frozenset(self.actor), frozenset(self.critic)
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement:
@@ -163,6 +168,10 @@ class Ownership:
     def critic_of(self) -> dict[int, int]:
         """row -> critic group rank."""
         return {row: rank for rank in range(self.critic_size) for row in self.all_rows("critic", rank)}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The group ranks, actor and critic, between which rows go."""
+        return sorted({(i, self.critic_of[row]) for i in range(self.actor_size) for row in self.all_rows("actor", i)})
 
     def shared(self, actor: int, critic: int) -> list[int]:
         """The rows, ascending, that go from an actor group rank to a critic group rank."""

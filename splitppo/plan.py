@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import tempfile
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +18,9 @@ import tyro
 
 from splitppo import models
 from splitppo.bench import Bench, job_flags, run_job
-from splitppo.cost import Side, Split, Traffic, advice, may_move, node_lines, run_work
-from splitppo.errors import UserError
+from splitppo.config import Config
+from splitppo.cost import Split, Traffic, advice, may_move, node_lines, run_work
+from splitppo.errors import UserError, command, words
 from splitppo.flags import parse
 from splitppo.preflight import MODEL_KINDS, model_folders
 from splitppo.timeline import read_column
@@ -30,11 +30,16 @@ PROBE_STEPS = 5
 
 def split_of(run: Path) -> Split:
     """A run's placement."""
-    found = re.match(r"placement (\w+): (\d+) actor, (\d+) critic", (run / "placement.txt").read_text())
+    found = re.match(r"placement (\w+): (\d+) actor, (\d+) critic", (run / "placement.txt").read_text(errors="replace"))
     if not found:
         raise UserError(f"{run / 'placement.txt'} is broken; let the run write it anew")
-    side: Side = tomllib.loads((run / "config.toml").read_text())["placement"].get("reference", "actor")
+    side = settings_of(run).placement.reference
     return Split(int(found[2]), 0 if found[1] == "colocated" else int(found[3]), side)
+
+
+def settings_of(run: Path) -> Config:
+    """A run's settings."""
+    return parse(["--config", str(run / "config.toml")], quiet=True)
 
 
 def plan_lines(run: Path, gpus: int | None = None) -> list[str]:
@@ -47,10 +52,9 @@ def plan_lines(run: Path, gpus: int | None = None) -> list[str]:
     for file in files:
         if not file.is_file():
             raise UserError(f"{run} is no run folder: {file.relative_to(run)} is missing; name RUN of a run that began")
-    settings, split = tomllib.loads(files[0].read_text()), split_of(run)
-    work = run_work(run, split, settings["rollout"]["batch_size"])
-    ppo = settings["ppo"]
-    movable = may_move(ppo["kl_coef"], ppo["kl_loss_coef"])
+    settings, split = settings_of(run), split_of(run)
+    work = run_work(run, split, settings.rollout.batch_size)
+    movable = may_move(settings.ppo.kl_coef, settings.ppo.kl_loss_coef)
     return advice(work, split, gpus or split.actor + split.critic, movable=movable)
 
 
@@ -63,7 +67,7 @@ def between_nodes(run: Path, nodes: int, gigabytes: float) -> list[str]:
     Raises:
         UserError: its ranks don't cut into nodes, or it is too young.
     """
-    config, split = parse(["--config", str(run / "config.toml")]), split_of(run)
+    config, split = settings_of(run), split_of(run)
     if (split.actor + split.critic) % nodes:
         told = f"--nodes {nodes} does not divide the {split.actor + split.critic} ranks of {run}"
         raise UserError(f"{told}; use a divisor, or a run of other ranks")
@@ -151,22 +155,18 @@ def _names_a_run(argv: list[str]) -> bool:
     return False
 
 
-def main() -> int:
-    prog, argv = "python -m splitppo.plan", sys.argv[1:]
-    try:
-        if argv in (["-h"], ["--help"]):
-            with suppress(SystemExit):
-                tyro.cli(of_run, prog=prog, args=argv)
-        if _names_a_run(argv):
-            print("\n".join(tyro.cli(of_run, prog=prog, args=argv)))
-            return 0
-        (gpus, ranks), flags = tyro.cli(of_probe, prog=prog, return_unknown_args=True)
-        with tempfile.TemporaryDirectory() as out:
-            print("\n".join(plan_lines(run_probe(ranks, flags, Path(out)), gpus)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@command
+def main() -> None:
+    prog, argv = "python -m splitppo.plan", words()
+    if argv in (["-h"], ["--help"]):
+        with suppress(SystemExit):
+            tyro.cli(of_run, prog=prog, args=argv)
+    if _names_a_run(argv):
+        print("\n".join(tyro.cli(of_run, prog=prog, args=argv)))
+        return
+    (gpus, ranks), flags = tyro.cli(of_probe, prog=prog, args=argv, return_unknown_args=True)
+    with tempfile.TemporaryDirectory() as out:
+        print("\n".join(plan_lines(run_probe(ranks, flags, Path(out)), gpus)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from splitppo.errors import UserError
+from splitppo.errors import UserError, command, words
 from splitppo.prepare_reward import prepare_reward
 from splitppo.prepare_sentiment import Package, find_package, prepare_sentiment
 
@@ -92,7 +92,4 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(command(main)(words()))

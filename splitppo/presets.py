@@ -20,7 +20,7 @@ def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--config {path}: {wrong}; presets are TOML files, see configs/")
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # TOMLDecodeError, or bytes that are no text
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
         raise UserError(f"--config {path}: not TOML: {error}; {WRITTEN}") from error
     return dict(_settings(table, known, path, ""))
 
@@ -83,5 +83,6 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it: but for inf and nan, json's numbers, strings and lists are TOML's."""
-    return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
+    """A value as TOML writes it: but for inf, nan and one character, json's numbers, strings and lists are TOML's."""
+    text = repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.replace("\x7f", r"\u007f")

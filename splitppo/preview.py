@@ -20,6 +20,7 @@ from splitppo.tiny import build_tiny
 
 # float32 master weight, gradient and AdamW's two moments
 LEARNER_BYTES = 16
+SHOWN = 64  # lines of each kind
 
 
 def preview(config: Config, launch: Launch) -> str:
@@ -34,7 +35,8 @@ def preview(config: Config, launch: Launch) -> str:
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = found if config.compute.device == "auto" else config.compute.device
     preflight(config, placement, device, local_world)
-    parts = [to_toml(config), format_map(placement, hosts, [device] * world), f"engine: {engine_kind(config, device)}"]
+    parts = [to_toml(config), format_map(placement, hosts[:SHOWN], [device] * min(world, SHOWN))]
+    parts += [*_more(world, "ranks"), f"engine: {engine_kind(config, device)}"]
     parts += [f"warning: {told}" for told in warnings(config, device, placement)]
     parts += ["" if placement.colocated else _messages(config, placement)]
     parts += [_memory(config, placement, device, local_world)]
@@ -48,17 +50,21 @@ def _messages(config: Config, placement: Placement) -> str:
     lines = ["messages of a step (bytes at most):"]
     row, response = rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.max_new_tokens
     fields = 1 + ("reference" in model_folders(config) and config.placement.reference == "actor")
-    for i, actor in enumerate(placement.actor):
-        for j, critic in enumerate(placement.critic):
-            chunks = [rows for rows in ownership.message_rows(i, j, rollout.chunks) if rows]
-            if chunks:
-                n = sum(chunks)
-                lines.append(
-                    f"  rank {actor} -> {critic}: rollouts {len(chunks)} messages of {min(chunks)}-{max(chunks)} rows, "
-                    f"{n * row * 4:,} B;  logprobs {n} rows, {n * response * 4 * fields:,} B;  "
-                    f"back: advantages {n} rows, {n * response * 4:,} B"
-                )
-    return "\n".join(lines)
+    pairs = ownership.pairs()
+    for i, j in pairs[:SHOWN]:
+        chunks = [rows for rows in ownership.message_rows(i, j, rollout.messages) if rows]
+        n = sum(chunks)
+        lines.append(
+            f"  rank {placement.actor[i]} -> {placement.critic[j]}: rollouts {len(chunks)} messages of "
+            f"{min(chunks)}-{max(chunks)} rows, {n * row * 4:,} B;  logprobs {n} rows, "
+            f"{n * response * 4 * fields:,} B;  back: advantages {n} rows, {n * response * 4:,} B"
+        )
+    return "\n".join(lines + _more(len(pairs), "pairs of ranks"))
+
+
+def _more(count: int, what: str) -> list[str]:
+    """What is not shown of a long list."""
+    return [f"  and {count - SHOWN:,} more {what}"] if count > SHOWN else []
 
 
 def _memory(config: Config, placement: Placement, device: str, local_world: int) -> str:

@@ -36,7 +36,7 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
     Args:
         setting: the setting that names the file, for errors.
     """
-    path = Path(file).expanduser()
+    path = Path(file)
     source = path.name if path.is_dir() else path.stem
     number = 0
     for number, columns in raw_rows(file, setting, _used_columns(config)):
@@ -53,7 +53,7 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Ite
         used: the columns that are looked at.
         kinds: what the caller can read, for errors.
     """
-    path = Path(file).expanduser()
+    path = Path(file)
     if not path.exists():
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
@@ -127,7 +127,8 @@ def _table_rows(
     while True:
         try:
             batch = next(batches, None)
-        except (pyarrow.ArrowException, OSError) as error:
+            rows = [] if batch is None else batch.to_pylist()
+        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
             raise UserError(f"{broken} ({' '.join(str(error).split())}); write it again") from error
         if batch is None:
             return
@@ -138,13 +139,16 @@ def _table_rows(
                     f"{file} has a column {column.name} of JSON texts (values of mixed types), whose strings cannot be "
                     "told from numbers; give it one type, or write the rows as .jsonl"
                 )
-        yield from batch.to_pylist()
+        yield from rows
 
 
 def _parse_json(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content)
-    except ValueError as error:  # JSONDecodeError, or bytes that are no text
+        parsed = json.loads(content)
+        if b"\\ud" in content.lower():  # may be half of a character, which no tokenizer and no file takes
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, or bytes that are no text
         raise UserError(f"{where}: broken JSON ({error}); mend it") from error
 
 
@@ -219,7 +223,7 @@ def read_lengths(config: RolloutConfig) -> list[int]:
         return []
     if not Path(file).is_file():
         raise UserError(f"rollout.lengths={file}: no such file (from {Path.cwd()}); name one that every rank can read")
-    lengths = Path(file).read_text().split()
+    lengths = Path(file).read_text(errors="replace").split()
     for number, length in enumerate(lengths, 1):
         if not (length.isascii() and length.isdecimal() and 1 <= int(length) <= most):
             raise UserError(f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}")

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from splitppo.chrome import trace_events, trace_name
-from splitppo.errors import UserError
+from splitppo.errors import UserError, command, words
 from splitppo.html import build_page
 from splitppo.timeline import Column, Timeline, build_timeline, choose_step, curves, read_column, seconds, span_colours
 from splitppo.timeline import overlap as overlap
@@ -153,18 +153,6 @@ def newest_run() -> Path:
     return found[-1].parent.parent
 
 
-def write(out: Path, text: str) -> None:
-    """Writes a page or a trace to where `--out` says.
-
-    Raises:
-        UserError: it can't be written there.
-    """
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out} can't be written ({error}): name a file in a folder that exists") from error
-
-
 def draw_picture(run: Path, actor: Column, critic: Column, step: int | None, out: Path) -> None:
     """Draws the picture and prints what its timeline shows."""
     chosen = choose_step(actor, critic, step)
@@ -172,8 +160,8 @@ def draw_picture(run: Path, actor: Column, critic: Column, step: int | None, out
     figure = draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline)
     try:
         figure.savefig(out, format=out.suffix[1:] or "png")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--out {out} can't be written ({error}): name a picture in a folder that exists") from error
+    except ValueError as error:  # a suffix of no picture
+        raise UserError(f"--out {out} can't be written: {error}") from error
     print(timeline.title() if timeline else "no spans recorded: no timeline")
 
 
@@ -205,10 +193,10 @@ def report(
     if trace is not None:
         choose_step(actor, critic, trace, flag="--trace")
         written["trace"] = out or run / trace_name(trace)
-        write(written["trace"], json.dumps(trace_events(actor, critic, trace)) + "\n")
+        written["trace"].write_text(json.dumps(trace_events(actor, critic, trace)) + "\n")
     if html:
         written["page"] = out or run / "report.html"
-        write(written["page"], build_page(run, actor, critic, choose_step(actor, critic, step)))
+        written["page"].write_text(build_page(run, actor, critic, choose_step(actor, critic, step)), encoding="utf-8")
     if not written:
         written["report"] = out or run / "report.png"
         draw_picture(run, actor, critic, step, written["report"])
@@ -217,14 +205,11 @@ def report(
         print(f"{name}: {path}")
 
 
+@command
 def main() -> None:
-    """The command: a user's error is one line."""
-    try:
-        tyro.cli(report, prog="python -m splitppo.report")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """The command."""
+    tyro.cli(report, prog="python -m splitppo.report", args=words())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

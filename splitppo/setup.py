@@ -167,7 +167,7 @@ class Run:
         runtime = self.runtime
         rank, timeout = runtime.launch.rank, self.config.timeout
         self.wire = Wire(rank, runtime.wire, runtime.post, runtime.device, timeout, runtime.describe)
-        return Links(self.wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.chunks)
+        return Links(self.wire, runtime.placement, self.shared.ownership, chunks=self.config.rollout.messages)
 
     def actor(self) -> Actor:
         """The actor role's models, from the checkpoint if the run resumes."""

@@ -62,7 +62,10 @@ def shape_scores(
     """
     shaped = scores.double()
     if config.normalize != "off":
-        shaped = (shaped - moments.mean) / (moments.variance.sqrt() + 1e-8)
+        spread = moments.variance.sqrt()
+        if spread <= 1e-6 * moments.mean.abs():  # scores that are all alike, beside which a failed row may stand
+            spread = torch.ones_like(spread)
+        shaped = (shaped - moments.mean) / (spread + 1e-8)
     if config.clip is not None:
         shaped = shaped.clamp(*config.clip)
     shaped = shaped - config.missing_eos_penalty * torch.tensor([float(not done) for done in finished])

@@ -4,6 +4,7 @@ Reads RUN/metrics/{actor,critic}.jsonl (see metrics.py) and needs no torch.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,8 +42,10 @@ def read_column(path: Path) -> Column:
             record = json.loads(line)
             spans = [(str(name), float(start), float(end)) for name, start, end in record.get("spans", [])]
             numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}  # some are lists
+            if not all(math.isfinite(end - start) and math.isfinite(start) for _, start, end in spans):
+                raise ValueError("a span that never begins or ends")
             column[int(record["step"])] = Step(numbers, spans)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError) and number == len(lines):  # killed as it wrote, or writing now
                 print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
                 break

@@ -18,6 +18,7 @@ from splitppo.channel import Links
 from splitppo.critic import Critic, join
 from splitppo.device import pick_device
 from splitppo.engine.start import launch_engine
+from splitppo.errors import as_users, command
 from splitppo.failure import report_failure
 from splitppo.flags import parse
 from splitppo.limits import check
@@ -124,18 +125,20 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         run.finish("critic", step, critic_metrics)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after a failure, 2 for wrong input, 75 after a stop that the run can go on from,
     130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    launch, runtime, run = Launch.from_env(), None, None
-    if launch.world > 1:
-        # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launch, runtime, run = Launch(), None, None
     if "RANK" in os.environ:
         note_early()
     transformers.logging.disable_progress_bar()
     try:
+        launch = Launch.from_env()
+        if launch.world > 1:
+            # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         # under torchrun a wrong flag is told as every other error is, once and last on the screen
         config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
         check(config)
@@ -169,6 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
         if run:
             run.progress.settle()
+        elif isinstance(error, BrokenPipeError):
+            raise  # nobody reads the help, or the dry run, to its end
+        error = as_users(error) or error
         if run and (good := run.progress.last_good()):
             error.add_note(f"the last good checkpoint is {good}")
         return report_failure(error, runtime, launch)
@@ -201,8 +207,5 @@ def train(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # leaves at once: after a failure, threads of the communication libraries may wait for a peer that never comes
-    os._exit(status)
+    os._exit(main())

@@ -228,7 +228,7 @@ def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     write_table(path.with_suffix(".md"), rows)
 
 

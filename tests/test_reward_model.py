@@ -1,8 +1,9 @@
 """The reward model: its texts, its scores against the library's, and a value model that starts from it."""
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -180,6 +181,36 @@ def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_
         parts = 0.5 * record["critic/reward_model/mean"] + 2 * record["critic/letters/mean"]
         assert record["critic/score/mean"] == pytest.approx(parts, abs=1e-5)
         assert record["critic/reward_model/min"] < record["critic/reward_model/max"]
+
+
+def failing_rank(rank: int, argv: list[str], every: int) -> int:
+    """A run whose reward model gives row r the score r % 4, but nan where r % every is every - 1."""
+
+    def score(self: RewardModel, prompts: Any, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = [math.nan if s.row % every == every - 1 else float(s.row % 4) for s in samples]
+        return torch.tensor(scores), torch.zeros(len(scores))
+
+    cast(Any, RewardModel).score = score
+    return train.main(argv)
+
+
+def test_a_score_that_is_not_finite_is_a_failure(folders: dict[str, Path], tmp_path: Path, capfd) -> None:
+    """As a function's: it counts as failed_score, is left out of the moments, is counted, and named with its row."""
+    argv = ["--steps=9", f"--run-dir={tmp_path / 'run'}", "--rollout.batch-size=16", "--log.validate-every=0"]
+    argv += [f"--reward.model={folders['encoder']}", f"--policy.path={folders['policy']}", "--rollout.max-new-tokens=2"]
+    argv += ["--reward.function=none", "--reward.model-weight=0.5", "--reward.failed-score=7", "--ppo.mini-batches=1"]
+    assert run_ranks(3, failing_rank, [*argv, "--steps=1", "--reward.normalize=batch"], 4) == [0, 0, 0]
+    (record,) = records(tmp_path / "run")
+    assert (record["critic/reward_failures"], record["critic/reward_failures/invalid"]) == (4, 4)
+    assert record["critic/score/max"] == 0.5 * 7
+    # the others are 0, 0.5, 1, four of each
+    mean, deviation = 0.5, (8 * 0.25 / 11) ** 0.5
+    assert record["critic/rewards/max"] == pytest.approx((3.5 - mean) / deviation)
+    assert record["critic/rewards/min"] == pytest.approx((0 - mean) / deviation)
+    assert "reward_model: 4 x invalid, first of row 3: reward.model=" in capfd.readouterr().out
+    assert run_ranks(1, failing_rank, [*argv, f"--run-dir={tmp_path / 'all'}"], 1) == [2]
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert told.startswith("error: reward reward_model failed on all rows of the last 3 steps: reward.model=")
 
 
 def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_path: Path) -> None:

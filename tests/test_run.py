@@ -428,7 +428,7 @@ def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(train, "note_early", lambda: noted.append(True))
     assert train.main(["--steps=0"]) == 2
     assert not noted
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert train.main(["--steps=0"]) == 2
     assert noted

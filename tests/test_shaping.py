@@ -44,6 +44,16 @@ def test_a_batch_of_equal_scores_becomes_zeros() -> None:
     assert shape_scores(same[0], LENGTHS, FINISHED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
 
 
+def test_a_failed_row_beside_equal_scores_is_as_far_from_them_as_it_was() -> None:
+    """It is no part of the moments, whose deviation is then 0, or the rounding of a mean."""
+    scores = torch.tensor([0.1, 0.1, 0.1, 0.0])
+    moments = algo.moments(scores[None], torch.tensor([[1, 1, 1, 0]]))
+    for rounding in (0.0, 1e-17):
+        near = algo.Moments(moments.count, moments.mean, moments.variance + rounding)
+        shaped = shape_scores(scores, LENGTHS, FINISHED, near, RewardConfig(normalize="batch"), max_new_tokens=10)
+        assert shaped.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.1], abs=1e-6)
+
+
 def test_clipping_comes_after_normalising_and_before_the_penalties() -> None:
     config = RewardConfig(normalize="batch", clip=(-1.0, 0.25), missing_eos_penalty=3.0)
     shaped = of(config)
