@@ -1,5 +1,6 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from splitppo import algo, checkpoint
+from splitppo import algo, checkpoint, saving
 from splitppo.attention import PACKED
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.learner import Learner, Runner
@@ -220,10 +221,18 @@ def save_rank(rank, world, folder, target):
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
     told = target / "committed"
     saver = Saver(learner, "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step)))
+    save, updated = saving.dcp.save, threading.Event()
+
+    def save_late(*args, **kwargs):
+        assert updated.wait(30), "training waits for the disk"
+        return save(*args, **kwargs)
+
+    saving.dcp.save = save_late
     saver.begin(1, {"kept": [1.5]})
     saver.commit(1)
     # on the way to the disk; what is written must be what it was
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    updated.set()
     saver.wait()
     return full_weights(learner)
 
