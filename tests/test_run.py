@@ -378,6 +378,7 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
+    check_run_folder(parse([*argv, *change, "--force"]), "auto")
     free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
     check_same_run(parse([*argv, *free]), whole)
 
