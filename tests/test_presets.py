@@ -269,6 +269,17 @@ def test_the_readmes_preset_keeps_the_rules(tmp_path: Path) -> None:
     check(parse([f"--config={tmp_path / 'mine.toml'}"], quiet=True))
 
 
+@pytest.mark.parametrize("page", [*PAGES, "MEASURED.md"])
+def test_files_and_commands_named_in_the_pages_exist(page: str) -> None:
+    text = (CONFIGS / page).read_text(encoding="utf-8")
+    named = re.findall(r"\b(?:tests|configs|launch|splitppo)/[\w./-]+\.[a-z]+\b", text)
+    named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (splitppo\.\w+)", text)]
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert [name for name in linked if not (CONFIGS / page).parent.joinpath(name).is_file()] == []
+    assert named or linked or page == "REWARDS.md"
+
+
 def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (CONFIGS / page).read_text(encoding="utf-8"), re.M | re.S)
 
