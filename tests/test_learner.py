@@ -20,7 +20,7 @@ from splitppo.learner import Learner, Runner
 from splitppo.models import build, fill, read_config
 from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
-from splitppo.parallel import COMPILER, parallelize
+from splitppo.parallel import COMPILER, local, parallelize
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
 from splitppo.runtime import Runtime
@@ -176,6 +176,19 @@ def test_tied_embeddings_stay_tied(folder):
     names = [name for name, _ in learner.weights(torch.float32)]
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names))
+    runtime.close()
+
+
+@pytest.mark.parametrize("most", [0.05, 0.0])
+def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
+    learner, runtime = make_learner(folder, "policy", 1, 0)
+    learner.optim, rollout = replace(learner.optim, max_grad_norm=most), Rollout(samples())
+    rows = [list(range(BATCH))]
+    (figures,) = learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
+    seen = [local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()]  # of AdamW's first step
+    norm = float(torch.stack([moment.norm() for moment in seen]).norm())
+    assert figures["grad_norm"] > 0.05, "before clipping"
+    assert norm == pytest.approx(most or figures["grad_norm"], rel=1e-4)
     runtime.close()
 
 
