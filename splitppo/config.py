@@ -185,7 +185,7 @@ class RewardConfig:
     workers: int = 1
     """Processes on each critic rank that run the functions."""
     timeout: float = 60.0
-    """Seconds that a function may take for a row; then the row failed, and its process is replaced."""
+    """Seconds that a function may take for a row; then it failed: its process is replaced, an async call cancelled."""
     failed_score: float = 0.0
     """What a function's failure (time-out, exception, not a finite number) counts as."""
     model: str | None = None
@@ -310,7 +310,7 @@ class CheckpointConfig:
     """Checkpoints under RUN/checkpoints."""
 
     every: int = 0
-    """Write one every n steps and after the last; 0: never."""
+    """Write one every n steps and after the last; 0: only of a run that is told to stop."""
     keep: int = 2
     """Complete checkpoints to keep, the newest; 0: all."""
     keep_every: int = 0
@@ -326,7 +326,7 @@ class LogConfig:
     validate_every: int = 0
     """Score held-out prompts before the first, every n-th and after the last step; 0: never."""
     validate_samples: int = 1
-    """Responses to each held-out prompt; above 1: also pass@k and the majority's answer."""
+    """Responses to each held-out prompt; above 1: also the best, the majority's and, of scores in [0, 1], pass@k."""
     validate_temperature: float = 0.0
     """Their sampling temperature; 0: greedy, one sample."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
@@ -365,8 +365,8 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Seconds that a wait for another rank may take before the run ends with an error that names it. A host of which
-    nothing is heard ends it after two minutes at the latest."""
+    """Seconds that a wait for another rank may take before the run ends with an error that says what the ranks were
+    doing. A host of which nothing is heard ends it after two minutes at the latest."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)

@@ -20,6 +20,7 @@ from splitppo.nodes import Launch
 if TYPE_CHECKING:
     from splitppo.runtime import Runtime
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable: where torchrun reads a rank's error
 GONE = "is gone without a word: killed, perhaps for its memory"
 
 
@@ -40,6 +41,8 @@ def report_failure(error: BaseException, runtime: "Runtime | None", launch: Laun
     if runtime is not None and not runtime.failed(error):
         why = "; ".join([str(error) if isinstance(error, WireError) else type(error).__name__, *causes])
         print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
+        if ERROR_FILE in os.environ:
+            time.sleep(2)  # torchrun ends with the rank that failed first, by its clock: let that be the one that did
         return 1
     if isinstance(error, torch.OutOfMemoryError):
         error.add_note(
@@ -82,5 +85,5 @@ def end_rank(launcher: int | None, error: Exception, *, store_lost: bool) -> Non
 
 def _for_torchrun(error: BaseException) -> None:
     """Puts the error where torchrun reads it, to print it last."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+    if ERROR_FILE in os.environ and isinstance(error, Exception):
         get_error_handler().record_exception(error)

@@ -71,6 +71,8 @@ def between_nodes(run: Path, nodes: int, gigabytes: float) -> list[str]:
     if (split.actor + split.critic) % nodes:
         told = f"--nodes {nodes} does not divide the {split.actor + split.critic} ranks of {run}"
         raise UserError(f"{told}; use a divisor, or a run of other ranks")
+    if not split.critic:
+        raise UserError(f"--nodes {nodes} is for two groups, and {run} is colocated; name a run of two groups")
     last = {role: read_column(run / "metrics" / f"{role}.jsonl") for role in ("actor", "critic")}
     if not all(any(column) for column in last.values()):
         raise UserError(f"{run} has no step in both columns yet; let it go on")

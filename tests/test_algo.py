@@ -308,6 +308,19 @@ def test_policy_loss_and_metrics_are_means_over_the_mask():
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
 
 
+def test_the_clips_shares_are_of_tokens_that_they_leave_without_a_gradient():
+    """As the README explains these metrics; tokens whose ratio or value is out of bounds are more."""
+    new, old, other, mask = draw(9, 50, 1).requires_grad_(), draw(9, 50, 2), draw(9, 50, 3), torch.ones(9, 50)
+    loss, metrics = policy_loss(new, old, other, mask, dual_clip=3.0)
+    by_dual_clip = (other < 0) & ((new - old).exp() > 3)
+    still = gradient(loss, new) == 0
+    same(metrics["pg_clipfrac_lower"], float(by_dual_clip.double().mean()))
+    same(metrics["pg_clipfrac"], float((still & ~by_dual_clip).double().mean()))
+    loss, metrics = algo.value_loss(new, old, other, mask, clip=0.2, aggregate="token_mean")
+    same(metrics["vf_clipfrac"], float((gradient(loss, new) == 0).double().mean()))
+    assert 0.2 < metrics["vf_clipfrac"] < ((new - old).abs() > 0.2).double().mean() - 0.1
+
+
 def test_clip_higher_moves_the_upper_bound_only():
     old = t([0.0])
     for ratio, advantage, want in [(1.25, 1.0, -1.25), (1.5, 1.0, -1.28), (0.5, -1.0, 0.8), (0.75, -1.0, 0.8)]:

@@ -1,5 +1,6 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,14 @@ from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from splitppo import algo, checkpoint
+from splitppo import algo, checkpoint, saving
 from splitppo.attention import PACKED
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.learner import Learner, Runner
 from splitppo.models import build, read_config
 from splitppo.nodes import Launch
 from splitppo.outputs import PolicyOutputs, value_outputs
-from splitppo.parallel import COMPILER, parallelize
+from splitppo.parallel import COMPILER, local, parallelize
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
 from splitppo.runtime import Runtime
@@ -172,6 +173,19 @@ def test_tied_embeddings_stay_tied(folder):
     runtime.close()
 
 
+@pytest.mark.parametrize("most", [0.05, 0.0])
+def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
+    learner, runtime = make_learner(folder, "policy", 1, 0)
+    learner.optim, rollout = replace(learner.optim, max_grad_norm=most), Rollout(samples())
+    rows = [list(range(BATCH))]
+    (figures,) = learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
+    seen = [local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()]  # of AdamW's first step
+    norm = float(torch.stack([moment.norm() for moment in seen]).norm())
+    assert figures["grad_norm"] > 0.05, "before clipping"
+    assert norm == pytest.approx(most or figures["grad_norm"], rel=1e-4)
+    runtime.close()
+
+
 def nan_rank(rank, world, folder):
     """One rank's rows make a gradient that isn't finite."""
     learner, _ = make_learner(folder, "policy", world, rank)
@@ -214,10 +228,18 @@ def save_rank(rank, world, folder, target):
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
     told = target / "committed"
     saver = Saver(learner, "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step)))
+    save, updated = saving.dcp.save, threading.Event()
+
+    def save_late(*args, **kwargs):
+        assert updated.wait(30), "training waits for the disk"
+        return save(*args, **kwargs)
+
+    saving.dcp.save = save_late
     saver.begin(1, {"kept": [1.5]})
     saver.commit(1)
     # on the way to the disk; what is written must be what it was
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    updated.set()
     saver.wait()
     return full_weights(learner)
 

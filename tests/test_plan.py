@@ -185,6 +185,9 @@ def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch,
     monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "3"])
     assert plan.main() == 2
     assert "--nodes 3 does not divide the 4 ranks" in capsys.readouterr().err
+    (run / "placement.txt").write_text("placement colocated: 3 actor, 3 critic\n")
+    assert plan.main() == 2
+    assert f"--nodes 3 is for two groups, and {run} is colocated; name a run" in capsys.readouterr().err
 
 
 def test_a_probe_stands_in_for_a_run(tmp_path, monkeypatch, capsys):

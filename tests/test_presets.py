@@ -32,7 +32,7 @@ from splitppo.tiny import VOCABULARY, build_tokenizer
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PRESETS = [path.name for path in sorted(CONFIGS.glob("*.toml"))]
-PAGES = ("FROM_VERL.md", "FROM_TRL.md", "REWARDS.md")
+PAGES = ("FROM_VERL.md", "FROM_TRL.md", "REWARDS.md", "../README.md")
 CHAT = (
     "{% for m in messages %}({{ m.role }}){{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}(assistant){% endif %}"
@@ -238,13 +238,46 @@ def test_settings_named_in_the_pages_exist(page: str) -> None:
     text = (CONFIGS / page).read_text(encoding="utf-8")
     known = set(settings(Config()))
     second = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and line.count("|") == 4]
-    ours = [text] if page == "REWARDS.md" else second
+    ours = second if page.startswith("FROM_") else [text]
     sections = "|".join({name.split(".")[0] for name in known})
     named = [name for cell in ours for name in re.findall(rf"`((?:{sections})\.[a-z_.]+)[` =]", cell)]
     assert len(named) > 10
     # a flag of verl's has no dashes, one of TRL's no dot
     named += [flag.replace("-", "_") for flag in re.findall(r"--([a-z]+(?:\.[a-z-]+)+)", text)]
     assert [name for name in named if name not in known] == []
+
+
+@pytest.mark.parametrize(("page", "least"), [("FROM_VERL.md", 10), ("FROM_TRL.md", 12)])
+def test_defaults_named_in_the_pages_are_the_defaults(page: str, least: int) -> None:
+    """What the third column of their tables says is so `here` or `in both`: of a setting in the second."""
+    known, told = settings(Config()), 0
+    words = {"off": [None, False, 0], "greedy": [0.0], "k1": ["k1"], "constant": ["constant"]}
+    value = "|".join([*words, r"\d[\de.-]*"])
+    for line in (CONFIGS / page).read_text(encoding="utf-8").splitlines():
+        _, _, names, remark, *_ = [*line.split("|"), "", "", ""]
+        if found := re.search(rf"({value})(?: and ({value}))?`?(?: \(off\))? (?:here|in both)\b", remark):
+            defaults = [known[name] for name in re.findall(r"`([a-z_.]+)`", names)]
+            for word in filter(None, found.groups()):
+                assert set(words.get(word) or [float(word)]) & set(defaults), line
+            told += 1
+    assert told >= least
+
+
+def test_the_readmes_preset_keeps_the_rules(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "mine.toml").write_text(blocks[0])
+    check(parse([f"--config={tmp_path / 'mine.toml'}"], quiet=True))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "MEASURED.md"])
+def test_files_and_commands_named_in_the_pages_exist(page: str) -> None:
+    text = (CONFIGS / page).read_text(encoding="utf-8")
+    named = re.findall(r"\b(?:tests|configs|launch|splitppo)/[\w./-]+\.[a-z]+\b", text)
+    named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (splitppo\.\w+)", text)]
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert [name for name in linked if not (CONFIGS / page).parent.joinpath(name).is_file()] == []
+    assert named or linked or page == "REWARDS.md"
 
 
 def python_blocks(page: str) -> list[str]:

@@ -331,6 +331,7 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
+    check_run_folder(parse([*argv, *change, "--force"]), "auto")
     free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
     check_same_run(parse([*argv, *free]), whole)
 
@@ -606,18 +607,30 @@ def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
 
 
 CRASH = """
-import os, sys
+import os, sys, time, traceback
 from splitppo import train
+from splitppo.channel import Wire
 from splitppo.critic import Critic
 
-judge = Critic.judge
+judge, recv, show = Critic.judge, Wire.recv, traceback.print_exception
 
 def crash(self, *scored):
     if self.value.updates == 1:
         raise ValueError("the critic's own trouble")
     return judge(self, *scored)
 
-Critic.judge = crash
+def follow(self, hop, *rest):
+    # as over NCCL, where those who wait for a rank that failed fail, too
+    while self.rank < 2 and hop.step == 2:
+        if self.store.check(["failed"]):
+            raise ConnectionError("closed by the peer")
+    return recv(self, hop, *rest)
+
+def slowly(error):
+    time.sleep(0.5)
+    show(error)
+
+Critic.judge, Wire.recv, traceback.print_exception = crash, follow, slowly
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()
@@ -634,8 +647,9 @@ def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
     assert process.returncode != 0
     last = records(tmp_path / "run", "critic")[-1]["time"]
     assert ended - last < 20
+    assert len(re.findall("rank [01] stops: another rank failed", out)) == 2
     tail = out[out.rindex("Root Cause") :]
-    assert "ValueError: the critic's own trouble" in tail
+    assert "ValueError: the critic's own trouble" in tail, "torchrun ends with a rank that failed after it"
     assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert left.stdout == ""

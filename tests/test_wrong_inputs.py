@@ -556,8 +556,10 @@ def test_told_before_anything_is_written_or_built(argv, says, inputs, tmp_path, 
     monkeypatch.setattr(train, "Runtime", forbidden)
     monkeypatch.setattr(models, "build", forbidden)
     before = sorted(path for path in inputs.rglob("*") if "__pycache__" not in path.parts)
-    assert train.main(command(argv, inputs)) == 2
-    assert_told(capsys.readouterr().err, says, inputs)
+    for dry in ([], ["--dry-run"]):
+        if not (dry and "--world-size=2" in argv):  # wrong without it alone
+            assert train.main([*command(argv, inputs), *dry]) == 2
+            assert_told(capsys.readouterr().err, says, inputs)
     assert sorted(path for path in inputs.rglob("*") if "__pycache__" not in path.parts) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -630,11 +632,13 @@ def main_rank(rank: int, argv: list[str], build: Callable | None) -> tuple[int, 
 
 
 @pytest.mark.parametrize(("argv", "says"), DATA, ids=lambda value: " ".join(value))
-def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path):
+def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path, capsys):
     given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", f"--run-dir={tmp_path / 'run'}"]
     results = run_ranks(2, main_rank, given, forbidden, timeout=200)
     assert [status for status, _ in results] == [2, 2]
     assert_told("".join(err for _, err in results), says, inputs)
+    assert train.main([*given, "--dry-run", "--world-size=2"]) == 2
+    assert_told(capsys.readouterr().err, says, inputs)
 
 
 @pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
