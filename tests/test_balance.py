@@ -17,13 +17,13 @@ def sample(row: int) -> Sample:
     return Sample(row, [row] * (1 + row % 7), [1000 * row + i for i in range(length)], [0.0] * length, row % 2 == 0)
 
 
-def balance_rank(mesh):
+def balance_rank(mesh, count=ROWS, cuts=3):
     world, rank = mesh.size(), mesh.rank
-    owned = own(seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, actor_size=world, critic_size=world)
+    owned = own(seed=0, step=1, batch_size=count, samples=1, mini_batches=cuts, actor_size=world, critic_size=world)
     mine = owned.rows("actor", rank)
     rollout = Rollout([sample(row) for part in mine for row in part])
     learnt = [[row for row in part if row not in LEFT_OUT] for part in mine]
-    fields = {"old": torch.cat([torch.tensor(s.response) / 7 for s in rollout.samples])}
+    fields = {"old": torch.cat([torch.zeros(0), *(torch.tensor(s.response) / 7 for s in rollout.samples)])}
     fields["twice"] = 2 * fields["old"]
     got, mini_batches, figures = balance(rollout, learnt, fields, float, mesh, torch.device("cpu"))
     tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
@@ -51,3 +51,14 @@ def test_rows_are_dealt_out_evenly_and_keep_what_is_theirs():
             assert (prompt, response) == (due.prompt, due.response)
             assert old == (torch.tensor(due.response) / 7).tolist()
             assert twice == (2 * torch.tensor(due.response) / 7).tolist()
+
+
+def test_ranks_without_rows_take_part():
+    """Two rows for three ranks: one has none before, and one has none after."""
+    parts = run_threads(3, balance_rank, 2, 1)
+    assert sorted(len(held) for _, held, *_ in parts) == [0, 1, 1]
+    assert sorted(row for _, held, *_ in parts for row in held) == [
+        (r, sample(r).prompt, sample(r).response) for r in (0, 1)
+    ]
+    for _, held, per_row, _, _ in parts:
+        assert per_row["old"] == [(torch.tensor(response) / 7).tolist() for _, _, response in held]
