@@ -97,7 +97,9 @@ def held_out(count: int) -> list[Prompt]:
 
 
 def make_validator(mesh: Any, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
-    config = Config(seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, stop=("!",)), log=log)
+    config = Config(
+        seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",)), log=log
+    )
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
     return Validator(config, held_out(count), decode, engine, mesh, cast(Any, scorer), folder)
@@ -220,7 +222,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     for row in rows:
         said = row_seed(14, 0, row["row"]) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
-        assert row["score"] == (said == row["ground_truth"])
+        assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
         assert (row["prompt"], row["finished"]) == (f"ask {row['row'] // 4}", row["row"] % 3 > 0)
     assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
     assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
@@ -248,7 +250,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
     prompts, sampling, seed, step = call
     assert (seed, step) == (14, 0)
     assert prompts == {4 * i + j: [i, i + 1] for i in range(3) for j in range(4)}
-    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9)
+    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9, top_k=40)
     before, after = ((tmp_path / "validation" / f"step_{n:06d}.jsonl").read_text() for n in (0, 5))
     assert before.replace('"step": 0', '"step": 5') == after
     assert len({json.loads(line)["response"].strip(".") for line in before.splitlines()}) > 1
@@ -288,6 +290,21 @@ def test_a_step_that_comes_again_overwrites_its_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003.jsonl", "step_000003.md"]
     assert (tmp_path / "step_000003.jsonl").read_text(encoding="utf-8") == '{"row": 0, "response": "nëw"}\n'
     assert "old" not in (tmp_path / "step_000003.md").read_text()
+
+
+def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
+    write_rows(tmp_path, 3, [{"ground_truth": Decimal("1.50")}])
+    assert json.loads((tmp_path / "step_000003.jsonl").read_text()) == {"ground_truth": "1.50"}
+
+
+def test_a_score_is_written_to_six_places(tmp_path):
+    record = run_threads(1, lambda mesh: make_validator(mesh, tmp_path, 1)._record(5, 3, "said", 2 / 3, True))[0]
+    assert (record["score"], record["sample"], record["prompt"]) == (0.666667, 3, "ask 0")
+
+
+def test_120_characters_fit_into_a_cell(tmp_path):
+    write_table(tmp_path / "table.md", [{"whole": "z" * 120, "cut": "a" * 61 + "z" * 60}])
+    assert table_cells(tmp_path / "table.md")[2] == ["z" * 120, "a" * 58 + " … " + "z" * 58]
 
 
 def table_cells(path: Path) -> list[list[str]]:
