@@ -6,6 +6,8 @@ the table stands each change that no test noticed, unless tests/survivors.txt kn
 
 import json
 import os
+import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,9 +21,9 @@ KILLED, SURVIVED = (1, 3, 24, -24, 36, 152, 255), (0, 5, 33)  # by a test, or by
 
 def mutmut(arguments: list[str]) -> None:
     """mutmut's command, which passes functions with decorators over; those under torch.no_grad() are half of algo."""
-    import libcst as cst
-    from mutmut.__main__ import cli
-    from mutmut.mutation.file_mutation import MutationVisitor
+    import libcst as cst  # pyright: ignore[reportMissingImports]
+    from mutmut.__main__ import cli  # pyright: ignore[reportMissingImports]
+    from mutmut.mutation.file_mutation import MutationVisitor  # pyright: ignore[reportMissingImports]
 
     skips = MutationVisitor._skip_node_and_children
 
@@ -38,7 +40,7 @@ def mutmut(arguments: list[str]) -> None:
 
 def changed(name: str) -> tuple[str, str]:
     """The lines of a mutant, as they were and as they are, without white space at their ends."""
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.mutation.diff_apply import get_diff_for_mutant  # pyright: ignore[reportMissingImports]
 
     lines = [
         line
@@ -51,7 +53,9 @@ def changed(name: str) -> tuple[str, str]:
 
 def report(rooms: list[str]) -> int:
     """Prints the table and what is new; the number of the latter."""
-    known = {line.strip() for line in KNOWN.read_text().splitlines() if "->" in line}
+    listed = [line for line in KNOWN.read_text().splitlines() if " -> " in line]
+    known = {line for line in listed if not line.startswith("~ ")}
+    rules = [re.compile(line.removeprefix("~ ")) for line in listed if line.startswith("~ ")]
     new: list[str] = []
     print(f"\n{'room':<12}{'mutants':>8}{'killed':>8}{'known':>8}{'new':>6}{'score':>7}")
     for room in rooms:
@@ -65,8 +69,11 @@ def report(rooms: list[str]) -> int:
                 continue
             function = name.split("__mutmut")[0].replace("x_", "", 1).replace("xǁ", "", 1).replace("ǁ", ".")
             line = "{}: {} -> {}".format(function.removeprefix("splitppo."), *changed(name))
-            counts["known" if line in known else "new"] += 1
-            new += [] if line in known else [f"{line}    ({name.removeprefix('splitppo.')})"]
+            if line in known or any(rule.fullmatch(line) for rule in rules):
+                counts["known"] += 1
+            else:
+                counts["new"] += 1
+                new.append(f"{line}    (mutmut show {name})")
         score = counts["killed"] / max(1, len(found))
         print(f"{room:<12}{len(found):>8}{counts['killed']:>8}{counts['known']:>8}{counts['new']:>6}{score:>7.1%}")
     print("\n".join(["", *new]))
@@ -76,6 +83,7 @@ def report(rooms: list[str]) -> int:
 def main() -> int:
     rooms = sys.argv[1:] or list(ROOMS)
     os.chdir(ROOT)
+    shutil.rmtree(ROOT / "mutants", ignore_errors=True)  # what it remembers of a test is as old as the test's name
     if pid := os.fork():  # mutmut imports, forks and exits as it likes
         if os.waitpid(pid, 0)[1]:
             return 2

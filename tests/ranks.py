@@ -162,7 +162,7 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any) -> list:
     """`function(mesh, *args)` on each of `world` ranks that are threads; their results in order of ranks.
 
     In milliseconds where `run_ranks` takes seconds. The ranks share all that a process has, and may gather from each
-    other, no more.
+    other, sum and take the maximum, no more.
     """
     barrier, shown, results, errors = threading.Barrier(world, timeout=20), [None] * world, [None] * world, []
 
@@ -170,7 +170,10 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any) -> list:
         found[:] = group.exchange(value)
 
     def gather_tensors(found: torch.Tensor, part: torch.Tensor, group: ThreadMesh) -> None:
-        found.copy_(torch.cat(group.exchange(part)))
+        parts = group.exchange(part)
+        if len({(one.dtype, one.shape) for one in parts}) != 1:
+            raise ValueError(f"tensors to gather must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}")
+        found.copy_(torch.cat(parts))
 
     def rank_thread(rank: int) -> None:
         try:
@@ -179,7 +182,11 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any) -> list:
             errors.append(error)
             barrier.abort()
 
-    patches = {"all_gather_object": gather_objects, "all_gather_into_tensor": gather_tensors}
+    def reduce(values: torch.Tensor, op: Any, group: ThreadMesh) -> None:
+        parts = torch.stack(group.exchange(values.clone()))
+        values.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
+
+    patches = {"all_gather_object": gather_objects, "all_gather_into_tensor": gather_tensors, "all_reduce": reduce}
     with mock.patch.multiple(dist, **patches):
         threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(world)]
         for thread in threads:

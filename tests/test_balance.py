@@ -28,7 +28,7 @@ def balance_rank(mesh, count=ROWS, cuts=3):
     got, mini_batches, figures = balance(rollout, learnt, fields, float, mesh, torch.device("cpu"))
     tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
     before = [sum(rollout.totals[rollout.index[row]] for row in part) for part in learnt]
-    held = [(s.row, s.prompt, s.response) for s in got.samples]
+    held = [(s.row, s.prompt, s.response) for s in got.samples if s.logprobs == []]
     per_row = {name: [t.tolist() for t in got.split(x)] for name, x in figures.items()}
     return mini_batches, held, per_row, tokens, before
 
