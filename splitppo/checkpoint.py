@@ -6,8 +6,9 @@
         manifest.json                              size and CRC-32 of each file above, and the step
 
 A group writes its part as `ROLE.partial` and renames it when all of it is on the disk (saving.py). A checkpoint counts
-when both parts are there. They reshard on loading, so a run may go on under another placement. Everything else that a
-run needs to go on (order of the data, noise, learning rate) is a function of the seed and the step.
+when both parts are there; it is damaged if anything in it is not what the manifests say. They reshard on loading, so a
+run may go on under another placement. Everything else that a run needs to go on (order of the data, noise, learning
+rate) is a function of the seed and the step.
 """
 
 import json
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from splitppo.errors import UserError
-from splitppo.files import write_whole
+from splitppo.files import BROKEN, write_whole
 
 ROLES = ("actor", "critic")
 MANIFEST = "manifest.json"
@@ -69,7 +72,7 @@ def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
     try:
         told = json.loads((part / MANIFEST).read_text())
         return int(told["step"]), {name: File(int(size), int(crc)) for name, (size, crc) in told["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except BROKEN as error:
         raise ValueError(f"{part.name}/{MANIFEST} can't be read ({error})") from error
 
 
@@ -79,14 +82,13 @@ def parts_of(folder: Path) -> list[Path]:
 
 def complete(run_dir: Path) -> list[Path]:
     """The checkpoints that both groups have written, oldest first."""
-    found = [folder for folder in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", folder.name)]
-    folders = sorted(found, key=lambda folder: (len(folder.name), folder.name))  # a millionth has a digit more
-    return [folder for folder in folders if all((part / MANIFEST).is_file() for part in parts_of(folder))]
+    found = [folder for folder in (run_dir / "checkpoints").glob("step_*") if step_of(folder)]
+    return sorted((folder for folder in found if all(part.is_dir() for part in parts_of(folder))), key=step_of)
 
 
-def read_step(folder: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return read_manifest(folder / "actor")[0]
+def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was written, by its folder's name; 0 for a folder that is none."""
+    return int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else 0
 
 
 def damage(folder: Path, *, share: int = 0, of: int = 1, sizes_only: bool = False) -> str:
@@ -99,18 +101,36 @@ def damage(folder: Path, *, share: int = 0, of: int = 1, sizes_only: bool = Fals
     files = []
     for part in parts_of(folder):
         try:
-            files += [(part / name, file) for name, file in read_manifest(part)[1].items()]
+            step, listed = read_manifest(part)
         except ValueError as error:
             return str(error)
+        if step != step_of(folder):
+            return f"{part.name}/{MANIFEST} is of step {step}"
+        if not {".metadata", "state.json"} < listed.keys():  # and tensors
+            return f"{part.name}/{MANIFEST} does not list what a part has"
+        files += [(part / name, file) for name, file in listed.items()]
     for path, due in files[share::of]:
         name = f"{path.parent.name}/{path.name}"
-        if not path.is_file():
+        try:
+            if (size := path.stat().st_size) != due.bytes:
+                return f"{name} has {size} bytes, not {due.bytes}"
+            if not sizes_only and measure(path) != due:
+                return f"{name} is not what was written (CRC-32)"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if (size := path.stat().st_size) != due.bytes:
-            return f"{name} has {size} bytes, not {due.bytes}"
-        if not sizes_only and measure(path) != due:
-            return f"{name} is not what was written (CRC-32)"
+        except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+            return f"{name} can't be read ({error})"
     return ""
+
+
+def is_in(folder: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is one of the run in this folder."""
+    return folder.parent.parent.resolve() == run_dir.resolve()
+
+
+def newest_good(run_dir: Path) -> Path | None:
+    """The newest checkpoint that counts and is whole by the sizes of its files."""
+    return next((folder for folder in reversed(complete(run_dir)) if not damage(folder, sizes_only=True)), None)
 
 
 def candidates(run_dir: Path, resume: str) -> list[Path]:
@@ -126,21 +146,16 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
         if found:
             raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
         return []
-    folder = Path(resume)
-    missing = [part.name for part in parts_of(folder) if not (part / MANIFEST).is_file()]
-    if missing:
-        missed = f"no complete checkpoint there ({missing[0]}/{MANIFEST} is missing)"
-        raise UserError(f"--resume {resume}: {missed}; name a RUN/checkpoints/step_* folder")
-    if found and int(found[-1].name.removeprefix("step_")) > _step(folder):
+    folder = Path(resume).resolve()  # a link may have another name
+    missing = [part.name for part in parts_of(folder) if not part.is_dir()]
+    if missing or not step_of(folder):
+        missed = f"{missing[0]} is missing" if missing else f"it is named {folder.name}"
+        raise UserError(
+            f"--resume {resume}: no complete checkpoint there ({missed}); name a RUN/checkpoints/step_* folder"
+        )
+    if found and step_of(found[-1]) > step_of(folder):
         raise UserError(f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir")
     return [folder]
-
-
-def _step(folder: Path) -> int:
-    try:
-        return read_step(folder)
-    except ValueError as error:
-        raise UserError(f"--resume {folder}: it is damaged: {error}; name another one") from error
 
 
 def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, tell: bool = False) -> Path | None:
@@ -185,8 +200,10 @@ def tidy(run_dir: Path, start: int) -> None:
         if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):
             continue  # put aside, by this or by its owner
         if folder not in whole:
+            if step_of(folder):
+                print(f"unfinished, removed: {folder}", flush=True)
             shutil.rmtree(folder)
-        elif int(folder.name.removeprefix("step_")) > start:
+        elif step_of(folder) > start:
             aside = folder.with_name(f"{folder.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
@@ -196,15 +213,35 @@ def tidy(run_dir: Path, start: int) -> None:
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes all but the newest `keep` complete checkpoints (0 keeps all) and those of every `keep_every`-th step."""
-    for folder in complete(run_dir)[:-keep] if keep else []:
-        if keep_every and int(folder.name.removeprefix("step_")) % keep_every == 0:
+    """Removes all but the newest `keep` complete checkpoints (0 keeps all) and those of every `keep_every`-th step.
+    One that is damaged, by the sizes of its files, does not count as one of the newest."""
+    good = 0
+    for folder in reversed(complete(run_dir) if keep else []):
+        if good < keep:
+            good += not damage(folder, sizes_only=True)
+            continue
+        if keep_every and step_of(folder) % keep_every == 0:
             continue
         gone = folder.with_name(f"{folder.name}.gone")  # from here on it doesn't count, whatever happens
         with suppress(FileNotFoundError):  # both groups may be at it
             folder.rename(gone)
             # a file that another host has open stays on NFS; `tidy` takes it with the next start
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
+    """Fills tensors from a part, as `torch.distributed.checkpoint.load` does with the arguments `how`.
+
+    Raises:
+        UserError: it can't. (What torch raises then is no Exception.)
+    """
+    try:
+        dcp.load(into, storage_reader=TensorReader(part), **how)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        why = f"{type(cause).__name__}: {cause}"
+        remedy = "it is of other models, or was changed by hand; give the models that it was written with"
+        raise UserError(f"{part} can't be loaded ({why}); {remedy}, or remove it") from cause
 
 
 class TensorReader(FileSystemReader):

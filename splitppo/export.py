@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from transformers import AutoTokenizer
 
 from splitppo import models
-from splitppo.checkpoint import ROLES, TensorReader, complete, damage
+from splitppo.checkpoint import ROLES, complete, damage, read_tensors, step_of
 from splitppo.errors import UserError
 
 # what a model card shows
@@ -54,7 +53,7 @@ def export(options: Export) -> Path:
     """
     if options.dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"--dtype {options.dtype} is not one of bfloat16, float16, float32")
-    found = {int(folder.name.removeprefix("step_")): folder for folder in complete(options.run)}
+    found = {step_of(folder): folder for folder in complete(options.run)}
     if not found:
         raise UserError(f"{options.run}: no complete checkpoint there; train with --checkpoint.every")
     step = max(found) if options.step is None else options.step
@@ -128,7 +127,7 @@ def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
-        dcp.load({"model": weights}, storage_reader=TensorReader(saved), no_dist=True)
+        read_tensors({"model": weights}, saved, no_dist=True)
     model.to(dtype).save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     generation = Path(source) / "generation_config.json"

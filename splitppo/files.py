@@ -1,7 +1,26 @@
-"""Writing small files so that a crash leaves the old one or the new one, never half of it."""
+"""Small files: written so that a crash leaves the old one or the new one, never half; read, or refused in a line."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from splitppo.errors import UserError
+
+# what a file that is damaged or made by hand may raise while it is read as JSON or TOML and taken apart
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
+    """What `parse` makes of a file's text.
+
+    Raises:
+        UserError: the file can't be read, or not be parsed.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except BROKEN as error:
+        raise UserError(f"{path} can't be read ({type(error).__name__}: {error}); {remedy}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

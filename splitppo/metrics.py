@@ -6,6 +6,7 @@ Each line of a file is one JSON object, `step` first, then `time` (Unix seconds 
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from splitppo.files import write_whole
+from splitppo.files import BROKEN, write_whole
 from splitppo.placement import Role
 
 # what a console line shows beside the seconds of the spans
@@ -36,6 +37,22 @@ SHOWN = {
 }
 
 
+def read_records(path: Path, start: int) -> tuple[str, str]:
+    """The lines of a role's file up to step `start`, and what is wrong with them, "" if nothing. The last line of the
+    file may be torn: those up to a checkpoint are on the disk before it counts."""
+    found: dict[int, str] = {}
+    wrong = ""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            found[int(json.loads(line.decode())["step"])] = line.decode() + "\n"
+        except BROKEN as error:
+            wrong = wrong or (f"line {number} is no record ({error})" if number < len(lines) else "")
+    lost = [step for step in range(min(found, default=start), start + 1) if step not in found]
+    wrong = wrong or (f"the record of step {lost[0]} is missing" if lost else "")
+    return "".join(line for step, line in found.items() if step <= start), f"{path}: {wrong}" if wrong else ""
+
+
 class ColumnLog:
     """The spans and metrics of one role; only the `first` rank of its group writes and prints.
 
@@ -50,10 +67,7 @@ class ColumnLog:
         self.began = time.time()
         if first:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self.path.read_text().splitlines(keepends=True) if start and self.path.is_file() else []
-            # a crash may have torn the last one
-            keep = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
-            write_whole(self.path, "".join(keep))
+            write_whole(self.path, read_records(self.path, start)[0] if start else "")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -65,8 +79,8 @@ class ColumnLog:
         if (end := time.time()) - start > 0.0005:  # else there was nothing to do
             self.spans.append([name, start, end])
 
-    def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends the step: writes its record and prints its line."""
+    def finish(self, step: int, metrics: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Ends the step: writes its record, for good if `sync`, and prints its line."""
         now = time.time()
         seconds: dict[str, float] = {}
         for name, start, end in self.spans:
@@ -79,6 +93,9 @@ class ColumnLog:
         if self.first:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
             print(self._line(step, seconds, metrics), flush=True)
         self.step, self.spans, self.began = step, [], now
 

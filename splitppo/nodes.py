@@ -107,6 +107,15 @@ def facts_of(config: Config) -> dict[str, str]:
     return found | {f"--{name}": value for name, value in settings.items()}
 
 
+def started(pid: int) -> str:
+    """When a process of this machine began, in ticks of its kernel's clock; "" if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 def installed(package: str) -> str:
     """A package's version, as far as it is known."""
     try:

@@ -1,6 +1,7 @@
 """What can be told wrong about files, folders, functions and the engine before a process group or GPU is touched."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from splitppo import checkpoint, data, models
@@ -17,6 +18,8 @@ from splitppo.run_files import check_same_run, has_steps
 from splitppo.tiny import POSITIONS, VOCABULARY
 from splitppo.trackers import check_trackers
 
+# in a run's folder
+FOLDERS = ("checkpoints", "logs", "metrics", "profile", "samples", "tensorboard", "tiny", "validation")
 MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 
 
@@ -74,9 +77,13 @@ def warnings(config: Config, device: str, placement: Placement) -> list[str]:
     return told
 
 
-def check_run_folder(config: Config, resume: str) -> None:
+def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
     """A UserError if the run can't go on in its folder, or from where `resume` says. Where torchrun may start anew,
-    it is asked when the attempt is known: what the first one left is the next one's."""
+    it is asked when the attempt is known: what the first one left is the next one's.
+
+    Args:
+        inputs: `inputs_of` the run, if it is to be the same.
+    """
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))
         found = checkpoint.find(Path(config.run_dir), resume)
@@ -84,10 +91,10 @@ def check_run_folder(config: Config, resume: str) -> None:
         same = config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()
         if begun and (resume == "never" or not same):
             raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
-        own = found and found.parent.parent.resolve() == Path(config.run_dir).resolve()
+        own = found and checkpoint.is_in(found, Path(config.run_dir))
         if (own or begun) and not config.force:
-            check_same_run(config, Path(config.run_dir))
-        if found and (step := checkpoint.read_step(found)) >= config.steps:
+            check_same_run(config, Path(config.run_dir), inputs)
+        if found and (step := checkpoint.step_of(found)) >= config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif resume not in ("auto", "never"):
         raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
@@ -130,6 +137,9 @@ def _check_run_dir(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"run_dir={folder}: {existing} is no folder that can be written to; choose another --run-dir")
+    for path in (folder / name for name in FOLDERS):
+        if path.exists() and not (path.is_dir() and os.access(path, os.R_OK | os.W_OK | os.X_OK)):
+            raise UserError(f"run_dir={folder}: {path} is no folder that can be read and written to; move it away")
 
 
 def model_folders(config: Config) -> dict[str, str]:

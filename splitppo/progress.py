@@ -1,40 +1,70 @@
 """How a run gets on: which step is its last, when its checkpoints are written, whether its numbers are still good."""
 
 import gc
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from splitppo import checkpoint
 from splitppo.config import Config
+from splitppo.errors import UserError
 from splitppo.learner import Learner
+from splitppo.metrics import read_records
 from splitppo.placement import Role
 from splitppo.preflight import check_run_folder
+from splitppo.run_files import check_same_run
 from splitppo.runtime import Runtime
 from splitppo.saving import Saver
 
 BAD_STEPS = 3  # steps in a row without one good update, after which there is no hope
 
 
-def find_checkpoint(config: Config, runtime: Runtime, folder: Path) -> str:
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:
     """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
-    What earlier runs left of others is removed."""
+    What earlier runs left of others is removed.
+
+    Args:
+        inputs: `inputs_of` the run; rank 0's count.
+    """
     launch = runtime.launch
-    # an attempt that torchrun starts anew goes on from the newest, wherever the first one was told to begin
-    anew = runtime.attempt > 1 and bool(checkpoint.complete(folder))
-    resume = "auto" if anew else config.resume
-    if runtime.attempt == 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        check_run_folder(config, resume)
-    listed = runtime.share("candidates", lambda: "\n".join(map(str, checkpoint.candidates(folder, resume))))
+
+    def candidates() -> str:
+        begun = runtime.job.add("splitppo/begun", 0)  # attempts, which torchrun starts anew, that passed these checks
+        if not begun:
+            check_run_folder(config, config.resume, inputs)
+        elif not config.force:
+            check_same_run(config, folder, inputs)
+        # a later attempt goes on from the newest, wherever the first one was told to begin
+        resume = "auto" if begun and checkpoint.complete(folder) else config.resume
+        found = checkpoint.candidates(folder, resume)
+        runtime.job.add("splitppo/begun", 1)
+        return "\n".join(map(str, found))
+
+    listed = runtime.share("candidates", candidates)
 
     def damage_of(candidate: Path) -> str:
         own = checkpoint.damage(candidate, share=launch.rank, of=launch.world)
         return next((told for told in runtime.everyone(f"damage/{candidate}", own) if told), "")
 
     found = checkpoint.choose([Path(name) for name in listed.splitlines()], damage_of, tell=launch.rank == 0)
-    runtime.share("tidy", lambda: checkpoint.tidy(folder, checkpoint.read_step(found) if found else 0) or "tidy")
+
+    def tidy() -> str:
+        if found and checkpoint.is_in(found, folder):
+            check_records(folder, checkpoint.step_of(found), force=config.force)
+        checkpoint.tidy(folder, checkpoint.step_of(found) if found else 0)
+        return "tidy"
+
+    runtime.share("tidy", tidy)
     return str(found or "")
+
+
+def check_records(folder: Path, start: int, *, force: bool) -> None:
+    """Refuses to go on after step `start` without the records of the steps before; with `force` only says so."""
+    for role in checkpoint.ROLES:
+        if wrong := read_records(folder / "metrics" / f"{role}.jsonl", start)[1]:
+            if not force:
+                raise UserError(f"{wrong}; mend it, or --force to go on without such records")
+            print(f"warning: {wrong}", flush=True)
 
 
 class Holder(Protocol):
@@ -114,7 +144,7 @@ class Progress:
 
     def last_good(self) -> Path | None:
         """The newest checkpoint that counts."""
-        return next(reversed(checkpoint.complete(self.folder)), None)
+        return checkpoint.newest_good(self.folder)
 
     def settle(self) -> None:
         """After a failure: a checkpoint that is to count may still be put in its place, if all of it is written."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo.config import ShardSize
 from splitppo.errors import UserError
 from splitppo.failure import end_rank
-from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, connect
+from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, connect, started
 from splitppo.placement import Placement, Role, copies
 from splitppo.watch import Watch
 
@@ -35,7 +35,7 @@ class Runtime:
         shards: role -> the mesh that its weights are sharded over: the same, or one of copies x ranks of a copy.
         saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
         wire: process group of all ranks, for the channels alone.
-        store: key-value store of the job, in a namespace of its own.
+        job, store: key-value store of the job, and the same in a namespace of this attempt.
         alarm, post: the same, for the thread that hears signals, and for the channels.
         hosts: host name of each rank.
         last_good: gives the run's newest checkpoint that counts, once there is a run.
@@ -72,7 +72,7 @@ class Runtime:
             # connections of their own: a wait here must not hold up what others want of the store
             alone = not isinstance(job, dist.TCPStore)
             clones = [job if alone else job.clone() for _ in range(3)]
-            self._job = clones[0]
+            self.job = clones[0]
             self.store, self.alarm, self.post = (self._of_attempt(self.attempt, clone) for clone in clones)
             self.store.set(f"beat/{rank}", "0")
             self.store.set_timeout(limit)
@@ -132,10 +132,11 @@ class Runtime:
                 return DeviceMesh.from_group(groups, self.device.type, mesh=sets, mesh_dim_names=("copy", "shard"))
         return None
 
-    def share(self, key: str, value: Callable[[], str]) -> str:
-        """Rank 0's value, made by it alone and known to all; the others wait for it."""
+    def share(self, key: str, value: Callable[[], str], *, patience: float = 0.0) -> str:
+        """Rank 0's value, made by it alone and known to all; the others wait for it, so many seconds longer."""
         if self.launch.rank == 0:
             self.store.set(key, value())
+        self.store.wait([key], timedelta(seconds=self.timeout + patience))
         return self.store.get(key).decode()
 
     def phase(self, text: str) -> None:
@@ -155,7 +156,7 @@ class Runtime:
     def stopped_before(self) -> bool:
         """Whether this is an attempt after one that was to end the job: torchrun --max-restarts takes it for a
         failure."""
-        if self.attempt == 1 or not self._of_attempt(self.attempt - 1, self._job).check(["stop/after"]):
+        if self.attempt == 1 or not self._of_attempt(self.attempt - 1, self.job).check(["stop/after"]):
             return False
         self.store.set("stop/after", "0")  # for the next one
         return True
@@ -181,7 +182,7 @@ class Runtime:
         try:
             if self.alarm.check(["failed"]):
                 return ""
-            gone = [rank for rank, pid in self.pids.items() if not _alive(pid)]
+            gone = [rank for rank, pid in self.pids.items() if not started(pid)]
             if not gone:
                 return None
             first = self.alarm.compare_set("gone", "", me).decode() == me
@@ -259,11 +260,3 @@ def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> st
     for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
         lines.append(f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}")
     return "\n".join(lines)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process of this machine has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from splitppo.checkpoint import PARTIAL, TensorReader, measure, step_folder, write_manifest
-from splitppo.files import sync_folder, write_whole
+from splitppo.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
+from splitppo.files import read_file, sync_folder, write_whole
 from splitppo.learner import Learner
 from splitppo.parallel import local
 from splitppo.placement import Role
@@ -34,11 +34,14 @@ def tensors_of(learner: Learner) -> dict[str, dict[str, Tensor]]:
     return held
 
 
-def load(learner: Learner, part: Path) -> dict[str, Any]:
-    """Reads a part, for any number of ranks, all of which must call it; returns its `state`."""
-    group = learner.runner.mesh.get_group()
-    dcp.load(tensors_of(learner), storage_reader=TensorReader(part), process_group=group)
-    return json.loads((part / "state.json").read_text())
+def load(learner: Learner, part: Path, take: Callable[[dict[str, Any]], object]) -> None:
+    """Reads a part, for any number of ranks, all of which must call it; `take` gets its `state`.
+
+    Raises:
+        UserError: it is of other models, or made by hand.
+    """
+    read_tensors(tensors_of(learner), part, process_group=learner.runner.mesh.get_group())
+    read_file(part / "state.json", lambda text: take(json.loads(text)), f"remove {part.parent}")
 
 
 class Saver:

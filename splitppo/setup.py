@@ -21,8 +21,11 @@ from splitppo.engine import RolloutEngine
 from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.vllm_process import Process
 from splitppo.errors import UserError
+from splitppo.failure import end_rank
 from splitppo.learner import Learner, Runner
+from splitppo.lock import STALE, Lock
 from splitppo.metrics import ColumnLog
+from splitppo.nodes import Peer
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
@@ -36,7 +39,7 @@ from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
-from splitppo.run_files import log_to_file, write_run_files
+from splitppo.run_files import inputs_of, log_to_file, new_folder, write_run_files
 from splitppo.runtime import Runtime, format_map
 from splitppo.saving import load
 from splitppo.tiny import build_tiny
@@ -89,20 +92,35 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
         engine: the process of this rank's engine (`launch_engine`).
     """
     runtime.phase("reading the data")
-    folder = Path(runtime.share("run_dir", lambda: config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
-    found = find_checkpoint(config, runtime, folder)
+    lock = Lock(Peer.of_this_process(runtime.device), functools.partial(end_rank, None, store_lost=False))
+    try:
+        return Run(config, runtime, *_begin_folder(config, runtime, lock), engine, lock)
+    except BaseException as error:
+        lock.release()
+        if isinstance(error, OSError):
+            wrong = f"run_dir={config.run_dir or 'runs'}: {error}; mend that, or choose another --run-dir"
+            raise UserError(wrong) from error
+        raise
+
+
+def _begin_folder(config: Config, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
+    """Takes the run's folder, checks and fills it; returns it, and the checkpoint that the run goes on from."""
+    given = Path(config.run_dir) if config.run_dir else None
+    folder = Path(runtime.share("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
+    inputs = inputs_of(config, model_folders(config)) if runtime.launch.rank == 0 else {}
+    found = find_checkpoint(config, runtime, folder, inputs)
     if runtime.launch.rank == 0:
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         for warning in warnings(config, runtime.device.type, runtime.placement):
             print(f"warning: {warning}", flush=True)
-        write_run_files(config, folder, found)
+        write_run_files(config, folder, found, inputs)
         (folder / "placement.txt").write_text(placed + "\n")
     tiny = folder / "tiny"
     if "tiny" in model_folders(config).values():
         runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
-    return Run(config, runtime, folder, Path(found) if found else None, engine)
+    return folder, Path(found) if found else None
 
 
 class Run:
@@ -116,11 +134,12 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None, engine: Process | None = None
+        self, config: Config, runtime: Runtime, folder: Path, resumed: Path | None, engine: Process | None, lock: Lock
     ):
+        self.lock = lock
         self.engine_process = engine
         self.config, self.runtime, self.folder, self.resumed = config, runtime, folder, resumed
-        self.start = checkpoint.read_step(resumed) if resumed else 0
+        self.start = checkpoint.step_of(resumed) if resumed else 0
         self.progress = Progress(config, runtime, folder, self.start)
         runtime.last_good = self.progress.last_good
         self.folders = {n: str(folder / "tiny") if p == "tiny" else p for n, p in model_folders(config).items()}
@@ -234,7 +253,7 @@ class Run:
         if self.resumed:
             for role, holder in (("actor", actor), ("critic", critic)):
                 if holder:
-                    holder.load_state(load(holder.learner, self.resumed / role))
+                    load(holder.learner, self.resumed / role, holder.load_state)
                     holder.learner.updates = self.start
         elif actor:
             log = self.log("actor")
@@ -257,7 +276,7 @@ class Run:
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.meet(f"barrier of step {step}")
-        log.finish(step, metrics | (self.wire.spent() if self.wire else {}))
+        log.finish(step, metrics | (self.wire.spent() if self.wire else {}), sync=self.progress.due(step))
         self.progress.finish(role, step, metrics)
         due = max(self.start, self.config.ppo.critic_warmup) + ADVICE
         if role == "critic" and log.first and step == due and self.runtime.device.type == "cuda":
@@ -282,6 +301,7 @@ class Run:
                 where = checkpoint.complete(self.folder)[-1].name
                 print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} goes on")
             print(f"run folder: {self.folder}", flush=True)
+        self.lock.release()
         self.runtime.wait_for_all()
 
     def _shared(self) -> Shared:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from splitppo.config import Config
 from splitppo.errors import UserError
-from splitppo.files import write_whole
+from splitppo.files import read_file, write_whole
 from splitppo.placement import Role
 
 TABLE_ROWS = 64  # rows of a table at most
@@ -106,7 +106,7 @@ class Wandb:
             self.run = wandb.init(
                 project=config.log.project,
                 name=config.log.name or run_dir.resolve().name,
-                id=path.read_text().strip() if start and path.is_file() else None,
+                id=(read_file(path, str.strip, "delete it") or None) if start and path.is_file() else None,
                 resume="allow",
                 dir=run_dir,
                 config=asdict(config),
@@ -165,7 +165,7 @@ class Trackers:
         # tracker -> role -> the last step that it got; what a new run finds there is another's
         self.sent: dict[str, dict[Role, int]] = {}
         if active and start and self.noted.is_file():
-            before = json.loads(self.noted.read_text())
+            before = read_file(self.noted, json.loads, "delete it, and the trackers get all steps again")
             self.sent = {name: {role: min(start, step) for role, step in got.items()} for name, got in before.items()}
         self.trackers: dict[str, Tracker] = {
             name: TRACKERS[name](config, run_dir, start) for name in (config.log.trackers if active else ())

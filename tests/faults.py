@@ -312,7 +312,7 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
         wrong.append(f"left behind: {left}")
     whole = checkpoint.complete(run_dir)
     wrong += [f"{folder.name} is damaged: {d}" for folder in whole if (d := checkpoint.damage(folder))]
-    newest = max([checkpoint.read_step(folder) for folder in whole], default=0)
+    newest = max([checkpoint.step_of(folder) for folder in whole], default=0)
     if newest < fault.step - 2:
         wrong.append(f"only step {newest} is left")
     if not fault.restarts:
