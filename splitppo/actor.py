@@ -116,13 +116,15 @@ class Actor:
             advantages: `[N]`.
         """
         ppo, (old, *ref) = self.shared.config.ppo, logprobs
-        if step <= ppo.critic_warmup:
-            return self.metrics | {"actor/lr": 0.0}
+        names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
+        names += ["kl_loss", "kl_loss_clamped"] if ppo.kl_loss_coef > 0 else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         fields |= self._importance(rollout, old)
+        if step <= ppo.critic_warmup:
+            return self.metrics | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
         mini_batches = self.shared.learnt(rollout, self.shared.ownership(step).rows("actor", self.rank))
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
-        metrics = self.metrics | learning_metrics("actor", "pg_loss", figures)
+        metrics = self.metrics | learning_metrics("actor", "pg_loss", figures, names)
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
         return metrics | {"actor/lr": self.policy.learning_rate(step)}
 
@@ -150,8 +152,8 @@ class Actor:
             return {}
         engine = [torch.tensor(sample.logprobs) for sample in rollout.samples]
         weights, sums = importance(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
-        mean, capped, tokens = all_sum(torch.tensor([*sums.values(), float(rollout.tokens)]), self.mesh).tolist()
-        self.metrics |= {"actor/importance_mean": mean / tokens, "actor/importance_capped": capped / tokens}
+        *totals, tokens = all_sum(torch.tensor([*sums.values(), float(rollout.tokens)]), self.mesh).tolist()
+        self.metrics |= {f"actor/{name}": total / tokens for name, total in zip(sums, totals, strict=True)}
         return {"weights": torch.cat([*weights, torch.zeros(0)])}
 
     def validate(self, step: int) -> dict[str, float]:
@@ -185,6 +187,7 @@ class Actor:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
             metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
+            metrics["kl_loss_clamped"] = algo.masked_mean(algo.is_clamped(fields["ref"] - logprobs), mask)
         if with_entropy:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
@@ -193,7 +196,8 @@ class Actor:
         """Sums over the tokens of how far the engine's log-probs are from the trainer's."""
         return {
             "actor/mismatch_mean": float((sampled - old).abs().sum()),
-            "actor/mismatch_ratio": float((old - sampled).exp().sum()),
+            "actor/mismatch_ratio": float(algo.clamp_log_ratio(old - sampled).exp().sum()),
+            "actor/mismatch_clamped": float(algo.is_clamped(old - sampled).sum()),
             "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
         }
 

@@ -23,6 +23,7 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 _WHITEN_EPS = 1e-8
+LOG_RATIO = 20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
 
 
 def _check_shapes(axes: int, **tensors: Tensor) -> None:
@@ -35,6 +36,17 @@ def _check_shapes(axes: int, **tensors: Tensor) -> None:
 def _keep(x: Tensor, mask: Tensor) -> Tensor:
     """`x` inside the mask, 0 outside. Selects rather than multiplies, for 0 * nan is nan."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamped to `LOG_RATIO` on either side: a ratio beyond e^20 is a defect, and must not become inf. No gradient
+    flows into what is clamped."""
+    return log_ratio.clamp(-LOG_RATIO, LOG_RATIO)
+
+
+def is_clamped(log_ratio: Tensor) -> Tensor:
+    """1 where `clamp_log_ratio` changes it, else 0: of the same shape and dtype, without gradient."""
+    return (log_ratio.detach().abs() > LOG_RATIO).to(log_ratio.dtype)
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
     With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r, unbiased, may be negative;
     `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r, unbiased and never negative; `abs` = |log r|.
+    `k3` is that of the clamped log r, and has no gradient where it is clamped (`clamp_log_ratio`).
     Gradient flows into `logprobs` only. Both must be finite everywhere, padding included, if a gradient is taken.
     Raises ValueError for another kind.
     """
@@ -118,6 +131,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
             return 0.5 * log_r.square()
         case "k3":
             # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
+            log_r = clamp_log_ratio(log_r)
             return torch.expm1(log_r) - log_r
         case "abs":
             return log_r.abs()
@@ -211,13 +225,15 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
 
-    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs) and advantage A, a token loses
+    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side, where it has no
+    gradient (`clamp_log_ratio`), and advantage A, a token loses
     `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
     `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
     `weights` `[B, T]`, if given, multiply the tokens' losses (importance weights). Gradient flows into `logprobs` only.
 
     Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
-    clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`.
+    clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`; `ratio_clamped`
+    share whose log-ratio is clamped.
     """
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if clip_low < 0 or clip_high < 0:
@@ -227,7 +243,7 @@ def policy_loss(
     advantages = advantages.detach()
     # Masked here, not only in the mean: what overflows in the padding would give its log-probs a gradient of nan.
     log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
-    ratio = log_ratio.exp()
+    ratio = clamp_log_ratio(log_ratio).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = torch.maximum(plain, clipped)
@@ -245,6 +261,7 @@ def policy_loss(
             "pg_clipfrac": masked_mean((clipped > plain).to(ratio.dtype), mask),
             "pg_clipfrac_lower": masked_mean(bounded.to(ratio.dtype), mask),
             "ratio_mean": masked_mean(ratio, mask),
+            "ratio_clamped": masked_mean(is_clamped(log_ratio), mask),
         }
     return aggregate_loss(losses, mask, aggregate), metrics
 

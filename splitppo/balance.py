@@ -73,6 +73,6 @@ def _gather(parts: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> 
         padded[: len(part)] = part
         gathered = padded.new_empty(len(sizes) * len(padded))
         dist.all_gather_into_tensor(gathered, padded, group=mesh.get_group())
-        whole = gathered.view(len(sizes), -1).cpu()
+        whole = gathered.view(len(sizes), len(padded)).cpu()
         found.append(torch.cat([line[: size[i]] for line, size in zip(whole, sizes, strict=True)]))
     return found

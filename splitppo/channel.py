@@ -18,9 +18,10 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ class Wire:
         self.timeout, self.describe = timeout, describe
         # a stream of its own: a batch must not queue behind the decode steps or updates already launched
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        begin = partial(torch.cuda.set_device, device) if self.stream else None
+        # copies run in a thread: NCCL can't cancel one whose peer does not come, but the wait for the thread ends
+        self._copier = ThreadPoolExecutor(1, "copies", begin)
         self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
         self.bytes, self.seconds = 0, 0.0  # that crossed here since `spent` was asked
 
@@ -84,8 +88,8 @@ class Wire:
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
         self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
-        with self._timed(payload.numel() * payload.itemsize), self._on_stream():
-            self.transfer_out(payload, hop.receiver)
+        with self._timed(payload.numel() * payload.itemsize):
+            self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
         """Receiver: says that it is ready, waits for the sender's go, then receives.
@@ -106,8 +110,8 @@ class Wire:
             self.store.delete_key(f"{hop.key}/{name}")
         if numel != (due := check(header)):
             raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
-        with self._timed(numel * dtype.itemsize), self._on_stream():
-            payload = self.transfer_in(numel, dtype, hop.sender)
+        with self._timed(numel * dtype.itemsize):
+            payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
         self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
@@ -116,11 +120,6 @@ class Wire:
         figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
         self.bytes, self.seconds = 0, 0.0
         return figures
-
-    def begin_thread(self) -> None:
-        """For a thread that posts."""
-        if self.stream:
-            torch.cuda.set_device(self.device)
 
     @contextmanager
     def _timed(self, size: int) -> Iterator[None]:
@@ -140,18 +139,37 @@ class Wire:
             dist.recv(buffer, sender, group=self.group)
         return buffer.cpu()
 
-    def _on_stream(self) -> AbstractContextManager:
-        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
-
     def _wait(self, hop: Hop, word: str, peer: int) -> None:
         try:
             self.store.wait([f"{hop.key}/{word}"], timedelta(seconds=self.timeout))
         except dist.DistStoreError as error:
             what = "a clear-to-send" if word == "clear" else "a message"
-            raise WireError(
-                f"{hop}: {self.describe(self.rank)} waited {self.timeout:g} s for {what} "
-                f"from {self.describe(peer)}; raise --timeout if that is only slow"
-            ) from error
+            raise self._late(hop, f"{what} from", peer) from error
+
+    def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
+        """Returns `transfer(*args)` once the copy is over on the GPU, too; a failure names both ranks."""
+
+        def run() -> Any:
+            if self.stream is None:
+                return transfer(*args)
+            with torch.cuda.stream(self.stream):
+                found = transfer(*args)
+            self.stream.synchronize()
+            return found
+
+        try:
+            return self._copier.submit(run).result(self.timeout)
+        except TimeoutError as error:
+            raise self._late(hop, f"the copy {'to' if peer == hop.receiver else 'from'}", peer) from error
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
+            raise WireError(f"{hop}: the copy {both} broke off: {error}") from error
+
+    def _late(self, hop: Hop, what: str, peer: int) -> WireError:
+        told = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
+        return WireError(f"{hop}: {told}; raise --timeout if that is only slow")
 
     def _trace(self, what: str, hop: Hop) -> None:
         if self.trace:
@@ -194,7 +212,7 @@ class RolloutLink(_Link):
         self._filling: dict[int, list[Sample]] = {}
         self._due: dict[int, deque[tuple[int, int]]] = {}
         self._ready: deque[tuple[Hop, list[Sample]]] = deque()
-        self._poster = ThreadPoolExecutor(1, "rollouts", self.wire.begin_thread)
+        self._poster = ThreadPoolExecutor(1, "rollouts")
 
     def offer(self, step: int, finished: Iterable[Sample]) -> None:
         """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive; never waits."""

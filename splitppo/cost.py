@@ -101,7 +101,7 @@ def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
 def updates(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Seconds of an update, over the steps that had one (the policy has none while the critic warms up), and a rank's
     10^12 model FLOPs a second in it: 0 for a run of an older version, which did not tell."""
-    found = [line for line in lines if "timing_s/update" in line]
+    found = [line for line in lines if "timing_s/update" in line and line.get("optimizer_steps") != []]
     if not found:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
     seconds = mean(found, "update")

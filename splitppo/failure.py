@@ -1,13 +1,16 @@
 """How a rank's failure is told: once, with its cause last on the screen, and on all ranks at the same time."""
 
 import os
+import re
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from splitppo.channel import WireError
@@ -32,10 +35,9 @@ def report_failure(error: BaseException, runtime: "Runtime | None", launch: Laun
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _for_torchrun(error.with_traceback(None))
         return 2
-    silent = runtime.watch.silent() if runtime is not None else None
-    gone = f"{gone} {GONE}" if runtime is not None and (gone := runtime.lost()) else silent
+    causes = causes_of(error, runtime) if runtime is not None else []  # `failed` wakes those that are stopped
     if runtime is not None and not runtime.failed(error):
-        why = error if isinstance(error, WireError) else type(error).__name__
+        why = "; ".join([str(error) if isinstance(error, WireError) else type(error).__name__, *causes])
         print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
         return 1
     if isinstance(error, torch.OutOfMemoryError):
@@ -45,11 +47,23 @@ def report_failure(error: BaseException, runtime: "Runtime | None", launch: Laun
         )
     if runtime is not None:
         error.add_note(f"on {runtime.describe(launch.rank)}")
-        if gone:
-            error.add_note(f"it follows from this: {gone}")
+        for cause in causes:
+            error.add_note(f"it follows from this: {cause}")
     traceback.print_exception(error)
     _for_torchrun(error)
     return 1
+
+
+def causes_of(error: BaseException, runtime: "Runtime") -> list[str]:
+    """What is wrong with other ranks, of which an error here may be the consequence."""
+    gone = runtime.lost()
+    causes = [f"{gone} {GONE}" if gone else runtime.watch.silent()]
+    with suppress(RuntimeError, dist.DistError):  # the store may be gone
+        causes.append(runtime.stopped())
+        # Gloo and NCCL name no rank, and the one that the wire names may itself wait for another
+        if isinstance(error, WireError | dist.DistError) or re.search("imed out|closed by peer", str(error)):
+            causes.append(f"a rank did not come: {runtime.phases()}")
+    return [cause for cause in causes if cause]
 
 
 def end_rank(launcher: int | None, error: Exception, *, store_lost: bool) -> None:

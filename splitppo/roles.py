@@ -8,6 +8,8 @@ from splitppo.config import Config
 from splitppo.placement import Ownership
 from splitppo.rollout import Prompt, Rollout
 
+WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -38,14 +40,20 @@ class Shared:
         return [[row for row in rows if row not in left_out] for rows in mini_batches]
 
 
-def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Means over the step's optimizer steps, the steps that were skipped, and the bare figures of each."""
+def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, Any]:
+    """Means over the step's optimizer steps, the steps that were skipped, and the bare figures of each.
+
+    A step that trained on no row has 0 for every mean, and an empty `optimizer_steps`.
+
+    Args:
+        figures: what `Learner.update` returned. names: of the objective's metrics.
+    """
     metrics: dict[str, Any] = {}
-    for name in figures[0] if figures else ():
-        total = sum(figure[name] for figure in figures)
+    for name in figures[0] if figures else (*names, "loss", "grad_norm", "skipped", *WORK):
+        total = sum((figure[name] for figure in figures), 0.0)
         short = loss if name == "loss" else name
         # how the work was cut depends on the placement, as all of perf does, and nothing else here
-        name_there = f"perf/{name}" if name in ("padding", "imbalance", "update_tflop") else f"{role}/{short}"
-        metrics[name_there] = total if name == "skipped" else total / len(figures)
+        name_there = f"perf/{name}" if name in WORK else f"{role}/{short}"
+        metrics[name_there] = total if name == "skipped" else total / max(1, len(figures))
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
     return metrics

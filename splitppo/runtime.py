@@ -103,7 +103,8 @@ class Runtime:
         # NCCL for tensors on GPUs, Gloo for those in host memory, in one group
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
-        self.wire: Any = dist.new_group(backend=backend, timeout=limit)
+        # longer than the wire's own waits, which name the ranks
+        self.wire: Any = dist.new_group(backend=backend, timeout=2 * limit)
         self.mesh: dict[Role, DeviceMesh] = {}
         self.shards: dict[Role, DeviceMesh] = {}
         self.saving: dict[Role, Any] = {}
@@ -145,9 +146,24 @@ class Runtime:
 
     def describe(self, rank: int, store: dist.Store | None = None) -> str:
         """A rank as an error should name it, with what it was doing."""
-        roles, store = "+".join(self.placement.roles(rank)), store or self.store
-        doing = store.get(f"phase/{rank}").decode() if store.check([f"phase/{rank}"]) else "starting"
-        return f"{roles} rank {rank} on {self.hosts[rank]} (in {doing!r})"
+        roles = "+".join(self.placement.roles(rank))
+        return f"{roles} rank {rank} on {self.hosts[rank]} (in {self._doing(rank, store or self.store)!r})"
+
+    def _doing(self, rank: int, store: dist.Store) -> str:
+        return store.get(f"phase/{rank}").decode() if store.check([f"phase/{rank}"]) else "starting"
+
+    def stopped(self) -> str:
+        """The ranks of this machine that a signal or a debugger holds, for the errors of those that wait for them."""
+        held = [rank for rank, pid in self.pids.items() if _state(pid) in "Tt"]
+        return ", ".join(f"{self.describe(rank, self.alarm)} is stopped" for rank in held)
+
+    def phases(self) -> str:
+        """What every rank is doing, by phase: who did not come to a collective is seen from it."""
+        ranks: dict[str, list[int]] = {}
+        for rank in range(self.launch.world):
+            ranks.setdefault(self._doing(rank, self.store), []).append(rank)
+        told = ((", ".join(map(str, held[:8])) + ", ..." * (len(held) > 8), doing) for doing, held in ranks.items())
+        return "; ".join(f"rank {held} in {doing!r}" for held, doing in told)
 
     def ask_to_stop(self, why: str) -> None:
         """Asks all ranks to stop after the step that they are in, or the next; any of them may."""
@@ -260,3 +276,11 @@ def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> st
     for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
         lines.append(f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}")
     return "\n".join(lines)
+
+
+def _state(pid: int) -> str:
+    """Of a process of this machine, a letter of proc(5): X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"

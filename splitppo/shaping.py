@@ -78,21 +78,23 @@ def importance(
     """Truncated importance weights of rows that an engine sampled a little off the trainer's policy.
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training": min(pi_trainer /
-    pi_engine, cap), of each token, or (`sequence`) of the whole response for each of its tokens.
+    pi_engine, cap), of each token, or (`sequence`) of the whole response for each of its tokens. The log-ratio is
+    clamped (`algo.clamp_log_ratio`).
 
     Args:
         old: log-probs of each row's tokens, trainer's; `[T_i]`. engine: the engine's.
 
     Returns:
-        weights `[T_i]` of each row, and sums over tokens: `importance_mean`, `importance_capped`.
+        weights `[T_i]` of each row, and sums over tokens: `importance_mean`, `importance_capped`, `importance_clamped`.
     """
     logs = [row - other for row, other in zip(old, engine, strict=True)]
     if kind == "sequence":
         logs = [log.sum().expand_as(log) for log in logs]
-    ratios = [log.exp() for log in logs]
+    ratios = [algo.clamp_log_ratio(log).exp() for log in logs]
     weights = [ratio.clamp(max=cap) for ratio in ratios]
     sums = {
         "importance_mean": sum(float(weight.sum()) for weight in weights),
         "importance_capped": sum(float((ratio > cap).sum()) for ratio in ratios),
+        "importance_clamped": sum(float(algo.is_clamped(log).sum()) for log in logs),
     }
     return weights, sums

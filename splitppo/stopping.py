@@ -69,6 +69,7 @@ class StopSignals:
         if lost:
             good = self.runtime.last_good()
             kept = f"; the last good checkpoint is {good}" if good else ""
-            print(f"{lost} {GONE}{kept}", file=sys.stderr, flush=True)
+            held = f"; {stopped}" if (stopped := self.runtime.stopped()) else ""
+            print(f"{lost} {GONE}{held}{kept}", file=sys.stderr, flush=True)
         if lost is not None and not self.runtime.over:
             os._exit(1)

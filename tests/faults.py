@@ -50,8 +50,9 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "1+2": (3, ["--placement.critic=2"]),
     "colocated": (2, ["--placement.mode=colocated"]),
 }
-MOMENTS = ("rollout", "exchange", "logprobs", "judge", "update", "save", "write", "commit", "line")
+MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "judge", "update", "save", "write", "commit", "line")
 KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")
+WIRE = ("exchange", "clear", "copy")
 WRITING = ("save", "write", "commit")
 SAID = {
     "raise": r"RuntimeError: injected",
@@ -60,7 +61,8 @@ SAID = {
     "nan": r"FloatingPointError: weights are not finite",
     "kill": r"gone without a word|Signal 9|SIGKILL",
     "exit": r"gone without a word|exitcode *: 7",
-    "stop": rf"waited {TIMEOUT} s|[Tt]imed out|[Tt]imeout",
+    # the guilty one by name, wherever it was stopped
+    "stop": r"it follows from this: \S+ rank RANK on \S+ \(in '.*'\) is stopped",
     "sigterm": r"stopped by SIGTERM to rank \d",
     "sigusr1": r"stopped by SIGUSR1 to rank \d",
 }
@@ -99,12 +101,12 @@ def draw(count: int, seed: int) -> list[Fault]:
             moment == "judge" and "critic" not in plays
         ):
             continue
-        if moment in ("exchange",) and placement == "colocated":
+        if moment in WIRE and placement == "colocated":
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing
         # what is asked of a thread that writes must not be asked of the main one: it would end the job as it should not
-        if kind in ("nan", "sigterm", "sigusr1") and moment not in ("rollout", "exchange", "logprobs", "judge"):
+        if kind in ("nan", "sigterm", "sigusr1") and moment not in ("rollout", *WIRE, "logprobs", "judge"):
             continue
         restarts = kind not in ("sigterm", "sigusr1") and random_.random() < 0.5
         step = random_.randint(2, STEPS - 1)
@@ -178,6 +180,10 @@ def inject(fault: Fault) -> None:
     elif fault.moment == "exchange":
         before(Wire, "send", lambda self, hop, *_: hop.step)
         before(Wire, "recv", lambda self, hop, *_: hop.step)
+    elif fault.moment == "clear":
+        before(Wire, "_wait", lambda self, hop, word, _: hop.step if word == "go" else 0)
+    elif fault.moment == "copy":
+        before(Wire, "_copy", lambda self, hop, *_: hop.step)
     elif fault.moment == "logprobs":
         before(Actor, "logprobs", updates["logprobs"])
     elif fault.moment == "judge":
@@ -302,7 +308,7 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
     if fault.restarts and status:
         wrong.append("did not go on by itself")
     told = said[said.index("\n", said.index("step")) if "step" in said else 0 :]
-    if not re.search(SAID[fault.kind], told if fault.restarts else told[-6000:]):
+    if not re.search(SAID[fault.kind].replace("RANK", str(fault.rank)), told if fault.restarts else told[-6000:]):
         wrong.append("did not say why")
     if fault.kind in ("sigterm", "sigusr1") and f"exitcode: {RESUMABLE}" not in re.sub(
         r"exitcode +:", "exitcode:", said

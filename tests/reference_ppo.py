@@ -85,9 +85,15 @@ def act(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     return chosen, -(log_p.exp() * log_p).sum(dim=-1)
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """At most 20 nats on either side, for what is then the exponent."""
+    return torch.clip(log_ratio, -20, 20)
+
+
 def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     log_r = ref_logp - logp
-    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": (log_r.exp() - 1) - log_r, "abs": log_r.abs()}[kind]
+    k3 = (bounded(log_r).exp() - 1) - bounded(log_r)
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "abs": log_r.abs()}[kind]
 
 
 def advantages_of(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
@@ -107,7 +113,7 @@ def aggregate(losses: list[Tensor], how: str) -> Tensor:
 
 
 def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
-    ratio = torch.exp(logp - old)
+    ratio = torch.exp(bounded(logp - old))
     objective = torch.minimum(ratio * adv, torch.clip(ratio, 1 - h.clip_low, 1 + h.clip_high) * adv)
     if h.dual_clip is not None:
         objective = torch.where(adv < 0, torch.maximum(objective, h.dual_clip * adv), objective)
@@ -146,7 +152,7 @@ def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     """min(trainer's / engine's probability, cap) of each token, or of the response as a whole."""
     log = old - engine
     kinds = {"off": torch.zeros_like(log), "token": log, "sequence": log.sum() * torch.ones_like(log)}
-    return torch.clip(kinds[h.importance].exp(), max=h.importance_cap)
+    return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
 
 
 def ppo_step(

@@ -146,6 +146,28 @@ def test_k3_is_exact_near_zero():
     assert algo.kl_estimate(tiny, torch.zeros(1, 1), "k3").item() == pytest.approx(0.5e-8, rel=0.02)
 
 
+@pytest.mark.parametrize("side", [1, -1])
+def test_exponentials_are_taken_of_clamped_log_ratios(side):
+    """Token by token: within, at the limit, beyond, far beyond; e^800 is inf."""
+    logs = side * t([19, 20, 21, 800])
+    clamped = side * t([19, 20, 20, 20])
+    assert torch.equal(algo.clamp_log_ratio(logs), clamped)
+    same(algo.is_clamped(logs), [[0, 0, 1, 1]])
+    logprobs = (-logs).requires_grad_()
+    k3 = algo.kl_estimate(logprobs, torch.zeros_like(logs), "k3")
+    same(k3 / (clamped.exp() - 1 - clamped), [[1, 1, 1, 1]])
+    k3.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].ne(0).tolist() == [True, True, False, False]
+    new, ones = logs.clone().requires_grad_(), torch.ones_like(logs)
+    loss, metrics = policy_loss(new, torch.zeros_like(logs), -ones if side > 0 else ones, ones, "seq_mean_token_sum")
+    same(loss / clamped.exp().sum(), float(side))
+    same(gradient(loss, new) / clamped.exp(), [[side, side, 0, 0]])
+    same(metrics["ratio_clamped"], 2 / 4)
+    same(metrics["ratio_mean"] / clamped.exp().mean(), 1.0)
+    same(metrics["ppo_kl"] / -logs.mean(), 1.0)  # no exponential: as it is
+
+
 def test_kl_refuses_an_unknown_kind():
     with pytest.raises(ValueError, match="'k4'"):
         algo.kl_estimate(t([0.0]), t([0.0]), "k4")  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,11 @@
-"""The wire without processes: every rank is a thread, the store is real, the copy is a queue."""
+"""The wire without processes: every rank is a thread, the store is real, the copy is a queue. Only a rank that is
+stopped needs processes."""
 
+import os
 import queue
 import random
+import re
+import signal
 import threading
 import time
 from functools import lru_cache
@@ -9,10 +13,14 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
-from splitppo.channel import Links, Wire, WireError
-from splitppo.placement import Placement, own
+from splitppo.channel import Hop, Links, Wire, WireError
+from splitppo.config import PlacementConfig
+from splitppo.nodes import Launch
+from splitppo.placement import Placement, own, place
 from splitppo.rollout import Rollout, Sample
+from splitppo.runtime import Runtime
 
 
 class QueueWire(Wire):
@@ -208,8 +216,118 @@ def test_a_wait_that_runs_out_names_everything(word, waits_for):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("broken", "due"), [(RuntimeError("closed by peer"), WireError), (torch.OutOfMemoryError("full"), RuntimeError)]
+)
+def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_it_is(monkeypatch, broken, due):
+    sender, receiver, _ = pair(2, chunks=1, timeout=5)
+
+    monkeypatch.setattr(receiver.wire, "transfer_in", lambda *_: (_ for _ in ()).throw(broken))
+    sender.rollouts.offer(7, make_samples([0, 1], 7))
+    _ = sender.rollouts.flush(7)
+    with pytest.raises(due) as caught:
+        receiver.rollouts.recv(7, 0)
+    if due is WireError:
+        said = "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') broke off: closed by peer"
+        assert said in str(caught.value)
+    else:
+        assert caught.value is broken
+
+
+def test_a_message_of_another_size_than_is_due_is_refused(monkeypatch):
+    sender, receiver, _ = pair(2, chunks=1, timeout=5)
+    hop = Hop("logprobs", 1, 0, 0, 1)
+    monkeypatch.setattr(sender.wire, "transfer_out", lambda *_: None)
+    threading.Thread(target=sender.wire.send, args=(hop, torch.zeros(3)), daemon=True).start()
+    with pytest.raises(WireError, match=f"{hop}: 3 elements announced where 4 are due"):
+        receiver.wire.recv(hop, torch.float32, lambda _: 4)
+
+
 def test_rows_that_were_not_offered_are_missed():
     sender, _, _ = pair(4, chunks=1)
     sender.rollouts.offer(1, make_samples([0, 1], 1))
     with pytest.raises(WireError, match="not offered"):
         sender.rollouts.flush(1)
+
+
+class Woken(Exception):
+    """The rank was stopped, and goes on."""
+
+
+class StoppingWire(Wire):
+    """Stops its process at a place."""
+
+    def __init__(self, at, *args):
+        super().__init__(*args)
+        self.at = at
+
+    def here(self, at):
+        if at == self.at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            raise Woken
+
+    def _wait(self, hop, word, peer):
+        self.here(f"{word} is due")
+        super()._wait(hop, word, peer)
+        self.here(f"{word} has come")
+
+    def _copy(self, hop, peer, transfer, *args):
+        self.here("copy")
+        return super()._copy(hop, peer, transfer, *args)
+
+    def transfer_out(self, payload, receiver):
+        self.here("post")
+        super().transfer_out(payload, receiver)
+
+    def transfer_in(self, numel, dtype, sender):
+        self.here("post")
+        return super().transfer_in(numel, dtype, sender)
+
+
+STOPS = [
+    (victim, at)
+    for victim, places in enumerate((["clear is due", "clear has come", "copy", "post"], ["go is due", "copy", "post"]))
+    for at in places
+]
+
+
+def stopping_rank(rank):
+    """What the other rank is told of each stop, and whether it was in time."""
+    found, cpu = [], torch.device("cpu")
+    runtime = Runtime(Launch(rank, 2, rank, 2), place(PlacementConfig(), world=2, local_world=2), cpu, 30.0)
+    large = torch.zeros(10**7)  # more than the kernel takes off a sender's hands
+    for step, (victim, at) in enumerate(STOPS):
+        runtime.phase(f"phase {step} of {rank}")
+        at = at if rank == victim else ""
+        wire = StoppingWire(at, rank, dist.new_group(), runtime.post, cpu, 0.4, runtime.describe)
+        hop = Hop("rollouts", step, 3, 0, 1)
+        runtime.meet(f"stop {step}")
+        began = time.monotonic()
+        try:
+            if rank == 0:
+                wire.send(hop, large, [])
+            else:
+                wire.recv(hop, torch.float32, lambda _: len(large))
+            found.append("it came")
+        except Woken:
+            pass
+        except WireError as error:
+            took = time.monotonic() - began
+            while not (stopped := runtime.stopped()) and time.monotonic() < began + 20:
+                time.sleep(0.01)
+            found.append((str(error), took, stopped, runtime.phases()))
+            os.kill(runtime.pids[victim], signal.SIGCONT)
+    return found
+
+
+def test_a_rank_that_is_stopped_anywhere_on_the_wire_is_named_with_the_other_in_time():
+    said = run_ranks(2, stopping_rank)
+    for step, (victim, at) in enumerate(STOPS):
+        text, took, stopped, phases = said[1 - victim].pop(0)
+        for part in (f"step {step} rollouts chunk 3", f"phase {step} of 0", f"phase {step} of 1", "waited 0.4 s"):
+            assert part in text, (victim, at)
+        assert re.search(f"(from|to) {('actor', 'critic')[victim]} rank {victim} on ", text), (victim, at)
+        assert took < 10, (victim, at)
+        assert re.fullmatch(rf"\w+ rank {victim} on \S+ \(in 'phase {step} of {victim}'\) is stopped", stopped)
+        assert phases == f"rank 0 in 'phase {step} of 0'; rank 1 in 'phase {step} of 1'"
+    assert said == [[], []]

@@ -12,14 +12,17 @@ from typing import Any, cast
 
 import faults
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
 
 from splitppo import algo, checkpoint, stopping, train
-from splitppo.failure import GONE
+from splitppo.channel import WireError
+from splitppo.failure import GONE, report_failure
 from splitppo.metrics import ColumnLog
+from splitppo.nodes import Launch
 
-INJECTIONS = faults.draw(25, seed=330)
+INJECTIONS = faults.draw(25, seed=2584)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +99,40 @@ def test_a_rank_that_is_gone_is_told_with_the_last_good_checkpoint(monkeypatch, 
     signals = object.__new__(stopping.StopSignals)
     good = Path("runs/mine/checkpoints/step_000002")
     told: Any = {"ask_to_stop": print, "over": False, "lost": lambda: "actor rank 1", "last_good": lambda: good}
+    told["stopped"] = lambda: "actor rank 0 is stopped"
     signals.runtime = cast(Any, SimpleNamespace(**told))
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
         signals._hear(signal.SIGTERM)
-    due = f"actor rank 1 {GONE}; the last good checkpoint is {good}\n"
+    due = f"actor rank 1 {GONE}; actor rank 0 is stopped; the last good checkpoint is {good}\n"
     assert capsys.readouterr().err == due
+
+
+@pytest.mark.parametrize(
+    ("error", "phases"),
+    [
+        (WireError("step 2 rollouts: rank 0 waited 5 s"), True),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), True),
+        (RuntimeError("Connection closed by peer [::1]:5"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (ValueError("its own"), False),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_who_is_stopped_and_who_is_where_is_told_with_an_error_of_a_wait(capsys, error, phases, first):
+    told: Any = {"lost": lambda: None, "stopped": lambda: "rank 1 is stopped", "phases": lambda: "rank 1 in 'update'"}
+    told |= {"watch": SimpleNamespace(silent=lambda: None), "describe": lambda rank: f"rank {rank}"}
+
+    def failed(_: BaseException) -> bool:
+        told["stopped"] = lambda: pytest.fail("asked when the stopped ranks go on already")
+        return first
+
+    runtime = cast(Any, SimpleNamespace(**told, failed=failed))
+    assert report_failure(error, runtime, Launch(rank=0, world=2)) == 1
+    said = capsys.readouterr().err
+    assert "rank 1 is stopped" in said
+    assert ("a rank did not come: rank 1 in 'update'" in said) == phases
+    assert said.count("\n") == 1 or first
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:

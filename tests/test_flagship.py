@@ -84,18 +84,28 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value)) if word]
 
 
-def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
-    """One rank of a training run that also notes its rows, scores and last weights."""
+def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) -> None:
+    """One rank of a training run that also notes its rows, scores and last weights.
+
+    Args:
+        slow: the role that is.
+        odd: `cut`: every third row ends by itself, none in step 2, none of the first mini-batch in step 3.
+            `far`: some of the engine's log-probs are 30 nats off.
+    """
     update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
     generate = actor.Actor.generate
 
     def actor_generate(self: Any, step: int) -> Any:
         """Rows of an engine that is a little off."""
+        first, *_ = self.shared.ownership(step).mini_batches
+        cut = {2: range(BATCH), 3: first}.get(step, ()) if odd == "cut" else ()
+        far = {0: -30.0, 2: 30.0} if odd == "far" else {}
         for finished in generate(self, step):
-            yield [
-                replace(s, logprobs=[p + 0.1 * ((s.row + i) % 5 - 2) for i, p in enumerate(s.logprobs)])
-                for s in finished
-            ]
+            for s in finished:
+                off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
+                s.logprobs[:] = [p + o for p, o in zip(s.logprobs, off, strict=True)]
+            ends = [(s.finished or (odd == "cut" and s.row % 3 == 0)) and s.row not in cut for s in finished]
+            yield [replace(s, finished=end) for s, end in zip(finished, ends, strict=True)]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
         rows = {s.row: (s.prompt, s.response, s.logprobs, s.finished) for s in rollout.samples}
@@ -134,13 +144,12 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str) -> None:
         raise RuntimeError("the run failed")
 
 
-def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **changes) -> dict:
+def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", odd: str = "", **changes) -> dict:
     """Trains and returns what was recorded."""
     run_dir, record = tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    run_ranks(
-        world, train_rank, flags(inputs, run_dir, {k.replace("__", "."): v for k, v in changes.items()}), record, slow
-    )
+    argv = flags(inputs, run_dir, {k.replace("__", "."): v for k, v in changes.items()})
+    run_ranks(world, train_rank, argv, record, slow, odd)
 
     def merged(kind: str, step: int) -> dict:
         found = {}
@@ -148,17 +157,18 @@ def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", **chang
             found |= torch.load(path)
         return found
 
-    def optimizer_steps(role: str) -> list:
-        lines = (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()
-        return [json.loads(line).get("optimizer_steps", []) for line in lines]
+    def lines(role: str) -> list:
+        told = (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=pytest.fail) for line in told]
 
     return {
         "rows": [merged("rows", step) for step in range(1, STEPS + 1)],
         "scores": [merged("scores", step) for step in range(1, STEPS + 1)],
         "policy": torch.load(record / "policy.pt"),
         "value": torch.load(record / "value.pt"),
-        "actor": optimizer_steps("actor"),
-        "critic": optimizer_steps("critic"),
+        "actor": [line["optimizer_steps"] for line in lines("actor")],
+        "critic": [line["optimizer_steps"] for line in lines("critic")],
+        "lines": lines("actor") + lines("critic"),
     }
 
 
@@ -205,7 +215,7 @@ def fresh_head(inputs: Path) -> dict:
     return {name: tensor for name, tensor in model.state_dict().items() if name.startswith("score")}
 
 
-def compare(seen: dict, due: dict) -> None:
+def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
     # a loss is a difference of numbers near 1 (whitened advantages), so its own size is no scale: 1e-5 of 1
     for role, losses, norms in (
         ("actor", "policy_losses", "policy_grad_norms"),
@@ -215,7 +225,7 @@ def compare(seen: dict, due: dict) -> None:
             got = seen[role][step]
             loss = [figure["loss"] for figure in got]
             norm = [figure["grad_norm"] for figure in got]
-            torch.testing.assert_close(loss, getattr(due["results"][step], losses), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(loss, getattr(due["results"][step], losses), rtol=rtol, atol=1e-6)
             torch.testing.assert_close(norm, getattr(due["results"][step], norms), rtol=1e-5, atol=1e-8)
     for kind in ("policy", "value"):
         for name, weight in seen[kind].items():
@@ -275,11 +285,20 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
 
 
 def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
-    seen = run(inputs, tmp_path, 3, placement__actor=2, ppo__old_logprobs="engine")
-    compare(seen, reference(inputs, seen, fresh_head(inputs), old_logprobs="engine"))
-    lines = (tmp_path / "run" / "metrics" / "actor.jsonl").read_text().splitlines()
-    assert all("actor/entropy" not in line and "mismatch" not in line for line in lines), "a forward pass was run"
-    assert all("actor/ref_kl" in line for line in lines)
+    """Also those that are so far off that the ratio is clamped."""
+    seen = run(inputs, tmp_path, 3, odd="far", placement__actor=2, ppo__old_logprobs="engine")
+    # a loss that is the clamped ratio times an advantage shows the advantage's rounding
+    compare(seen, reference(inputs, seen, fresh_head(inputs), old_logprobs="engine"), rtol=1e-4)
+    for line in seen["lines"][:STEPS]:
+        assert not [name for name in line if name == "actor/entropy" or "mismatch" in name], "a forward pass was run"
+        assert "actor/ref_kl" in line
+    for ours, theirs in zip(seen["lines"][:STEPS], seen["lines"][STEPS:], strict=True):
+        rows = seen["rows"][ours["step"] - 1].items()
+        far = [(row + i) % 9 in (0, 2) for row, (_, response, *_) in rows for i in range(len(response))]
+        assert theirs["critic/ref_kl_clamped"] == pytest.approx(sum(far) / len(far))
+        # the mean of the mini-batches' shares
+        assert ours["actor/ratio_clamped"] == pytest.approx(sum(far) / len(far), rel=0.2)
+        assert ours["actor/kl_loss_clamped"] == 0
 
 
 @pytest.mark.parametrize(("actor", "chunks", "offload"), [(2, 4, {}), (1, 2, {"reference__offload": ""})])
@@ -331,9 +350,15 @@ def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement,
     argv = {f"ppo__{name}": value for name, value in practice.items() if value is not True and value is not False}
     argv |= {"ppo__mask_truncated": ""} if practice["mask_truncated"] else {}
     extra = {"ppo__value_mini_batches": value_mini_batches, "reward__missing_eos_penalty": 0.3}
-    seen = run(inputs, tmp_path, world, **placement, **argv, **extra)
+    seen = run(inputs, tmp_path, world, odd="cut", **placement, **argv, **extra)
     finished = [row[3] for rows in seen["rows"] for row in rows.values()]
     assert 3 < sum(finished) < len(finished) - 3  # both kinds are there
     due = reference(inputs, seen, fresh_head(inputs), value_mini_batches=value_mini_batches, penalty=0.3, **practice)
     assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
     compare(seen, due)
+    if practice["mask_truncated"]:
+        assert seen["actor"][1] == seen["critic"][1] == []
+        assert len(seen["actor"][2]) == HYPER["epochs"] * (MINI - 1)
+    for lines in (seen["lines"][:STEPS], seen["lines"][STEPS:]):
+        told = [{name for name in line if not name.startswith("timing_s")} for line in lines]
+        assert told[0] == told[1] == told[2], "a step that trains on nothing tells less"

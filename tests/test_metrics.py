@@ -1,6 +1,7 @@
 """A column's log by value, on a clock that the test moves."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from splitppo import metrics
-from splitppo.metrics import ColumnLog
+from splitppo.metrics import ColumnLog, read_records
 
 
 class Clock(SimpleNamespace):
@@ -113,6 +114,51 @@ def test_records_after_the_start_are_dropped(tmp_path):
     assert path.read_text() == "".join(lines[:3])
     ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "start", "kept", "wrong"),
+    [
+        (["1", "2", "3", "4"], 3, "123", ""),
+        (["1", "2", "3", '{"step": 4, "ke'], 3, "123", ""),  # torn by a crash
+        (["1", "2", "3"], 3, "123", ""),
+        (["1", "2", '{"step": 3, "ke'], 3, "12", "the record of step 3 is missing"),
+        (["1", "{", "3"], 3, "13", "line 2 is no record"),
+        (["1", "[]", "{"], 1, "1", "line 2 is no record"),
+        (["1", "3", "4"], 4, "134", "the record of step 2 is missing"),
+        (["3", "4"], 4, "34", ""),  # it began there
+        ([], 2, "", "the record of step 2 is missing"),
+        (["1", "2", "2", "3"], 2, "12", ""),  # written again
+    ],
+)
+def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept, wrong):
+    def record(step: str) -> str:
+        return json.dumps({"step": int(step), "größe": 2}, ensure_ascii=False)
+
+    path = tmp_path / "actor.jsonl"
+    path.write_text("\n".join(record(line) if line.isdigit() else line for line in lines))  # the last without an end
+    text, told = read_records(path, start)
+    assert text == "".join(record(step) + "\n" for step in kept)
+    assert bool(told) == bool(wrong)
+    assert wrong in told
+    assert (str(path) in told) == bool(wrong)
+
+
+def test_without_a_file_there_is_no_record(tmp_path):
+    text, told = read_records(tmp_path / "none", 2)
+    assert text == ""
+    assert "step 2 is missing" in told
+
+
+def test_a_record_is_on_the_disk_where_it_must_be(tmp_path, monkeypatch):
+    synced: list[str] = []
+    path = tmp_path / "metrics" / "actor.jsonl"
+    log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_text()))
+    log.finish(1, {})
+    assert not synced
+    log.finish(2, {}, sync=True)
+    assert [len(text.splitlines()) for text in synced] == [2]  # all of it was written before
 
 
 def test_the_most_memory_is_told_in_gib_where_there_is_a_gpu(tmp_path, monkeypatch):
