@@ -68,11 +68,11 @@ def _gather(parts: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> 
     """Each of the tensors `[n]` as all ranks have it, one rank's after the other, on the CPU."""
     sizes = all_objects([len(part) for part in parts], mesh)
     found = []
-    for part, of_ranks in zip(parts, zip(*sizes, strict=True), strict=True):
-        padded = part.new_zeros(max(of_ranks), device=device)
+    for i, part in enumerate(parts):
+        padded = part.new_zeros(max(size[i] for size in sizes), device=device)
         padded[: len(part)] = part
-        gathered = padded.new_empty(len(of_ranks) * len(padded))
+        gathered = padded.new_empty(len(sizes) * len(padded))
         dist.all_gather_into_tensor(gathered, padded, group=mesh.get_group())
-        whole = gathered.view(len(of_ranks), len(padded)).cpu()
-        found.append(torch.cat([line[:size] for line, size in zip(whole, of_ranks, strict=True)]))
+        whole = gathered.view(len(sizes), len(padded)).cpu()
+        found.append(torch.cat([line[: size[i]] for line, size in zip(whole, sizes, strict=True)]))
     return found

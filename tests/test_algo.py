@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,10 @@ def test_merge_moments_by_hand():
     # {1, 3}: mean 2, variance 2. {5}: no variance. Nothing. Together {1, 3, 5}: mean 3, variance 4.
     got = algo.merge_moments([part(2, 2, 2), part(1, 5, 0), part(0, 0, 0)])
     same(torch.stack([got.count, got.mean, got.variance]), 3.0, 3.0, 4.0)
+    alone = algo.merge_moments([part(1, 5, 0)])
+    same(torch.stack([alone.count, alone.mean, alone.variance]), 1.0, 5.0, 0.0)
+    pair = algo.merge_moments([part(1, 1, 0), part(1, 3, 0)])
+    same(torch.stack([pair.count, pair.mean, pair.variance]), 2.0, 2.0, 2.0)
     empty = algo.merge_moments([part(0, 0, 0)])
     same(torch.stack([empty.count, empty.mean, empty.variance]), 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
@@ -238,6 +243,7 @@ def test_aggregate_by_hand(aggregate, want, weight):
     x, mask = t([1, 2, 3], [10, NAN, NAN], [NAN, NAN, NAN]), t([1, 1, 1], [1, 0, 0], [0, 0, 0])
     same(algo.aggregate_loss(x, mask, aggregate), want)
     same(algo.aggregate_weight(mask, aggregate), weight)
+    assert algo.aggregate_loss(x.float(), mask, aggregate).dtype == torch.float32
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
@@ -259,10 +265,11 @@ def test_aggregate_refuses_an_unknown_name():
 # Losses
 
 
-def policy_loss(logprobs, old, advantages, mask, aggregate: Aggregate = "token_mean", dual_clip=None, high=0.2):
-    return algo.policy_loss(
-        logprobs, old, advantages, mask, clip_low=0.2, clip_high=high, dual_clip=dual_clip, aggregate=aggregate
-    )
+def policy_loss(
+    logprobs, old, advantages, mask, aggregate: Aggregate = "token_mean", dual_clip=None, high=0.2, weights=None
+):
+    clips: Any = {"clip_low": 0.2, "clip_high": high, "dual_clip": dual_clip}
+    return algo.policy_loss(logprobs, old, advantages, mask, **clips, aggregate=aggregate, weights=weights)
 
 
 def gradient(loss: Tensor, x: Tensor) -> Tensor:
@@ -306,6 +313,7 @@ def test_policy_loss_and_metrics_are_means_over_the_mask():
     same(metrics["ratio_mean"], (1.5 + 1.0 + 0.5 + 4.0) / 4)
     same(metrics["ppo_kl"], -math.log(1.5 * 0.5 * 4.0) / 4)
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
+    assert {value.dtype for value in metrics.values()} == {torch.float64}  # of the log-probs
 
 
 def test_the_clips_shares_are_of_tokens_that_they_leave_without_a_gradient():
@@ -339,6 +347,7 @@ def test_clip_higher_moves_the_upper_bound_only():
         (2.0, -2.0, 4.0, 0),  # below the bound
         (0.5, -2.0, 1.6, 0),
         (4.0, 2.0, -2.4, 0),  # for A > 0 the bound of -6 plays no part
+        (4.0, 0.5, -0.6, 0),
         (0.5, 2.0, -1.0, 0),
     ],
 )
@@ -350,6 +359,36 @@ def test_dual_clip_by_hand(ratio, advantage, want, active):
     same(metrics["pg_clipfrac_lower"], float(active))
     if active:
         same(gradient(loss, logprobs), [[0.0]])
+
+
+def test_weights_multiply_the_tokens_losses_and_take_no_gradient():
+    ratios, weights = t([1.1, 0.5], [4.0, NAN]), t([0.25, 2.0], [0.5, NAN]).requires_grad_()
+    logprobs, advantages, mask = ratios.log().requires_grad_(), t([2, 2], [-2, NAN]), t([1, 1], [1, 0])
+    loss, metrics = policy_loss(logprobs, 0 * t([1, 1], [1, 1]), advantages, mask, dual_clip=3.0, weights=weights)
+    same(loss, (-2.2 * 0.25 - 1.0 * 2.0 + 6.0 * 0.5) / 3)
+    same(metrics["ratio_mean"], (1.1 + 0.5 + 4.0) / 3)  # of the tokens as they are
+    loss.backward()
+    assert logprobs.grad is not None
+    same(logprobs.grad, [-2.2 * 0.25 / 3, -1.0 * 2.0 / 3], [0, 0])
+    assert weights.grad is None
+
+
+def test_limits_at_their_ends():
+    """A clip of 0 takes only the ratio 1 for what it is; a token at the dual clip's bound is not bounded."""
+    old = t([0.0])
+    loss, metrics = algo.policy_loss(
+        old + math.log(2), old, t([1.0]), t([1]), clip_low=0.0, clip_high=0.0, aggregate="token_mean"
+    )
+    same(loss, -1.0)
+    same(metrics["pg_clipfrac"], 1.0)
+    loss, metrics = policy_loss(old + math.log(2), old, t([-1.0]), t([1]), dual_clip=2.0)
+    same(loss, 2.0)
+    same(metrics["pg_clipfrac_lower"], 0.0)
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        policy_loss(old, old, old, t([1]), dual_clip=1.0)
+    loss, metrics = algo.value_loss(t([5.0]), t([1.0]), t([3.0]), t([1]), clip=0.0, aggregate="token_mean")
+    same(loss, 2.0)  # clipped to 1 the error is 2, and so it is at 5
+    same(metrics["vf_clipfrac"], 0.0)
 
 
 def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk_in_the_padding():
@@ -392,6 +431,8 @@ def test_value_loss_by_hand(value, want, clipped, slope):
     same(metrics["vpred_mean"], value)
     if value != 1.5:  # a kink
         same(gradient(loss, values), [[slope]])
+    mirrored = algo.value_loss(-values, t([-1.0]), t([-3.0]), t([1]), clip=0.5, aggregate="token_mean")
+    same(mirrored[0], want)  # the lower bound
     loss, metrics = algo.value_loss(*args, clip=None, aggregate="token_mean")
     same(loss, 0.5 * (value - 3) ** 2)
     same(metrics["vf_clipfrac"], 0.0)
@@ -552,28 +593,40 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
-full, flat = torch.ones(3, 4), torch.ones(4)  # flat broadcasts against full
+SHAPED: dict[str, tuple[Callable[..., Any], int]] = {  # a function and how many tensors of one shape it takes
+    "masked_mean": (algo.masked_mean, 2),
+    "moments": (algo.moments, 2),
+    "masked_whiten": (algo.masked_whiten, 2),
+    "masked_whiten by others": (lambda *x: algo.masked_whiten(*x, algo.Moments(*torch.ones(3))), 2),
+    "kl_estimate": (lambda x, ref: algo.kl_estimate(x, ref, "k1"), 2),
+    "token_rewards": (lambda *x: algo.token_rewards(torch.ones(3), *x, kl_coef=0.1), 2),
+    "gae": (lambda *x: algo.gae(*x, gamma=1.0, lam=1.0), 3),
+    "aggregate_loss": (lambda x, mask: algo.aggregate_loss(x, mask, "seq_mean_token_sum"), 2),
+    "policy_loss": (policy_loss, 4),
+    "weighted policy_loss": (lambda *x: policy_loss(x[0], x[1], x[2], x[3], weights=x[4]), 5),
+    "value_loss": (lambda *x: algo.value_loss(*x, clip=None, aggregate="token_mean"), 4),
+}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: algo.masked_mean(full, flat),
-        lambda: algo.moments(flat, full),
-        lambda: algo.masked_whiten(full, full[:1]),
-        lambda: algo.kl_estimate(full, flat, "k1"),
-        lambda: algo.token_rewards(torch.ones(3), flat, full, kl_coef=0.0),
-        lambda: algo.gae(full, full[:, :1], full, gamma=1.0, lam=1.0),
-        lambda: algo.aggregate_loss(flat, full, "seq_mean_token_sum"),
-        lambda: algo.aggregate_weight(flat, "token_mean"),
-        lambda: policy_loss(full, flat, full, full),
-        lambda: algo.value_loss(full, full, full[:, :1], full, clip=None, aggregate="token_mean"),
-        lambda: algo.value_loss(flat, flat, flat, flat, clip=None, aggregate="token_mean"),
-    ],
-)
-def test_shapes_that_would_broadcast_are_refused(call):
-    with pytest.raises(ValueError, match=r"want .*(of one shape|B, T)"):
-        call()
+@pytest.mark.parametrize("name", SHAPED)
+def test_shapes_that_would_broadcast_are_refused(name):
+    call, count = SHAPED[name]
+    full = torch.ones(3, 4)
+    call(*[full] * count)
+    for i in range(count):
+        for other in (torch.ones(4), full[:, :1], full[:1]):  # each broadcasts against the rest
+            with pytest.raises(ValueError, match="one shape"):
+                call(*[other if i == j else full for j in range(count)])
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPED if name != "kl_estimate"])
+def test_shapes_that_are_not_rows_of_tokens_are_refused(name):
+    call, count = SHAPED[name]
+    for other in (torch.ones(4), torch.ones(3, 4, 1)):
+        with pytest.raises(ValueError, match="with 2 axes"):
+            call(*[other] * count)
+        with pytest.raises(ValueError, match="B, T"):
+            algo.aggregate_weight(other, "token_mean")
 
 
 # Schedule
@@ -609,6 +662,8 @@ def test_learning_rate_at_the_ends(schedule):
     assert lr(10, 10, 0.0) == pytest.approx(0.0, abs=1e-15)
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
+    beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
+    assert algo.learning_rate(7, schedule=schedule, **beyond) == pytest.approx(1.5)  # all of it was warm-up
     with pytest.raises(ValueError, match="step >= 1"):
         lr(0, 10, 0.0)
 

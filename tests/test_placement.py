@@ -6,7 +6,7 @@ import pytest
 
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.placement import Role, copies, own, place
+from splitppo.placement import Ownership, Role, copies, own, place
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
@@ -37,6 +37,10 @@ def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
 def test_groups(config, world, local, actor, critic):
     placement = place(config, world=world, local_world=local)
     assert (list(placement.actor), list(placement.critic)) == (actor, critic)
+    assert placement.mode == (config.mode if config.mode != "auto" else "colocated" if world == 1 else "per_node")
+    assert placement.colocated == (actor == critic)
+    for rank in range(world):
+        assert placement.roles(rank) == ("actor",) * (rank in actor) + ("critic",) * (rank in critic)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +49,12 @@ def test_groups(config, world, local, actor, critic):
         (PlacementConfig(actor=5, critic=4), 8, 8, "do not add up to 8 ranks"),
         (PlacementConfig(actor=8), 8, 8, "no rank of 8 is left for the critic group"),
         (PlacementConfig(actor=9), 8, 8, "critic"),
-        (PlacementConfig(actor=5, critic=3), 8, 4, "the same on each of 2 nodes"),
+        (PlacementConfig(critic=8), 8, 8, "for the actor group"),
+        (PlacementConfig(actor=5, critic=3), 8, 4, "actor=5 with mode per_node must be the same on each of 2 nodes"),
         (PlacementConfig(mode="by_node"), 8, 8, "no rank of 8 is left for the critic group"),
         (PlacementConfig(mode="by_node", actor=5), 8, 4, "not whole nodes of 4"),
-        (PlacementConfig(mode="colocated", actor=2), 4, 4, "all 4 ranks play both roles; use per_node"),
+        (PlacementConfig(mode="colocated", actor=2), 4, 4, "actor=2: all 4 ranks play both roles; use per_node"),
+        (PlacementConfig(mode="colocated", critic=3), 4, 4, "critic=3: all 4 ranks"),
         (PlacementConfig(actor=2), 1, 1, r"start more ranks \(a dry run: --world-size\) or leave it unset"),
         (PlacementConfig(mode="per_node"), 1, 1, "needs 2 ranks"),
         (PlacementConfig(), 7, 4, "not whole nodes of 4"),
@@ -78,6 +84,7 @@ def test_a_copy_a_node_fits_any_split():
     placement = place(PlacementConfig(actor=10), world=16, local_world=8)
     assert copies("actor", placement, "node", local_world=8) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
     assert copies("critic", placement, "node", local_world=8) == [[5, 6, 7], [13, 14, 15]]
+    assert copies("actor", place(PlacementConfig(), world=2, local_world=2), "node", local_world=2) == [[0]]
 
 
 @pytest.mark.parametrize(
@@ -143,3 +150,17 @@ def test_messages_hold_every_shared_row_once(chunks):
 def test_the_last_rows_to_finish_are_few_in_a_message():
     assert ownership(1, 1, batch=90).message_rows(0, 0, 4) == [45, 23, 11, 11]
     assert ownership(1, 1, batch=2).message_rows(0, 0, 4) == [1, 1, 0, 0]
+
+
+def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
+    """By hand; and the same rows are together whatever the number of ranks."""
+    four = Ownership(((0, 1), (2, 3), (4, 5), (6, 7)), 1, 1)
+    assert four.critic_rows(0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert four.critic_rows(0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    shuffled = ((7, 1, 3, 0, 8), (5, 2, 6, 4))
+    one, two = Ownership(shuffled, 1, 1), Ownership(shuffled, 1, 2)
+    assert one.critic_rows(0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
+    assert two.critic_rows(0, 4) == [[7], [1], [5], [2]]
+    assert two.critic_rows(1, 4) == [[3, 8], [0], [6], [4]]
+    assert one.critic_rows(0, 6) == [[7, 0], [1, 8], [3], [5, 4], [2], [6]]
+    assert two.critic_rows(1, 1) == [[3, 0, 8, 6, 4]]

@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 
 from splitppo import bench, plan
-from splitppo.cost import Split, Traffic, Work, advice, columns, measured, node_lines, predict
+from splitppo.cost import (
+    Split,
+    Traffic,
+    Work,
+    advice,
+    columns,
+    forward_passes,
+    may_move,
+    measured,
+    node_lines,
+    predict,
+    run_work,
+    splits,
+    waiting,
+)
 from splitppo.errors import UserError
 from splitppo.models import count_parameters, read_config
 from splitppo.plan import plan_lines
@@ -33,6 +47,11 @@ def test_columns_by_hand():
     assert columns(alike, Split(2, 2, "critic")) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 5.0))
     assert columns(alike, Split(2, 2)) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 4.0))
     assert predict(alike, Split(4, 0)) == pytest.approx(1.5 + 0.3 + 18 / 4)
+    # colocated ranks score nothing under the rollout, so nothing is late
+    assert columns(replace(WORK, old=0.0, reference=0.0, score=100.0), Split(4, 0))[0] == pytest.approx(
+        1.25 + 0.3 + 1.5
+    )
+    assert columns(replace(WORK, old=0.0, reference=0.0), Split(4, 0))[0] == pytest.approx(1.25 + 0.3 + 1.5)
     small = replace(WORK, value=1.0, value_fixed=0.7, policy_fixed=0.1)
     assert columns(small, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3 + 0.1, 3.7))
     assert columns(small, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0 + 0.1, 2.2))
@@ -42,13 +61,40 @@ def test_the_advice_names_the_faster_splits_first():
     lines = advice(WORK, Split(3, 1), 4, movable=True)
     assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
     assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x, idle column 14%"
-    assert "colocated on 4: 6.05 s" in lines[2]
+    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x, idle column 0%"
     assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), 4, movable=False))
+
+
+def test_all_placements_of_some_gpus():
+    assert splits(1, movable=True) == [Split(1, 0)]
+    assert splits(3, movable=False) == [Split(3, 0), Split(1, 2), Split(2, 1)]
+    both = [Split(1, 2), Split(1, 2, "critic"), Split(2, 1), Split(2, 1, "critic")]
+    assert splits(3, movable=True) == [Split(3, 0), *both]
+    found = [may_move(*coefs) for coefs in ((0.1, 0.0), (2.0, 0.0), (0.0, 0.0), (0.1, 0.1), (0.0, 0.1), (0.1, 1.0))]
+    assert found == [True, True, False, False, False, False]
+
+
+def test_the_forward_passes_are_shared_out_by_who_holds_the_reference():
+    """(old, reference) of 8 s of forward passes, where an update takes 6 s."""
+
+    def of(split: Split, has_reference: bool, by_engine: bool) -> tuple[float, float]:
+        return forward_passes(8.0, 6.0, split, has_reference=has_reference, by_engine=by_engine)
+
+    with_actor, with_critic = Split(2, 2), Split(2, 2, "critic")
+    assert (of(with_actor, True, False), of(with_actor, True, True)) == ((4.0, 4.0), (0.0, 8.0))
+    assert (of(with_critic, True, False), of(with_critic, True, True)) == ((8.0, 8.0), (0.0, 2.0))
+    for split in (with_actor, with_critic):
+        assert (of(split, False, False), of(split, False, True)) == ((8.0, 0.0), (0.0, 0.0))
+
+
+def test_only_a_much_lower_rate_is_waiting():
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0, 0.0)] == [0.5, 0.0, 0.0, 0.0]  # 60: the limit itself
+    assert waiting(0.5, 100.0) == 0.995
 
 
 def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[dict]]:
     """Metrics of a run that does what the model says; the first two steps are slow."""
-    x, y = split.actor, split.critic
+    x, y = split.actor, split.critic or split.actor
     beside = split.reference == "actor"
     actor = {
         "timing_s/rollout": work.rollout * (1 + work.batch / x / 500),
@@ -57,6 +103,8 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
         "timing_s/update": work.policy / x + work.policy_fixed,
         "perf/update_tflop": 100 * work.policy / x,
         "timing_s/wait_advantages": 0.5,
+        "timing_s/validate": 0.3,
+        "timing_s/checkpoint": 0.4,
         "response_length/mean": 30.0,
         "response_length/max": 60.0,
     }
@@ -73,6 +121,7 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
     assert asdict(measured(actor, critic, split, 500)) == pytest.approx(asdict(WORK))
+    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(asdict(WORK))  # one step is enough
     # of the rollout's seconds, some that the first rank waited for another one's engine
     early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/stragglers": 0.5}
     uneven = [*actor[:2], *(line | early for line in actor[2:])]
@@ -93,6 +142,8 @@ def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     work = replace(WORK, value=0.8, value_fixed=0.6)
     actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
     assert asdict(measured(actor, critic, Split(2, 2), 500)) == pytest.approx(asdict(work))
+    other_way = replace(WORK, policy=0.8, policy_fixed=0.6, score=0.5)
+    assert asdict(measured(*lines(Split(2, 2), other_way), Split(2, 2), 500)) == pytest.approx(asdict(other_way))
     for line in actor:  # models of one size differ by what is not counted of the log-probs, which does get shorter
         line["perf/update_tflop"] = 70 * line["timing_s/update"]
     for line in critic:
@@ -114,6 +165,23 @@ def test_without_old_log_probs_the_forward_pass_is_the_references(split):
         line.pop("actor/mismatch_mean", None)
     found = measured(actor, critic, split, 500)
     assert (found.old, found.reference, found.score) == pytest.approx((0.0, 2.0, 2.0))
+
+
+def test_colocated_ranks_have_nothing_beside_the_phases():
+    work = measured(*lines(Split(4, 0), WORK), Split(4, 0), 500)
+    assert asdict(work) == pytest.approx(asdict(replace(WORK, rest=0.0)))
+
+
+def test_steps_up_to_the_start_are_another_runs(tmp_path):
+    run = write_run(tmp_path / "run")
+    for role in ("actor", "critic"):  # its third step is the last that is slow
+        path = run / "metrics" / f"{role}.jsonl"
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        found[2] = {name: 10 * value if "/" in name else value for name, value in found[0].items()} | {"step": 3}
+        path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    assert asdict(run_work(run, Split(2, 2), 500, start=1)) == pytest.approx(asdict(WORK))
+    assert run_work(run, Split(2, 2), 500) == run_work(run, Split(2, 2), 500, start=0)
+    assert run_work(run, Split(2, 2), 500).sync > 3 * WORK.sync
 
 
 def write_run(folder: Path, *, steps: int = 5) -> Path:
@@ -164,6 +232,10 @@ def test_what_crosses_between_nodes_by_hand():
     ]
     names = [line.split(":")[0].strip() for line in node_lines(role, role, 10e6, Split(6, 2), 2, gigabytes=50)]
     assert names == ["per_node, fsdp.shard_size=node", "per_node"], "one and a half nodes are no nodes"
+    assert len(node_lines(role, role, 10e6, Split(12, 12), 3, gigabytes=50)) == 2
+    # what the groups send each other comes into each node of the smaller one: 8 GB into two
+    told = node_lines(Traffic(0, 0, 0), Traffic(0, 0, 0), 8e9, Split(8, 8), 4, gigabytes=50)
+    assert told[-1] == "  by_node: 4.00 GB into a node a step, 0.08 s at 50 GB/s"
     # three nodes and one: the three still gather among themselves
     assert node_lines(role, role, 0, Split(6, 2), 4, gigabytes=50)[0].startswith("  by_node: 25.33 GB")
     assert node_lines(role, role, 0, Split(4, 0), 2, gigabytes=50) == []

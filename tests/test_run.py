@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from ranks import run_ranks
+from test_checkpoint import made_up, names
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import checkpoint, export, train
@@ -191,41 +191,6 @@ def test_only_checkpoints_of_both_groups_count(whole, tmp_path):
     assert checkpoint.find(tmp_path, "auto") is None
 
 
-def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -> Path:
-    """A checkpoint that holds nothing."""
-    for role in roles:
-        part = checkpoint.step_folder(run_dir, step) / role
-        part.mkdir(parents=True)
-        for name in (".metadata", "__0_0.distcp", "state.json"):
-            (part / name).write_text("{}")
-        checkpoint.write_manifest(part, step, {path.name: checkpoint.measure(path) for path in part.iterdir()})
-    return checkpoint.step_folder(run_dir, step)
-
-
-def names(run_dir: Path) -> list[str]:
-    return [folder.name for folder in checkpoint.complete(run_dir)]
-
-
-def test_prune_keeps_the_newest_and_every_nth(tmp_path):
-    for step in range(1, 8):
-        made_up(tmp_path, step)
-    checkpoint.prune(tmp_path, 0)
-    assert len(names(tmp_path)) == 7
-    checkpoint.prune(tmp_path, 2, 3)
-    assert names(tmp_path) == ["step_000003", "step_000006", "step_000007"]
-    checkpoint.prune(tmp_path, 2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
-
-
-def test_the_newest_is_that_of_the_highest_step(tmp_path):
-    for step in (999_999, 1_000_000, 2):
-        made_up(tmp_path, step)
-    assert names(tmp_path) == ["step_000002", "step_999999", "step_1000000"]
-    assert checkpoint.find(tmp_path, "auto") == checkpoint.step_folder(tmp_path, 1_000_000)
-    with pytest.raises(UserError, match="holds step_1000000, a later one"):
-        checkpoint.find(tmp_path, str(checkpoint.step_folder(tmp_path, 999_999)))
-
-
 def dies_before_the_actors_word(rank: int, folder: Path) -> int:
     rename = Path.rename
 
@@ -244,17 +209,6 @@ def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
     made_up(folder, 1, ["actor"])
     assert run_ranks(1, dies_before_the_actors_word, folder) == [1]
     assert names(folder) == []
-
-
-def test_nothing_but_tensors_is_read(tmp_path):
-    class Bad:
-        def __reduce__(self) -> Any:
-            return (os.system, (f"touch {tmp_path / 'run'}",))
-
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bad()))
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system has no place in a checkpoint"):
-        checkpoint.TensorReader(tmp_path).read_metadata()
-    assert not (tmp_path / "run").exists()
 
 
 def test_going_back_needs_another_folder(whole):

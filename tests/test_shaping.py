@@ -61,17 +61,34 @@ def test_clipping_comes_after_normalising_and_before_the_penalties() -> None:
     assert min(shaped) == -4.0
 
 
+def test_what_is_added_to_the_deviation_is_1e_8() -> None:
+    moments = algo.Moments(*(torch.tensor(x, dtype=torch.float64) for x in (2, 7 - 1e-8, 1e-16)))
+    config = RewardConfig(normalize="running")
+    shaped = shape_scores(torch.tensor([7.0]), [1], [True], moments, config, max_new_tokens=10)
+    assert shaped.tolist() == pytest.approx([0.5])  # 1e-8 over 1e-8 + 1e-8
+    assert shaped.dtype == torch.float32
+
+
+def test_no_response_costs_more_than_the_whole_penalty() -> None:
+    config = RewardConfig(overlong_tokens=4, overlong_penalty=2.0)
+    moments = Steering.start(PPOConfig()).scores
+    shaped = shape_scores(torch.zeros(3), [6, 10, 14], [True] * 3, moments, config, max_new_tokens=10)
+    assert shaped.tolist() == [0.0, -2.0, -2.0]
+
+
 def test_the_state_goes_through_json() -> None:
     import json
 
     ppo = PPOConfig(kl_coef=0.1, kl_target=6.0)
     before = Steering.start(ppo)
+    assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0]}
     before.kl_coef, before.scores = 0.37, algo.moments(SCORES[None], torch.ones(1, 4))
-    after = Steering.start(ppo)
+    after, other = Steering.start(ppo), Steering.start(PPOConfig(kl_coef=0.2))
     after.load(json.loads(json.dumps(before.state())), ppo)
     assert after.kl_coef == 0.37
     assert after.state() == before.state()
-    other = Steering.start(PPOConfig(kl_coef=0.2))
+    for moments in (after.scores, other.scores):  # float32 would count no further than to 2^24 scores
+        assert {part.dtype for part in (moments.count, moments.mean, moments.variance)} == {torch.float64}
     other.load(before.state(), PPOConfig(kl_coef=0.2))
     assert other.kl_coef == 0.2  # not steered: what is configured now
 
@@ -99,6 +116,8 @@ def test_importance_weights_of_tokens_and_of_whole_responses() -> None:
     assert weights[1].tolist() == pytest.approx([2.0])
     assert (sums["importance_capped"], sums["importance_clamped"]) == (1, 0)
     assert sums["importance_mean"] == pytest.approx(math.exp(0.5) + math.exp(-0.1) + 2.0)
+    at_the_cap = importance(old, old, "token", 1.0)[1]
+    assert (at_the_cap["importance_mean"], at_the_cap["importance_capped"]) == (3.0, 0.0)
     weights, sums = importance(old, engine, "sequence", 2.0)
     assert weights[0].tolist() == pytest.approx([math.exp(0.4)] * 2)
     assert weights[1].tolist() == pytest.approx([2.0])

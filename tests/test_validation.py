@@ -10,17 +10,13 @@ from statistics import fmean
 from typing import Any, cast
 
 import pytest
-import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_threads
 
 from splitppo import train
-from splitppo.config import Config, LogConfig, PlacementConfig, RolloutConfig
+from splitppo.config import Config, LogConfig, RolloutConfig
 from splitppo.engine import Sampling, row_seed
-from splitppo.nodes import Launch
-from splitppo.placement import place
 from splitppo.rewards.pool import Failure
 from splitppo.rollout import Prompt, Sample
-from splitppo.runtime import Runtime
 from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
@@ -100,17 +96,17 @@ def held_out(count: int) -> list[Prompt]:
     return [Prompt(f"ask {i}", [i, i + 1], "odd" if i % 2 else "even", i % 3, {}) for i in range(count)]
 
 
-def make_validator(rank: int, world: int, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
-    placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
-    runtime = Runtime(Launch(rank, world, rank, world), placement, torch.device("cpu"), 60.0)
-    config = Config(seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, stop=("!",)), log=log)
+def make_validator(mesh: Any, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
+    config = Config(
+        seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",)), log=log
+    )
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
-    return Validator(config, held_out(count), decode, engine, runtime.mesh["actor"], cast(Any, scorer), folder)
+    return Validator(config, held_out(count), decode, engine, mesh, cast(Any, scorer), folder)
 
 
 def on_one_rank(function, *args) -> Any:
-    return run_ranks(1, function, *args)[0]
+    return run_threads(1, function, *args)[0]
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -198,14 +194,14 @@ def test_the_trainers_own_figure_wins_over_a_rewards_of_the_same_name():
     assert (found["val/response_length/mean"], found["val/best/mean"]) == (10, 1)
 
 
-def validate(rank: int, world: int, folder: Path, count: int) -> dict[str, float]:
-    return make_validator(rank, world, folder / f"rank_{rank}" if rank else folder, count).run(5)
+def validate(mesh: Any, folder: Path, count: int) -> dict[str, float]:
+    return make_validator(mesh, folder / f"rank_{mesh.rank}" if mesh.rank else folder, count).run(5)
 
 
 @pytest.mark.parametrize("count", [7, 2])  # 2: a rank without prompts
 def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
-    (alone,) = run_ranks(1, validate, 1, tmp_path / "one", count)
-    assert run_ranks(3, validate, 3, tmp_path / "three", count) == [alone] * 3
+    alone = on_one_rank(validate, tmp_path / "one", count)
+    assert run_threads(3, validate, tmp_path / "three", count) == [alone] * 3
     assert alone["val/rows"] == 4 * count
     assert 0 < alone["val/score/mean"] < 1
     assert alone["val/pass@1"] == pytest.approx(alone["val/score/mean"])
@@ -218,7 +214,7 @@ def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
 
 
 def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
-    found = on_one_rank(validate, 1, tmp_path, 20)
+    found = on_one_rank(validate, tmp_path, 20)
     rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
     names = ["step", "row", "sample", "score", "prompt", "response", "finished", "data_source", "ground_truth"]
@@ -226,7 +222,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     for row in rows:
         said = row_seed(14, 0, row["row"]) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
-        assert row["score"] == (said == row["ground_truth"])
+        assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
         assert (row["prompt"], row["finished"]) == (f"ask {row['row'] // 4}", row["row"] % 3 > 0)
     assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
     assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
@@ -240,8 +236,8 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
 
 
-def validate_twice(rank: int, folder: Path, log: LogConfig) -> Any:
-    validator = make_validator(rank, 1, folder, 3, log)
+def validate_twice(mesh: Any, folder: Path, log: LogConfig) -> Any:
+    validator = make_validator(mesh, folder, 3, log)
     results = [validator.run(step) for step in (0, 5)]
     assert isinstance(validator.engine, FakeEngine)
     return results, validator.engine.calls, validator.engine.events
@@ -254,7 +250,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
     prompts, sampling, seed, step = call
     assert (seed, step) == (14, 0)
     assert prompts == {4 * i + j: [i, i + 1] for i in range(3) for j in range(4)}
-    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9)
+    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9, top_k=40)
     before, after = ((tmp_path / "validation" / f"step_{n:06d}.jsonl").read_text() for n in (0, 5))
     assert before.replace('"step": 0', '"step": 5') == after
     assert len({json.loads(line)["response"].strip(".") for line in before.splitlines()}) > 1
@@ -271,8 +267,8 @@ def test_rows_are_scored_while_others_are_generated(tmp_path):
     assert events == [*["rows", "submit"] * 6, *["result"] * 6] * 2
 
 
-def due_steps(rank: int, folder: Path, every: int, count: int) -> list[int]:
-    validator = make_validator(rank, 1, folder, count, LogConfig(validate_every=every))
+def due_steps(mesh: Any, folder: Path, every: int, count: int) -> list[int]:
+    validator = make_validator(mesh, folder, count, LogConfig(validate_every=every))
     return [step for step in range(13) if validator.due(step)]
 
 
@@ -282,7 +278,7 @@ def test_due_before_the_first_every_nth_and_after_the_last_step(tmp_path, every,
 
 
 def test_file_holds_the_first_256_rows(tmp_path):
-    found = on_one_rank(validate, 1, tmp_path, 70)
+    found = on_one_rank(validate, tmp_path, 70)
     rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(256))
     assert found["val/rows"] == 280
@@ -294,6 +290,21 @@ def test_a_step_that_comes_again_overwrites_its_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003.jsonl", "step_000003.md"]
     assert (tmp_path / "step_000003.jsonl").read_text(encoding="utf-8") == '{"row": 0, "response": "nëw"}\n'
     assert "old" not in (tmp_path / "step_000003.md").read_text()
+
+
+def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
+    write_rows(tmp_path, 3, [{"ground_truth": Decimal("1.50")}])
+    assert json.loads((tmp_path / "step_000003.jsonl").read_text()) == {"ground_truth": "1.50"}
+
+
+def test_a_score_is_written_to_six_places(tmp_path):
+    record = run_threads(1, lambda mesh: make_validator(mesh, tmp_path, 1)._record(5, 3, "said", 2 / 3, True))[0]
+    assert (record["score"], record["sample"], record["prompt"]) == (0.666667, 3, "ask 0")
+
+
+def test_120_characters_fit_into_a_cell(tmp_path):
+    write_table(tmp_path / "table.md", [{"whole": "z" * 120, "cut": "a" * 61 + "z" * 60}])
+    assert table_cells(tmp_path / "table.md")[2] == ["z" * 120, "a" * 58 + " … " + "z" * 58]
 
 
 def table_cells(path: Path) -> list[list[str]]:

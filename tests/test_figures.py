@@ -1,0 +1,259 @@
+"""A step's figures and its optimizer steps by value, worked out by hand: ranks are threads, models have two weights."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import Tensor, nn
+
+from splitppo import algo
+from splitppo.actor import Actor
+from splitppo.config import Config, OptimConfig, PPOConfig, RewardConfig, RolloutConfig
+from splitppo.critic import Critic, Scored
+from splitppo.errors import UserError
+from splitppo.learner import Learner, Runner
+from splitppo.rewards.pool import Failure
+from splitppo.rollout import Rollout, Sample
+
+CPU = torch.device("cpu")
+
+
+def sample(row: int, prompt: int, *logprobs: float, finished: bool = True) -> Sample:
+    return Sample(row, [5] * prompt, [7] * len(logprobs), list(logprobs), finished)
+
+
+# The critic: two ranks with a row each
+
+
+def make_critic(mesh: Any, config: Config) -> Critic:
+    value = SimpleNamespace(runner=SimpleNamespace(mesh=mesh))
+    return Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
+
+
+def judge(mesh: Any, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:
+    """What each step gave: metrics, advantages, returns; and the critic."""
+    critic, found = make_critic(mesh, config), []
+    for parts in steps:
+        white, returns = critic.judge(parts[mesh.rank], logprobs[mesh.rank])
+        found.append((critic.metrics, white.tolist(), returns.tolist()))
+    return found, critic
+
+
+def scored(row: int, values: list[float], score: float, failures: int = 0) -> Scored:
+    rollout = Rollout([sample(row, 1, *[0.0] * len(values))])
+    failed = [(row, Failure("judge", "timeout", "took long"))] * failures
+    return Scored(rollout, torch.tensor(values), torch.tensor([score]), {"steps": [10.0 * row]}, failed)
+
+
+OLD_AND_REF = [[torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])], [torch.tensor([-1.0]), torch.tensor([-3.0])]]
+STEP = [scored(0, [2.0, 1.0], 3.0), scored(1, [1.0], 1.0)]
+
+
+def test_rewards_returns_and_explained_variance_by_hand():
+    """KL 1, 0 / 2 and scores 3 / 1: rewards -0.5, 3 / 0, so returns 2.5, 3 / 0 and advantages 0.5, 2 / -1."""
+    ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", gamma=1.0, lam=1.0, whiten=False)
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
+    for (((found, white, returns),), _), row in zip(
+        run_threads(2, judge, config, [STEP], OLD_AND_REF), (0, 1), strict=True
+    ):
+        assert white == [[0.5, 2.0], [-1.0]][row]
+        assert returns == [[2.5, 3.0], [0.0]][row]
+        of = {name: tuple(found[f"critic/{name}/{part}"] for part in ("mean", "min", "max")) for name in (
+            "score", "rewards", "advantages", "returns", "values", "steps")}  # fmt: skip
+        assert of["score"] == (2.0, 1.0, 3.0)
+        assert of["rewards"] == (1.25, 0.0, 2.5)  # of each row, with the KL
+        assert of["advantages"] == (0.5, -1.0, 2.0)
+        assert of["returns"] == (pytest.approx(5.5 / 3), 0.0, 3.0)
+        assert of["values"] == (pytest.approx(4 / 3), 1.0, 2.0)
+        assert of["steps"] == (5.0, 0.0, 10.0)
+        # returns have the variance 31/12, what is left of it beside the values 9/4
+        assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 4) / (31 / 12))
+        assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (1.5, 1.0, 0.5)
+        assert not [name for name in found if "error" in name]
+
+
+def test_advantages_are_whitened_over_the_whole_group():
+    config = Config(ppo=PPOConfig(kl_coef=0.5, kl_kind="k1", gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
+    (((_, first, _),), _), (((_, second, _),), _) = run_threads(2, judge, config, [STEP], OLD_AND_REF)
+    assert first + second == pytest.approx([0.0, 1.0, -1.0])  # 0.5, 2, -1: mean 0.5, deviation 1.5
+
+
+def test_without_a_spread_of_returns_none_of_it_is_explained():
+    config = Config(ppo=PPOConfig(kl_coef=0.0, gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
+    same = [scored(0, [2.0], 1.0), scored(1, [3.0], 1.0)]
+    no_kl = [[torch.zeros(1)], [torch.zeros(1)]]
+    (((found, _, _),), _), _ = run_threads(2, judge, config, [same], no_kl)
+    assert found["critic/vf_explained_var"] == 0.0
+    assert "critic/ref_kl" not in found  # there is no reference
+
+
+@pytest.mark.parametrize(
+    ("normalize", "due"),
+    [
+        ("off", (5.0, 9.0)),
+        ("batch", (-math.sqrt(0.5), math.sqrt(0.5))),  # 5 and 9: mean 7, variance 8
+        ("running", (0.5 / math.sqrt(35 / 3), 4.5 / math.sqrt(35 / 3))),  # 1, 3, 5, 9: mean 4.5, variance 35/3
+    ],
+)
+def test_scores_are_normalised_by_their_own_step_or_by_all_so_far(normalize, due):
+    reward = RewardConfig(normalize=normalize)
+    config = Config(ppo=PPOConfig(kl_coef=0.0), reward=reward, rollout=RolloutConfig(batch_size=2))
+    steps = [[scored(0, [0.0], low), scored(1, [0.0], high)] for low, high in ((1.0, 3.0), (5.0, 9.0))]
+    for found, critic in run_threads(2, judge, config, steps, [[torch.zeros(1)], [torch.zeros(1)]]):
+        metrics = found[1][0]
+        assert (metrics["critic/rewards/min"], metrics["critic/rewards/max"]) == pytest.approx(due)
+        assert (metrics["critic/score/min"], metrics["critic/score/max"]) == (5.0, 9.0)
+        assert critic.state()["scores"] == pytest.approx([4.0, 4.5, 35 / 3])
+
+
+def test_a_steered_coefficient_counts_from_the_next_step_on():
+    ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", kl_target=1.0, kl_horizon=10)
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
+    for found, critic in run_threads(2, judge, config, [STEP, STEP], OLD_AND_REF):
+        # KL of a row 1.5, which is 0.5 too much; at most 0.2 counts, for 2 rows of 10
+        assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx([0.5, 0.5 * 1.04])
+        assert critic.steering.kl_coef == pytest.approx(0.5 * 1.04**2)
+
+
+def hopeless(mesh: Any, failed: list[list[int]]) -> int:
+    """The step in which the run ends since a function failed on all rows; 0 if it doesn't."""
+    critic = make_critic(mesh, Config(ppo=PPOConfig(kl_coef=0.0), rollout=RolloutConfig(batch_size=2)))
+    for step, by_rank in enumerate(failed, 1):
+        try:
+            critic.judge(scored(mesh.rank, [0.0], 1.0, failures=by_rank[mesh.rank]), [torch.zeros(1)])
+        except UserError:
+            return step
+        assert critic.metrics["critic/reward_failures"] == sum(by_rank)
+        assert critic.metrics.get("critic/reward_failures/timeout", 0) == sum(by_rank)
+    return 0
+
+
+def test_a_function_that_fails_on_all_rows_of_three_steps_ends_the_run():
+    every, some, none = [1, 1], [1, 0], [0, 0]
+    assert run_threads(2, hopeless, [every] * 4) == [3, 3]
+    assert run_threads(2, hopeless, [some] * 6) == [0, 0]
+    assert run_threads(2, hopeless, [every, every, some, every, every, none, every, every, every]) == [9, 9]
+
+
+# The actor: what the engine's log-probs are apart from the trainer's
+
+
+def mismatch(mesh: Any, rows: list[list[Sample]], old: list[list[float]]) -> dict[str, float]:
+    def forward(*_: Any, **__: Any) -> list[Tensor]:
+        return [torch.tensor(old[mesh.rank]), torch.full([len(old[mesh.rank])], 2.0)]
+
+    policy = SimpleNamespace(runner=SimpleNamespace(mesh=mesh, forward=forward), model=None)
+    shared, engine = SimpleNamespace(config=Config()), SimpleNamespace(step_ms=4.0 * mesh.rank)
+    given: Any = (shared, policy, lambda *_, **__: None, None, engine)
+    actor = Actor(*given, engine_dtype=torch.float32, validator=cast(Any, None))
+    actor.logprobs(Rollout(rows[mesh.rank]))
+    return actor.metrics
+
+
+def test_mismatch_and_lengths_by_hand():
+    """Engine -1, -2, -1 / -3 against trainer -1, -1.5, -1.25 / -2, and a rank without rows."""
+    rows = [[sample(0, 2, -1.0, -2.0, -1.0)], [sample(1, 4, -3.0, finished=False)], []]
+    for found in run_threads(3, mismatch, rows, [[-1.0, -1.5, -1.25], [-2.0], []]):
+        apart = [0.0, 0.5, -0.25, 1.0]  # log of the trainer's probability over the engine's
+        assert found["actor/mismatch_mean"] == pytest.approx(1.75 / 4)
+        assert found["actor/mismatch_max"] == 1.0
+        assert found["actor/mismatch_ratio"] == pytest.approx(sum(map(math.exp, apart)) / 4)
+        assert found["actor/mismatch_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in apart) / 4)
+        assert found["actor/entropy"] == 2.0
+        assert (found["response_length/mean"], found["response_length/max"]) == (2.0, 3)
+        assert (found["response_length/clip_ratio"], found["prompt_length/mean"], found["tokens"]) == (0.5, 3.0, 10.0)
+        assert (found["perf/engine_step_ms/mean"], found["perf/engine_step_ms/max"]) == (6.0, 8.0)
+
+
+# The learner: a matrix and a bias of one number each
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="padded")
+        self.matrix, self.bias = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
+
+
+def make_learner(mesh: Any, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any) -> Learner:
+    settings = replace(OptimConfig(lr=0.1, max_grad_norm=0.0), **optim)
+    return Learner(Two(), Runner(mesh, CPU, 8), settings, steps=steps, aggregate=aggregate)
+
+
+def learn(learner: Learner, rollout: Rollout, x: list[float], step: int = 1) -> tuple[dict[str, float], list[float]]:
+    """One optimizer step of the loss (matrix + bias) * x of a token; its figures, and the weights after it."""
+
+    def objective(model: Any, batch: Any, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = (model.matrix + model.bias) * given["x"]
+        return algo.aggregate_loss(losses, batch.mask, learner.aggregate), {
+            "x": algo.masked_mean(given["x"], batch.mask)
+        }
+
+    (figures,) = learner.update(rollout, [rollout.rows], {"x": torch.tensor(x)}, objective, step=step, epochs=1)
+    model: Any = learner.model
+    return figures, [model.matrix.item(), model.bias.item()]
+
+
+ROLLOUT = Rollout([sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)])  # 1 and 3 tokens, 2 and 5 with their prompts
+
+
+def test_the_scheduled_rate_is_the_optimizers():
+    def weights(mesh: Any) -> list[list[float]]:
+        learner = make_learner(mesh, steps=5, schedule="linear")
+        return [learn(learner, ROLLOUT, [1.0] * 4, step)[1] for step in (3, 5, 1)]
+
+    (found,) = run_threads(1, weights)  # an AdamW step along one direction is as long as the rate, here half, none, all
+    assert found == [pytest.approx([1 - moved] * 2) for moved in (0.05, 0.05, 0.15)]
+
+
+def test_two_steps_of_adamw_by_hand():
+    """Gradients 1, then 3; betas 1/2 and 3/4. Decay takes 0.1 * 0.5 of the matrix in each step, nothing of the bias."""
+
+    def weights(mesh: Any) -> list[list[float]]:
+        learner = make_learner(mesh, betas=(0.5, 0.75), weight_decay=0.5)
+        return [learn(learner, ROLLOUT, [gradient] * 4)[1] for gradient in (1.0, 3.0)]
+
+    (found,) = run_threads(1, weights)
+    second = 0.1 * (1.75 / 0.75) / math.sqrt(2.4375 / 0.4375)  # m = 1/4 + 3/2, v = 3/16 + 9/4, both without their bias
+    assert found[0] == pytest.approx([0.85, 0.9])
+    assert found[1] == pytest.approx([0.85 * 0.95 - second, 0.9 - second])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_as_they_were(bad):
+    def found(mesh: Any) -> list[tuple[dict[str, float], list[float]]]:
+        learner = make_learner(mesh, max_grad_norm=1.0)
+        return [learn(learner, ROLLOUT, [1.0, bad, 1.0, 1.0]), learn(learner, ROLLOUT, [-3.0] * 4)]
+
+    ((first, still), (second, moved)) = run_threads(1, found)[0]
+    assert (first["skipped"], still) == (1.0, [1.0, 1.0])
+    assert (second["skipped"], moved) == (0.0, pytest.approx([1.1, 1.1]))  # as a first step goes
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "loss"),
+    [("token_mean", 2 * 7 / 4), ("seq_mean_token_sum", 2 * 7 / 2), ("seq_mean_token_mean", 2 * 5 / 2)],
+)
+def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
+    def found(mesh: Any) -> dict[str, float]:  # the two rows don't go into one micro-batch
+        return learn(make_learner(mesh, aggregate), ROLLOUT, [4.0, 1.0, 1.0, 1.0])[0]
+
+    (figures,) = run_threads(1, found)
+    assert (figures["x"], figures["loss"]) == pytest.approx((7 / 4, loss))
+
+
+def test_imbalance_and_padding_by_hand():
+    """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 + 2 are run for 8."""
+
+    def shares(mesh: Any) -> dict[str, float]:
+        rollout = Rollout([sample(0, 1, 0.0), sample(1, 3, 0.0)] if mesh.rank == 0 else [sample(2, 1, 0.0)])
+        learner = make_learner(mesh)
+        plans, _ = learner._plan(rollout, [rollout.rows])
+        return learner._shares(rollout, plans, 3)
+
+    due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}  # 4 tokens, 3 epochs, 2 weights
+    assert run_threads(2, shares) == [pytest.approx(due)] * 2
