@@ -1,5 +1,6 @@
 """What a rank of the actor group holds and can do: its verbs in the loops of train.py."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
 from splitppo.engine import RolloutEngine, Sampling
+from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import all_objects, all_sum, meet
@@ -21,6 +23,9 @@ from splitppo.shaping import importance
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long
+# nats a token, on average, that engine and trainer are apart: worth a warning, the end of the run. (Right runs: 1e-5 in
+# float32 on CPUs, 0.03 in bfloat16; on GPUs, vLLM's attention is TF32 in float32.)
+MISMATCH = {torch.float32: (0.03, 0.2), torch.bfloat16: (0.1, 0.5)}
 
 
 class Actor:
@@ -50,6 +55,7 @@ class Actor:
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
         self.synced = -1
+        self.compared = False  # whether the engine's log-probs were held against the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
         self.metrics: dict[str, Any] = {}
@@ -93,12 +99,15 @@ class Actor:
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
-        if self.shared.config.ppo.old_logprobs == "engine":
-            old, sums = sampled, {}
-        else:
+        by_engine, old, sums = self.shared.config.ppo.old_logprobs == "engine", sampled, {}
+        if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
-            old, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
-            sums = self._engine_sums(sampled, old) | {"actor/entropy": float(entropy.sum())}
+            trainers, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+            if not self.compared:
+                self._compare(sampled, trainers)
+            if not by_engine:
+                old = trainers
+                sums = self._engine_sums(sampled, old) | {"actor/entropy": float(entropy.sum())}
         ref = []
         if self.reference:
             ref = [self.reference.logprobs(rollout)]
@@ -191,6 +200,27 @@ class Actor:
         if with_entropy:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
+
+    def _compare(self, sampled: Tensor, old: Tensor) -> None:
+        """Whether engine and trainer have one model, by the first step's tokens; all ranks of the group call it.
+
+        Raises:
+            UserError: on all of them, if their log-probs are further apart than rounding explains.
+        """
+        self.compared, rollout = True, self.shared.config.rollout
+        # those of a distribution that was cut are higher, by what it has kept of the whole
+        kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
+        apart = (old - sampled).clamp(min=0) + (sampled - old - kept).clamp(min=0)
+        total, tokens = all_sum(torch.tensor([float(apart.sum()), float(len(apart))]), self.mesh).tolist()
+        mean, (much, most) = total / max(tokens, 1), MISMATCH[self.engine_dtype]
+        dtype = str(self.engine_dtype).removeprefix("torch.")
+        told = f"log-probs of engine and trainer are {mean:.2g} nats a token apart; {dtype} explains {{:g}}: "
+        if not mean <= most:
+            raise UserError(
+                f"{told.format(most)}they run different models; try --engine.kind hf or --compute.packing off"
+            )
+        if mean > much and self.rank == 0:
+            print(f"warning: {told.format(much)}compare a run with --compute.dtype float32", flush=True)
 
     def _engine_sums(self, sampled: Tensor, old: Tensor) -> dict[str, float]:
         """Sums over the tokens of how far the engine's log-probs are from the trainer's."""

@@ -29,6 +29,7 @@ SHOWN = {
     "actor/ppo_kl": "ppo_kl",
     "actor/ref_kl": "ref_kl",
     "actor/entropy": "entropy",
+    "actor/mismatch_mean": "mismatch",
     "actor/grad_norm": "grad",
     "critic/score/mean": "score",
     "critic/values/mean": "value",

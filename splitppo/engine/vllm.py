@@ -6,7 +6,7 @@ Weights go through buckets of memory that the trainer fills and the engine's wor
 mapped file on the CPU. vLLM itself is never imported here: it sets up its process as it likes.
 """
 
-import shutil
+import re
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -21,7 +21,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
 from splitppo.engine import Sampling, check_requests
-from splitppo.engine.vllm_process import EngineError, Process, bit_sum
+from splitppo.engine.vllm_process import EngineError, Process
+from splitppo.engine.weight_check import checksum
+from splitppo.errors import UserError
 from splitppo.models import build
 from splitppo.rollout import Request, Sample
 
@@ -31,9 +33,9 @@ FRAGMENTS = 1.1  # what the trainer's allocator takes for what is asked of it
 
 
 def weight_names(config: PretrainedConfig) -> dict[str, tuple[str, torch.Size]]:
-    """Each weight's Hugging Face name -> the first of the names of the same (tied) tensor, and its shape."""
+    """Hugging Face name of each weight and persistent buffer -> first of the names of the same (tied) tensor, shape."""
     first: dict[int, str] = {}
-    named = build(config, "policy").named_parameters(remove_duplicate=False)
+    named = build(config, "policy").state_dict(keep_vars=True).items()
     return {name: (first.setdefault(id(tensor), name), tensor.shape) for name, tensor in named}
 
 
@@ -69,7 +71,7 @@ class VLLMEngine:
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.tell, self.timeout, self.tick = sleep, tell, timeout, tick
         self.names = weight_names(config)
-        self.loaded = self._running = self._dead = False
+        self.loaded = self._running = self._dead = self._compared = False
         self.step_ms = 0.0
         self._level = 0  # how deep it sleeps
         self._slept: bool | None = None
@@ -97,14 +99,15 @@ class VLLMEngine:
         sizes = [len(bucket) for bucket in self._buckets]
         paths = list(zip(sizes, names, strict=True))
         self._ask("attach", [[*reduce_tensor(bucket)[1]] for bucket in self._buckets] if on_gpu else paths)
-        if self.index == 0:
-            shutil.rmtree(folder)  # all are connected, and what is mapped stays
+        if self.process:
+            self.process.tidy()  # all are connected, and what is mapped stays
         return facts
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine`. Of tied weights, the stream may hold any of the names or all of them.
 
         Raises:
+            UserError: vLLM has no place for some of what was sent.
             EngineError: what the engine holds afterwards is not what was sent.
         """
         if self._running:
@@ -124,9 +127,19 @@ class VLLMEngine:
             for _ in range(0 if self._dead else pending):
                 self._answer("load")
         totals = torch.stack(list(sums.values())).tolist() if sums else []
-        wrong = self._ask("verify", {n: (self.names[n][1].numel(), s) for n, s in zip(sums, totals, strict=True)})
+        sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
+        lost, wrong = self._ask("verify", sent)
+        if lost:
+            raise UserError(
+                f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them: "
+                f"{', '.join(lost[:3])}; use --engine.kind hf"
+            )
         if wrong:
-            raise EngineError(f"after the sync, the vLLM engine does not hold the policy's weights: {wrong}")
+            why = f"{len(wrong)} tensors differ, among them {', '.join(wrong[:3])}; --engine.kind hf does without vLLM"
+            raise EngineError(f"after the sync, the vLLM engine does not hold the policy's weights: {why}")
+        if self.tell and not self._compared:
+            self.tell(f"engine: {len(sent)} of {len(sent)} tensors compared with the policy's, as in each sync")
+        self._compared = True
         self._wake("weights", "kv_cache")
         self.loaded = True
 
@@ -197,7 +210,7 @@ class VLLMEngine:
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
         """Packs the stream into the buckets, in turns: slot and [name, dtype, shape, first byte] of its tensors.
 
-        Puts each tensor's sum of bit patterns, as integers, into `sums`: no order of addition changes it.
+        Puts each tensor's checksum into `sums`.
         """
         slot, at, entries = 0, 0, []
         for name, tensor in weights:
@@ -214,7 +227,7 @@ class VLLMEngine:
                 yield self._filled(slot, entries)
                 slot, at, entries = 1 - slot, 0, []
             self._buckets[slot][at : at + size].copy_(tensor.view(-1).view(torch.uint8))
-            sums[main] = bit_sum(tensor)
+            sums[main] = checksum(tensor)
             entries.append((main, str(self.dtype).removeprefix("torch."), list(shape), at))
             at += -(-size // ALIGN) * ALIGN
         if missing := sorted({main for main, _ in self.names.values()} - set(sums)):
@@ -301,5 +314,12 @@ def _bucket(name: str, size: int, device: torch.device) -> Tensor:
     """Bytes that another process can map: GPU memory, or the file `name`."""
     size = -(-size // ALIGN) * ALIGN
     if device.type == "cuda":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        settings: Any = torch._C
+        before = settings._accelerator_getAllocatorSettings()
+        # CUDA IPC does not map what an expandable segment is made of
+        settings._accelerator_setAllocatorSettings(re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", before))
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        finally:
+            settings._accelerator_setAllocatorSettings(before)
     return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)

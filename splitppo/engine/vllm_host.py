@@ -14,12 +14,11 @@ of a step. What changes the engine as a whole is done when all its ranks have sa
 import importlib
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from splitppo.child import end_with_parent
 from splitppo.engine import Sampling
 from splitppo.engine.vllm_process import Plan, vllm_version
 from splitppo.engine.vllm_rows import Rows, params_of
+from splitppo.engine.weight_check import judge
 from splitppo.rollout import Sample
 
 STEADY = ("0.26.", "0.32.")  # versions whose scheduler vllm_scheduler.py was written and tested for
@@ -124,51 +124,11 @@ def _without_a_port(folder: Path) -> None:
         module.get_file_store_init_method = lambda: f"file://{folder}/{folder.name}"
 
 
-def compare(
-    sent: Mapping[str, tuple[int, int]],
-    held: Sequence[Mapping[str, tuple[int, int]]],
-    packed: Mapping[str, Sequence[str]],
-) -> tuple[int, list[str]]:
-    """Compares what was sent with what the workers hold.
-
-    Args:
-        sent: name -> numbers and their bit sum, of full tensors.
-        held: the same of each worker's parameters: a full tensor, a shard, or several of the sent ones in one.
-        packed: last part but one of a worker's name -> those of the sent ones that it holds.
-
-    Returns:
-        how many of the sent tensors could be compared, and the names that differ.
-    """
-    checked, wrong = 0, []
-    for name in held[0]:
-        *stem, module, last = name.split(".") if name.count(".") else ("", name)
-        members = [name] if name in sent else [".".join([*stem, m, last]) for m in packed.get(module, [])]
-        if not members or any(member not in sent for member in members):
-            continue
-        numbers = sum(sent[member][0] for member in members)
-        total = sum(sent[member][1] for member in members)
-        local, sums = held[0][name][0], [part[name][1] for part in held]
-        if local >= numbers:  # a whole tensor, the same on each worker; padding is zero
-            right = all((part - total) % 2**64 == 0 for part in sums)
-        elif local * len(held) >= numbers and not _replicated(numbers, local, len(held), name):
-            right = (sum(sums) - total) % 2**64 == 0
-        else:
-            continue  # heads that several workers hold
-        checked += len(members)
-        wrong += [] if right else [name]
-    return checked, wrong
-
-
-def _replicated(numbers: int, local: int, workers: int, name: str) -> bool:
-    """Whether shards hold more than the tensor though nothing is padded: only vocabularies are."""
-    return local * workers > numbers and not any(part in name for part in ("embed", "lm_head"))
-
-
 class Host:
     """The engine and the ranks that it serves."""
 
     def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
-        self.llm, self.conns, self.dtype, self.rows = llm, conns, plan.dtype, Rows(llm, plan.eos)
+        self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
         self.generating = [False for _ in conns]
         self.steps, self.seconds = 0, 0.0  # of vLLM's, since the start
@@ -222,17 +182,13 @@ class Host:
         self.stale = True
         self.llm.collective_rpc("splitppo_load", args=buckets[0])
 
-    def _verify(self, sent: Sequence[dict[str, tuple[int, int]]]) -> str:
-        """Empty, or what is wrong."""
-        held = self.llm.collective_rpc("splitppo_sums", args=(self.dtype,))
-        checked, wrong = compare(sent[0], [sums for sums, _ in held], held[0][1])
-        if wrong:
-            return f"{len(wrong)} tensors differ, among them {', '.join(wrong[:3])}"
-        if not checked:
-            return "none of its tensors has a name that the policy's have, so nothing can be compared"
-        self._settle()
-        self.stale = False
-        return ""
+    def _verify(self, sent: Sequence[dict[str, tuple[int, int]]]) -> tuple[list[str], list[str]]:
+        """Names of the tensors that are not in the engine as a whole, and of those that differ there."""
+        lost, wrong = judge(sent, self.llm.collective_rpc("splitppo_report"))
+        if not lost and not wrong:
+            self._settle()
+            self.stale = False
+        return lost, wrong
 
     def _sleep(self, levels: Sequence[int]) -> int:
         """The level that it took: the deepest that was asked for."""
@@ -333,8 +289,6 @@ def main() -> int:
             except OSError:  # gone, too
                 continue
         return 1
-    finally:
-        shutil.rmtree(Path(plan.address).parent, ignore_errors=True)  # if it ended before all were connected
     return 0
 
 

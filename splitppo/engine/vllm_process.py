@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from splitppo.engine import Sampling
@@ -22,7 +21,7 @@ from splitppo.errors import UserError
 
 # what an engine's process must not take for its own
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
-TORCHRUN += ("MASTER_PORT", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
+TORCHRUN += ("MASTER_PORT", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS")
 RESERVE = 3 * 2**30  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
 
 
@@ -111,12 +110,16 @@ def kv_cache_bytes(
 def child_environment(devices: Sequence[str]) -> dict[str, str]:
     """The environment without torchrun's variables, and with the GPUs (as CUDA_VISIBLE_DEVICES names them) alone.
 
-    Each engine of a machine has a cache of its own for what it compiles: several that start at once write to it.
+    Each engine has a cache of its own, by host and GPU, for what it compiles: several that start at once write to it.
     """
     own = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(("TORCHELASTIC_", "ROLE_"))}
+    for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & own.keys():  # sleeping can't do with these segments
+        own[name] = ",".join(
+            part for part in own[name].split(",") if not part.strip().startswith("expandable_segments")
+        )
     if devices:
         cache = Path(own.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
-        own["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{os.environ.get('LOCAL_RANK', '0')}")
+        own["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         own["OMP_NUM_THREADS"] = "1"  # as workers of vLLM's own have it; torch would take all cores, in each engine
         # rows have seeds: vLLM's second runner draws for all of them in one kernel, its first in one for each row
@@ -130,17 +133,6 @@ def visible_device(local: int) -> str:
     return visible.split(",")[local].strip() if visible else str(local)
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of the elements' bit patterns as integers, modulo 2**64: int64, on the tensor's device."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
-
-
-def socket_path() -> str:
-    """A path in a new folder that only this user can enter, short enough for a socket's address."""
-    return f"{tempfile.mkdtemp(prefix='splitppo-', dir='/tmp')}/engine"
-
-
 class Process:
     """The engine's process, seen by the rank that started it. Its death is an EngineError in the main thread.
 
@@ -152,8 +144,13 @@ class Process:
 
     def __init__(self, devices: Sequence[str]):
         self.log: Path | None = None
-        self.folder: Path | None = None
         self.told = False
+        # for its socket: only this user can enter it, and its name is short enough for a socket's address
+        self.folder = Path(tempfile.mkdtemp(prefix="splitppo-", dir="/tmp"))
+        # removes it when told to, or when this process is gone, however it went, and its engine with it
+        keeper: Any = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        shell = ["sh", "-c", 'read _ || sleep 0.5; rm -rf "$0"', str(self.folder)]
+        self._keeper = subprocess.Popen(shell, stdin=subprocess.PIPE, text=True, **keeper)
         self._early = os.memfd_create("engine")  # what it says before it has a log; no file to tidy up
         command = [sys.executable, "-m", "splitppo.engine.vllm_host", str(os.getpid())]
         # a session of its own: Ctrl-C reaches the trainer alone, with which it ends
@@ -169,7 +166,7 @@ class Process:
         Raises:
             EngineError: it has ended.
         """
-        self.log, self.folder = Path(plan.log), Path(plan.address).parent
+        self.log = Path(plan.log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
         pipe: Any = self.popen.stdin
@@ -193,7 +190,7 @@ class Process:
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
         tail = "\n".join([*errors, *lines[-30:]])
         if status is not None:
-            self._tidy()
+            self.tidy()
         where = self.log or "what it said"
         return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {where}:\n{tail}")
 
@@ -207,12 +204,13 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        self._tidy()
+        self.tidy()
         signal.signal(signal.SIGCHLD, self._former or signal.SIG_DFL)
 
-    def _tidy(self) -> None:
-        if self.folder:  # its socket, if it ended before all were connected
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def tidy(self) -> None:
+        """Removes the folder."""
+        if self._keeper.returncode is None:
+            self._keeper.communicate("\n")
 
     def _on_child(self, *_: Any) -> None:
         if not self.told and self.popen.poll() is not None:

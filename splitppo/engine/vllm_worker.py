@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
-from splitppo.engine.vllm_process import bit_sum
+from splitppo.engine.weight_check import Received, Report
 
 # a worker ends with the process that started it, also when that is killed (PR_SET_PDEATHSIG)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -43,6 +43,7 @@ class WeightReceiver:
     def splitppo_attach(self, handles: list[list[Any]]) -> None:
         """Maps this worker's buckets: `handles[rank]` are paths of files, or what CUDA IPC needs."""
         self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
+        self._splitppo_received = Received(self.get_model())
 
     def splitppo_limit(self, vocabulary: int) -> None:
         """Keeps ids from `vocabulary` on from being drawn. A row of logits stays as long as it is: vLLM's kernels were
@@ -61,27 +62,18 @@ class WeightReceiver:
 
     def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
         """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
-        bucket = self._splitppo_buckets[slot]
-
-        def views() -> Any:
-            for name, dtype_name, shape, start in entries:
-                dtype = getattr(torch, dtype_name)
-                size = torch.Size(shape).numel() * dtype.itemsize
-                yield name, bucket[start : start + size].view(dtype).view(shape)
-
-        with torch.no_grad():
-            self.get_model().load_weights(views())
+        bucket, sent = self._splitppo_buckets[slot], {}
+        for name, dtype_name, shape, start in entries:
+            dtype = getattr(torch, dtype_name)
+            size = torch.Size(shape).numel() * dtype.itemsize
+            sent[name] = bucket[start : start + size].view(dtype).view(shape)
+        self._splitppo_received.load(sent)
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket anew
 
-    def splitppo_sums(self, dtype: str) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
-        """Numbers and bit sum of each parameter, in the dtype it was sent in (vLLM may keep a wider one, exactly), and
-        which of the sender's tensors are one here."""
-        model = self.get_model()
-        named = dict(model.named_parameters())
-        sums = torch.stack([bit_sum(parameter.to(getattr(torch, dtype))) for parameter in named.values()]).tolist()
-        held = {name: (p.numel(), total) for (name, p), total in zip(named.items(), sums, strict=True)}
-        return held, {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+    def splitppo_report(self) -> Report:
+        """What of the tensors that were loaded is where it belongs."""
+        return self._splitppo_received.report()
 
     def _splitppo_map(self, handle: Any) -> Tensor:
         if self.device.type == "cuda":

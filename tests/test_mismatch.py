@@ -1,0 +1,89 @@
+"""The alarm: log-probs of engine and trainer, held against each other in the first step."""
+
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from splitppo import train
+from splitppo.actor import MISMATCH, Actor
+from splitppo.engine.hf import HFEngine
+from splitppo.errors import UserError
+
+
+def compare(
+    engine: list[float], trainer: list[float], *, dtype: torch.dtype = torch.float32, rank: int = 0, **rollout: Any
+) -> Any:
+    of: Any = Actor.__new__(Actor)
+    settings = {"top_p": 1.0, "top_k": 0, **rollout}
+    of.shared = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(**settings)))
+    of.mesh, of.rank, of.engine_dtype, of.compared = SimpleNamespace(size=lambda: 1), rank, dtype, False
+    of._compare(torch.tensor(engine), torch.tensor(trainer))
+    return of
+
+
+@pytest.mark.parametrize("dtype", MISMATCH)
+def test_precision_sets_what_is_worth_a_warning_and_what_ends_the_run(dtype: torch.dtype, capsys: Any) -> None:
+    much, most = MISMATCH[dtype]
+    for sign in (-1, 1):
+        assert compare([-1.0, -2.0], [-1.0, -2.0 + sign * 1.9 * much], dtype=dtype).compared
+        assert capsys.readouterr().out == ""
+        compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * much], dtype=dtype, rank=1)
+        assert capsys.readouterr().out == "", "one rank says it"
+        compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * much], dtype=dtype)
+        assert f"{str(dtype)[6:]} explains {much:g}" in capsys.readouterr().out
+        with pytest.raises(UserError, match=rf"apart; {str(dtype)[6:]} explains {most:g}: .*--engine.kind hf"):
+            compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * most], dtype=dtype)
+    with pytest.raises(UserError, match="are nan nats"):
+        compare([-1.0], [math.nan], dtype=dtype)
+    assert compare([], [], dtype=dtype).compared
+
+
+def test_log_probs_of_a_cut_distribution_are_higher_by_what_is_cut() -> None:
+    assert compare([-1.0, -2.0], [-1.6, -2.0], top_p=0.5).compared
+    for engine, trainer in (([-1.0], [-2.0]), ([-1.0], [-0.7])):
+        with pytest.raises(UserError):
+            compare(engine, trainer, top_p=0.5)
+    assert compare([-1.0], [-9.0], top_k=5).compared
+    with pytest.raises(UserError):
+        compare([-1.0], [-0.7], top_k=5)
+
+
+def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:
+    """The last rank's engine has other weights than the policy. Also gives the tokens of each comparison."""
+    load, seen = HFEngine.load_weights, []
+
+    def other(self: HFEngine, weights: Any) -> None:
+        load(
+            self,
+            (
+                (name, tensor * 30 if rank == int(os.environ["WORLD_SIZE"]) - 1 and tensor.ndim > 1 else tensor)
+                for name, tensor in weights
+            ),
+        )
+
+    def noted(self: Actor, *args: Any) -> None:
+        seen.append(args)
+        compare(self, *args)
+
+    kind: Any = Actor
+    compare = kind._compare
+    HFEngine.load_weights, kind._compare = other, noted
+    return train.main(argv), [len(sampled) for sampled, _ in seen]
+
+
+@pytest.mark.parametrize(("ranks", "old"), [(2, "trainer"), (1, "engine")])
+def test_an_engine_with_other_weights_ends_the_run_on_all_ranks(
+    ranks: int, old: str, tmp_path: Any, capfd: Any
+) -> None:
+    argv = ["--steps=3", "--rollout.batch-size=8", "--log.validate-every=0", "--placement.mode=colocated"]
+    argv += [f"--run-dir={tmp_path / 'run'}", f"--ppo.old-logprobs={old}", "--timeout=60"]
+    for status, compared in run_ranks(ranks, other_weights_rank, argv):
+        assert (status, len(compared)) == (2, 1)
+    said = capfd.readouterr().err
+    assert said.count("error: log-probs of engine and trainer are") == 1
+    assert "they run different models; try --engine.kind hf or --compute.packing off" in said
