@@ -77,6 +77,18 @@ def test_tied_weights_have_one_name_in_common() -> None:
         assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
 
 
+def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, model = torch.device("cpu"), random_llama(llama_config())
+    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
+    engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(engine, "_send", lambda message: None)
+    monkeypatch.setattr(engine, "_answer", lambda to: {"load": None, "verify": (["lm_head.weight"], [])}[to])
+    named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
+    with pytest.raises(UserError, match=re.escape(named)):
+        engine.load_weights(model.state_dict().items())
+    assert not engine.loaded
+
+
 def test_buffers_that_folders_hold_are_sent() -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = weight_names(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40))

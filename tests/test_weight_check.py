@@ -121,7 +121,7 @@ def test_gaps_are_what_no_box_covers() -> None:
             part.fill_(1)
             boxes.append((tuple(part.shape), part.stride(), part.storage_offset()))
         found = torch.ones(whole.numel(), dtype=torch.int64)
-        stretches = gaps(whole.numel(), boxes)
+        stretches = gaps(whole.numel(), tuple(boxes))
         for first, end in stretches:
             found[first:end] = 0
         assert torch.equal(found, whole.flatten())

@@ -9,7 +9,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -54,7 +54,8 @@ def part(tensor: Tensor, box: Box) -> Tensor:
     return tensor.as_strided(box[0], box[1], tensor.storage_offset() + box[2])
 
 
-def gaps(numbers: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
+@functools.cache
+def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     """The stretches (first, end) of so many numbers that no box covers."""
     spread, unit = [], numbers
     for shape, strides, offset in boxes:
@@ -185,10 +186,10 @@ class Received:
                 boxes[at].append(box)
                 # a model may keep a wider dtype, exactly
                 checks.append((at, checksum(part(held[at], box).to(self.dtype)), due))
-        for at, tensor in held.items():
-            if isinstance(tensor, nn.Parameter):  # what nothing is copied to is padding, zeros
-                rest = [part(tensor, ((end - first,), (1,), first)) for first, end in gaps(tensor.numel(), boxes[at])]
-                checks += [(at, total := checksum(view), torch.zeros_like(total)) for view in rest]
+        for at in [at for at, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
+            for first, end in gaps(held[at].numel(), tuple(boxes[at])):  # what nothing is copied to is padding, zeros
+                total = checksum(part(held[at], ((end - first,), (1,), first)))
+                checks.append((at, total, torch.zeros_like(total)))
         differ = torch.stack([has != due for _, has, due in checks]).tolist() if checks else []
         wrong = {at for (at, _, _), is_wrong in zip(checks, differ, strict=True) if is_wrong}
         totals = torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
@@ -212,7 +213,7 @@ def judge(sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Repor
         the tensors of which not all is in the engine, and those that differ there.
     """
     boxes = {name: [box for _, pieces, _ in reports for box in pieces.get(name, [])] for name in sent[0]}
-    lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, boxes[name])]
+    lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, tuple(boxes[name]))]
     wrong = [name for _, _, names in reports for name in names]
     for told, (sums, _, _) in zip(sent, reports, strict=True):
         wrong += [name for name, (_, total) in told.items() if sums.get(name) != total]
