@@ -189,6 +189,7 @@ LOADS: dict[str, tuple[tuple[int, ...], Any, dict[str, Tensor]]] = {
     "padded": ((24, 6), padded, {"embed": some(20, 6)}),
     "by heads": ((24, 6), by_heads, {"qkv": some(24, 6)}),
     "by groups": ((24, 6), by_groups, {"qkv": some(24, 6)}),
+    "through float32": ((8, 6), lambda held, sent: held.copy_(sent["w"].float().flip(0)), {"w": some(8, 6)}),
     "put together": ((8, 24), put_together, {"a": some(8, 16), "b": some(8, 8, seed=1)}),
 }
 
@@ -230,7 +231,7 @@ def test_each_way_to_load_is_proved_and_each_damage_found(name: str) -> None:
         assert judge([stale], [received.report()]) == ([], [name])
 
 
-def test_what_a_model_has_no_place_for_is_named() -> None:
+def test_what_a_model_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"w": some(8, 6), "head": some(8, 6, seed=1)}
     received = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"])))
     assert judge([send(received, tensors)], [received.report()]) == (["head"], [])
@@ -238,6 +239,11 @@ def test_what_a_model_has_no_place_for_is_named() -> None:
     assert judge([send(half, {"w": tensors["w"]})], [half.report()]) == (["w"], [])
     changed = Received(Model((8, 6), lambda held, sent: held.copy_(-sent["w"].float().exp())))
     assert judge([send(changed, {"w": tensors["w"]})], [changed.report()]) == (["w"], ["weight"])
+    norms = Received(Model((8, 6), lambda held, sent: held.copy_(torch.linalg.vector_norm(sent["w"], dim=1)[:, None])))
+    assert judge([send(norms, {"w": tensors["w"]})], [norms.report()]) == (["w"], ["weight"])
+    monkeypatch.setattr(weight_check, "MOST_RUNS", 40)  # of numbers in an order that is written down nowhere
+    mixed = Received(Model((6, 8), lambda held, sent: held.copy_(sent["w"].t().contiguous())))
+    assert judge([send(mixed, {"w": tensors["w"]})], [mixed.report()]) == (["w"], ["weight"])
     shifted = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"] + 1)))
     assert judge([send(shifted, {"w": tensors["w"]})], [shifted.report()])[1]
 
