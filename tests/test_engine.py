@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
@@ -450,6 +450,19 @@ def test_new_weights_change_the_output_and_old_ones_restore_it(case: Case) -> No
     assert responses(after) != responses(before)
     case.engine.load_weights(case.model.state_dict().items())
     assert responses(run(case.engine, requests)) == responses(before)
+
+
+def test_buffers_that_folders_hold_are_weights(tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=PADDED, pad_token_id=PAD)
+    engine = HFEngine(config, tokenizer, device=CPU, dtype=torch.float32, max_rows=2)
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in engine.model.state_dict().items()}
+    weights[beta := "model.layers.0.mlp.act_fn.beta"] += 0.25
+    engine.load_weights(weights.items())
+    assert engine.model.get_buffer(beta) == 0.25
+    del weights[beta]
+    with pytest.raises(ValueError, match=f"1 weights are missing, among them {beta}"):
+        engine.load_weights(weights.items())
 
 
 def test_wrong_weights_are_refused_by_name(case: Case) -> None:

@@ -77,6 +77,18 @@ def test_tied_weights_have_one_name_in_common() -> None:
         assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
 
 
+def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, model = torch.device("cpu"), random_llama(llama_config())
+    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
+    engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(engine, "_send", lambda message: None)
+    monkeypatch.setattr(engine, "_answer", lambda to: {"load": None, "verify": (["lm_head.weight"], [])}[to])
+    named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
+    with pytest.raises(UserError, match=re.escape(named)):
+        engine.load_weights(model.state_dict().items())
+    assert not engine.loaded
+
+
 def test_buffers_that_folders_hold_are_sent() -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = weight_names(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40))
@@ -227,38 +239,40 @@ def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: s
         time.sleep(0.05)
 
 
+EXPANDABLE = "max_split_size_mb:512,expandable_segments: True,roundup_power2_divisions:[256:1,512:2]"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_buckets_are_no_expandable_segments() -> None:
+def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which CUDA IPC can't map; the settings are as before afterwards."""
     allocator: Any = torch._C
-    before = allocator._accelerator_getAllocatorSettings()
-    allocator._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:512")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         device = torch.device("cuda")
-        held = torch.empty(2**26, dtype=torch.uint8, device=device)
-        bucket = trainer_side._bucket("", 2**25, device)
-        segments = {segment["address"]: segment for segment in torch.cuda.memory_snapshot()}
 
         def expandable(tensor: Tensor) -> bool:
-            at = tensor.data_ptr()
-            return next(s["is_expandable"] for a, s in segments.items() if a <= at < a + s["total_size"])
+            at, segments = tensor.data_ptr(), torch.cuda.memory_snapshot()
+            return next(s["is_expandable"] for s in segments if s["address"] <= at < s["address"] + s["total_size"])
 
-        assert (expandable(held), expandable(bucket)) == (True, False)
-        assert len(reduce_tensor(bucket)[1]) > 7
-        assert allocator._accelerator_getAllocatorSettings() == "expandable_segments:True,max_split_size_mb:512"
+        before = torch.empty(2**26, dtype=torch.uint8, device=device)
+        bucket = trainer_side._bucket("", 2**25, device)
+        after = torch.empty(2**26, dtype=torch.uint8, device=device)
+        assert [expandable(tensor) for tensor in (before, bucket, after)] == [True, False, True]
+        assert reduce_tensor(bucket)[1]
     finally:
-        allocator._accelerator_setAllocatorSettings(before)
+        allocator._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_buckets_are_made_without_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_buckets_are_made_without_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, without a GPU: what the allocator is told."""
-    allocator: Any = torch._C
     said: list[str] = []
-    monkeypatch.setattr(allocator, "_accelerator_getAllocatorSettings", lambda: "a:1,expandable_segments: True,b:[2:3]")
-    monkeypatch.setattr(allocator, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setenv(name, EXPANDABLE)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: said.append("made"))
     trainer_side._bucket("", 2**20, torch.device("cuda"))
-    assert said == ["a:1,expandable_segments: False,b:[2:3]", "made", "a:1,expandable_segments: True,b:[2:3]"]
+    assert said == [EXPANDABLE.replace("True", "False"), "made", EXPANDABLE]
 
 
 def wait_a_minute(*_: Any) -> None:

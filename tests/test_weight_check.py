@@ -45,7 +45,8 @@ def plain_checksum(tensor: Tensor) -> int:
     total = 0
     for start in range(0, len(numbers), weight_check.STRETCH):
         stretch = numbers[start : start + weight_check.STRETCH]
-        total = total * weight_check.FACTOR + sum(number * weight(i) for i, number in enumerate(stretch))
+        whole = sum(number * weight(i) for i, number in enumerate(stretch))
+        total += whole * weight(start // weight_check.STRETCH) ** 2
     return signed(total)
 
 
@@ -100,7 +101,7 @@ def test_a_checksum_is_the_same_on_a_gpu_and_quick() -> None:
     torch.cuda.synchronize()
     print(f"{start.elapsed_time(end):.1f} ms for 2**30 bfloat16 numbers")
     assert start.elapsed_time(end) < 20
-    assert torch.cuda.max_memory_allocated() - before < 2**25
+    assert torch.cuda.max_memory_allocated() - before < 2**27
 
 
 # Which places a load has filled
@@ -120,7 +121,7 @@ def test_gaps_are_what_no_box_covers() -> None:
             part.fill_(1)
             boxes.append((tuple(part.shape), part.stride(), part.storage_offset()))
         found = torch.ones(whole.numel(), dtype=torch.int64)
-        stretches = gaps(whole.numel(), boxes)
+        stretches = gaps(whole.numel(), tuple(boxes))
         for first, end in stretches:
             found[first:end] = 0
         assert torch.equal(found, whole.flatten())
@@ -188,6 +189,7 @@ LOADS: dict[str, tuple[tuple[int, ...], Any, dict[str, Tensor]]] = {
     "padded": ((24, 6), padded, {"embed": some(20, 6)}),
     "by heads": ((24, 6), by_heads, {"qkv": some(24, 6)}),
     "by groups": ((24, 6), by_groups, {"qkv": some(24, 6)}),
+    "through float32": ((8, 6), lambda held, sent: held.copy_(sent["w"].float().flip(0)), {"w": some(8, 6)}),
     "put together": ((8, 24), put_together, {"a": some(8, 16), "b": some(8, 8, seed=1)}),
 }
 
@@ -229,7 +231,7 @@ def test_each_way_to_load_is_proved_and_each_damage_found(name: str) -> None:
         assert judge([stale], [received.report()]) == ([], [name])
 
 
-def test_what_a_model_has_no_place_for_is_named() -> None:
+def test_what_a_model_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"w": some(8, 6), "head": some(8, 6, seed=1)}
     received = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"])))
     assert judge([send(received, tensors)], [received.report()]) == (["head"], [])
@@ -237,6 +239,11 @@ def test_what_a_model_has_no_place_for_is_named() -> None:
     assert judge([send(half, {"w": tensors["w"]})], [half.report()]) == (["w"], [])
     changed = Received(Model((8, 6), lambda held, sent: held.copy_(-sent["w"].float().exp())))
     assert judge([send(changed, {"w": tensors["w"]})], [changed.report()]) == (["w"], ["weight"])
+    norms = Received(Model((8, 6), lambda held, sent: held.copy_(torch.linalg.vector_norm(sent["w"], dim=1)[:, None])))
+    assert judge([send(norms, {"w": tensors["w"]})], [norms.report()]) == (["w"], ["weight"])
+    monkeypatch.setattr(weight_check, "MOST_RUNS", 40)  # of numbers in an order that is written down nowhere
+    mixed = Received(Model((6, 8), lambda held, sent: held.copy_(sent["w"].t().contiguous())))
+    assert judge([send(mixed, {"w": tensors["w"]})], [mixed.report()]) == (["w"], ["weight"])
     shifted = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"] + 1)))
     assert judge([send(shifted, {"w": tensors["w"]})], [shifted.report()])[1]
 
@@ -306,7 +313,6 @@ def begin_vllm(rank: int, world: int, meeting: str) -> None:
 
     if torch.distributed.is_initialized():
         distributed.cleanup_dist_env_and_memory()
-    os.environ["VLLM_DIST_IDENT"] = Path(meeting).name  # of its shared memory
     with config.set_current_vllm_config(config.VllmConfig()):
         distributed.init_distributed_environment(world, rank, f"file://{meeting}", rank, "gloo")
         distributed.initialize_model_parallel(world)
@@ -341,8 +347,8 @@ def together(report: Any, ranks: int) -> list[Any]:
     return reports
 
 
-def prove(folder: str, sent: dict[str, torch.Size], ranks: int, number: int) -> str:
-    """What is wrong with a family, or nothing. Of several ranks, the weights of this one are damaged."""
+def prove(folder: str, sent: dict[str, torch.Size], ranks: int, rank: int, number: int) -> str:
+    """What is wrong with a family, or nothing. The weights of this one of its ranks are damaged."""
     model, missing = vllm_model(folder, ranks), [*sent][number % len(sent)]
     for parameter in model.parameters():
         parameter.data.uniform_(-1, 1)
@@ -359,35 +365,31 @@ def prove(folder: str, sent: dict[str, torch.Size], ranks: int, number: int) -> 
             return f"not all compared: {found}"
     for name, parameter in model.named_parameters():
         for damage in damages(parameter.data):
-            found = judge([told] * ranks, [received.report(), *reports[1:]])
+            found = judge([told] * ranks, [*reports[:rank], received.report(), *reports[rank + 1 :]])
             if found != ([], [name]):
                 return f"{name}, {damage}: {found}"
     return ""
 
 
-def prove_families(rank: int, jobs: list[tuple[str, bool]], meeting: str) -> dict[str, str]:
-    """What is wrong with each: a half of them on each rank, then all on both together."""
+def prove_families(rank: int, jobs: list[tuple[str, bool]], meeting: str) -> dict[tuple[str, bool, int, int], str]:
+    """What is wrong with each, by family, tied, ranks and rank: a half of them on each rank, then all on both."""
     settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ.update(settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    # vLLM changes classes of the library's when it builds on them
-    made = {job: family_folder(*job) for job in jobs}
+    # names that differ: no shared memory, which would stay behind
+    os.environ.update(settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": str(rank)})
+    made = [family_folder(*job) for job in jobs]  # vLLM changes classes of the library's when it builds on them
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
-    told = {}
-    import time
-
-    t0 = time.monotonic()
+    found = {}
     for ranks in (1, 2):
         begin_vllm(rank % ranks, ranks, f"{meeting}_{ranks}_{rank // ranks}")
         for number, job in enumerate(jobs):
             if ranks == 2 or number % 2 == rank:
                 try:
-                    told[f"{job} on {ranks}"] = prove(*made[job], ranks, number)
+                    found[*job, ranks, rank] = prove(*made[number], ranks, rank % ranks, number)
                 except (ValueError, AssertionError, KeyError) as error:
-                    told[f"{job} on {ranks}"] = f"{type(error).__name__}: {error}"
-        print("T", ranks, time.monotonic() - t0, time.process_time(), flush=True)
-    return told
+                    found[*job, ranks, rank] = f"{type(error).__name__}: {error}"
+    return found
 
 
 @pytest.mark.vllm
@@ -395,8 +397,8 @@ def prove_families(rank: int, jobs: list[tuple[str, bool]], meeting: str) -> dic
 def test_vllm_has_all_of_each_family_and_each_damage_is_found(tmp_path: Path) -> None:
     jobs = [(family, tied) for family in FAMILIES for tied in (False, True)]
     first, second = run_ranks(2, prove_families, jobs, str(tmp_path / "vllm"))
-    wrong = {name: found for name, found in (first | second).items() if found}
-    named = {f"{(family, False)} on {ranks}" for family in ALWAYS_TIED for ranks in (1, 2)}
-    assert len(first | second) == 2 * len(jobs)
-    assert wrong.keys() == named, wrong
-    assert all("lm_head" in found for found in wrong.values()), wrong
+    found = first | second
+    wrong = {job: what for job, what in found.items() if what}
+    assert len(found) == 3 * len(jobs)
+    assert wrong.keys() == {job for job in found if job[0] in ALWAYS_TIED and not job[1]}, wrong
+    assert all("lm_head" in what for what in wrong.values()), wrong

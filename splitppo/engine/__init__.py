@@ -66,7 +66,8 @@ class RolloutEngine(Protocol):
     step_ms: float
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the policy's weights: full (unsharded) tensors by Hugging Face name, cast to the engine's dtype.
+        """Take over the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
+        the engine's dtype.
 
         An unknown name, a missing name or another shape is a ValueError; the engine then waits for a whole new load.
         """

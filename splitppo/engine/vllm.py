@@ -6,6 +6,7 @@ Weights go through buckets of memory that the trainer fills and the engine's wor
 mapped file on the CPU. vLLM itself is never imported here: it sets up its process as it likes.
 """
 
+import os
 import re
 import subprocess
 import time
@@ -314,12 +315,12 @@ def _bucket(name: str, size: int, device: torch.device) -> Tensor:
     """Bytes that another process can map: GPU memory, or the file `name`."""
     size = -(-size // ALIGN) * ALIGN
     if device.type == "cuda":
-        settings: Any = torch._C
-        before = settings._accelerator_getAllocatorSettings()
+        allocator: Any = torch._C
+        before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         # CUDA IPC does not map what an expandable segment is made of
-        settings._accelerator_setAllocatorSettings(re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", before))
+        allocator._accelerator_setAllocatorSettings(re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", before))
         try:
             return torch.empty(size, dtype=torch.uint8, device=device)
         finally:
-            settings._accelerator_setAllocatorSettings(before)
+            allocator._accelerator_setAllocatorSettings(before)
     return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)

@@ -9,7 +9,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and offset,
 Piece = tuple[Box, str, Box]  # of a sent tensor; the engine's tensor that holds it, and where
 Report = tuple[dict[str, int], dict[str, list[Box]], list[str]]  # checksums and pieces as they came; what differs now
 
-STRETCH = 2**20  # numbers that are weighed at once, which takes 8 MiB
+STRETCH = 2**22  # numbers that are weighed at once, which takes 32 MiB
 MOST_RUNS = 2**14  # stretches of a tensor that a loader reorders; beyond, it is taken for one that can't be compared
 FACTOR = -7046029254386353131  # 2**64 by the golden ratio, as int64
 
@@ -44,10 +44,9 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     numbers = tensor.detach().reshape(-1).view(integers)
-    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
-    for stretch in numbers.split(STRETCH):
-        total = total * FACTOR + (stretch * _weights(numbers.device)[: len(stretch)]).sum()
-    return total
+    weights = _weights(numbers.device)
+    sums = [(stretch * weights[: len(stretch)]).sum() for stretch in numbers.split(STRETCH)]
+    return (torch.stack(sums) * weights[: len(sums)] ** 2).sum()  # squared: no two places have one weight
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -55,7 +54,8 @@ def part(tensor: Tensor, box: Box) -> Tensor:
     return tensor.as_strided(box[0], box[1], tensor.storage_offset() + box[2])
 
 
-def gaps(numbers: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
+@functools.cache
+def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     """The stretches (first, end) of so many numbers that no box covers."""
     spread, unit = [], numbers
     for shape, strides, offset in boxes:
@@ -186,10 +186,10 @@ class Received:
                 boxes[at].append(box)
                 # a model may keep a wider dtype, exactly
                 checks.append((at, checksum(part(held[at], box).to(self.dtype)), due))
-        for at, tensor in held.items():
-            if isinstance(tensor, nn.Parameter):  # what nothing is copied to is padding, zeros
-                rest = [part(tensor, ((end - first,), (1,), first)) for first, end in gaps(tensor.numel(), boxes[at])]
-                checks += [(at, total := checksum(view), torch.zeros_like(total)) for view in rest]
+        for at in [at for at, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
+            for first, end in gaps(held[at].numel(), tuple(boxes[at])):  # what nothing is copied to is padding, zeros
+                total = checksum(part(held[at], ((end - first,), (1,), first)))
+                checks.append((at, total, torch.zeros_like(total)))
         differ = torch.stack([has != due for _, has, due in checks]).tolist() if checks else []
         wrong = {at for (at, _, _), is_wrong in zip(checks, differ, strict=True) if is_wrong}
         totals = torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
@@ -213,7 +213,7 @@ def judge(sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Repor
         the tensors of which not all is in the engine, and those that differ there.
     """
     boxes = {name: [box for _, pieces, _ in reports for box in pieces.get(name, [])] for name in sent[0]}
-    lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, boxes[name])]
+    lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, tuple(boxes[name]))]
     wrong = [name for _, _, names in reports for name in names]
     for told, (sums, _, _) in zip(sent, reports, strict=True):
         wrong += [name for name, (_, total) in told.items() if sums.get(name) != total]
