@@ -85,6 +85,7 @@ def child(place: tuple[int, int, int] | None, command: str, argv: list[str], fol
     if place:
         draw(*place[:2])[place[2]].inside()
     sys.argv = [command, *argv]
+    sys.modules.pop(f"splitppo.{command}", None)  # or runpy warns of it
     status: Any = 1
     try:
         runpy.run_module(f"splitppo.{command}", run_name="__main__", alter_sys=True)
