@@ -5,11 +5,14 @@ import io
 import os
 import sys
 import time
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from splitppo import train
 from splitppo.errors import UserError, as_users, check_text, command, one_line, words
 from splitppo.flags import PATHS, parse
 from splitppo.metrics import ColumnLog
@@ -42,7 +45,7 @@ def test_the_users_home_is_every_paths(tmp_path, monkeypatch):
     (tmp_path / "a.toml").write_text('[reward]\nmodel = "~/judge"\n')
     several = {name: f"~/{name}" for name in PATHS if name != "reward.model"}
     config = parse(["--config=~/a.toml", *(f"--{name}={path}" for name, path in several.items()), "--log.name=~/x"])
-    found = dict(leaves(__import__("dataclasses").asdict(config)))
+    found = dict(leaves(asdict(config)))
     for name in PATHS:
         path = f"{tmp_path}/{'judge' if name == 'reward.model' else name}"
         assert found[name] in (path, (path,)), name
@@ -57,12 +60,23 @@ def test_a_line_of_any_text_can_be_shown_anywhere():
 
 
 def test_what_the_disk_says_of_a_path_is_the_users(tmp_path):
-    with pytest.raises(OSError, match="") as caught:
+    with pytest.raises(OSError, match="File name too long") as caught:
         (tmp_path / ("x" * 5000)).open()
     assert str(as_users(caught.value)).endswith("xxx: File name too long; mend that, or name another path")
     assert len(str(as_users(caught.value))) < 300
     assert "No space left" in str(as_users(OSError(errno.ENOSPC, "No space left on device")))
+    assert "os error 28" in str(as_users(RuntimeError("I/O error: No space left on device (os error 28)")))
     assert "not finite" in str(as_users(FloatingPointError("weights are not finite")))
+    crash, bug, disk = (
+        RuntimeError("not written"),
+        KeyError("in a handler"),
+        NotADirectoryError(20, "Not a directory", "a"),
+    )
+    crash.__cause__ = bug.__context__ = disk
+    assert str(as_users(crash)).startswith("not written: a: Not a directory")
+    assert as_users(bug) is None
+    bug.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert "No space left" in str(as_users(bug))
     for ours in (
         OSError(errno.EBADF, "Bad file descriptor"),
         ConnectionResetError(),
@@ -130,8 +144,6 @@ def test_a_clock_that_is_set_back_gives_no_negative_seconds(tmp_path, monkeypatc
 
 
 def test_control_characters_come_back_out_of_toml():
-    import tomllib
-
     text = "".join(map(chr, range(1, 0x2100)))
     assert tomllib.loads(f"a = {toml_value(text)}")["a"] == text
 
@@ -144,8 +156,6 @@ def test_the_pairs_between_which_rows_go():
 
 
 def test_a_dry_run_of_100_000_ranks_is_short(tmp_path: Path, capsys):
-    from splitppo import train
-
     began = time.process_time()
     argv = [
         "--dry-run",

@@ -202,7 +202,7 @@ def error_fault(error: BaseException, function: str) -> Fault:
     path, _, name = function.rpartition(":")
     own = [frame for frame in frames if path and frame.filename == os.path.realpath(path)] or frames
     where = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else f" (in {name})"
-    return Fault("error", _line(f"{type(error).__name__}: {error}", 300) + where)
+    return Fault("error", _line("".join(traceback.format_exception_only(error)), 300) + where)
 
 
 def timeout_fault(timeout: float, *, blocks: bool = False) -> Fault:
