@@ -2,10 +2,10 @@
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -44,9 +44,9 @@ class PromptSet:
 def check_files(config: DataConfig) -> None:
     """Check that every file of `config` can be read, its first row has what is asked for, and that no file is both
     trained on and held out. Needs no tokenizer. A file may stand twice in one of the two settings."""
-    trained = {Path(file).resolve() for file in config.files}
+    trained = {os.path.realpath(file) for file in config.files}
     for file in config.validation_files:
-        if Path(file).resolve() in trained:
+        if os.path.realpath(file) in trained:
             raise UserError(
                 f"data.validation_files={file} is one of data.files, too; held-out rows must not be trained on: "
                 "split the file in two, or name another"

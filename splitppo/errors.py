@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
 P = ParamSpec("P")
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk; they come without a path, too
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
 
 
 class UserError(Exception):
@@ -39,7 +39,7 @@ def words() -> list[str]:
 
 def as_users(error: BaseException) -> UserError | None:
     """The error as the user's own: a UserError, what the disk says of a path, numbers that training cannot go on with,
-    a closed standard output; None for all others."""
+    a closed standard output, or what was raised from one of these; None for all others."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, BrokenPipeError):
@@ -47,13 +47,17 @@ def as_users(error: BaseException) -> UserError | None:
             print(flush=True)  # or it is another pipe's
         except BrokenPipeError:
             return UserError("standard output was closed by what read it; write it to a file (> run.log)")
-    if isinstance(error, FloatingPointError):
+    if isinstance(error, FloatingPointError) or any(
+        f"(os error {n})" in str(error) for n in FULL
+    ):  # the latter: Rust's
         return UserError(str(error))
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in FULL):
-        return None
-    path = "the disk" if error.filename is None else os.fsdecode(error.filename)
-    shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
-    return UserError(f"{shown}: {error.strerror}; mend that, or name another path")
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
+        path = "the disk" if error.filename is None else os.fsdecode(error.filename)
+        shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
+        return UserError(f"{shown}: {error.strerror}; mend that, or name another path")
+    under = error.__cause__ or (error.__context__ if getattr(error.__context__, "errno", 0) in FULL else None)
+    told = under and as_users(under)
+    return UserError(f"{error}: {told}") if told else None
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
@@ -67,19 +71,27 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
                 stream.reconfigure(errors="backslashreplace")
         try:
             try:
-                return main(*args, **kwargs) or 0
-            finally:
+                status = main(*args, **kwargs) or 0
+            except SystemExit as stop:
+                if stop.code:
+                    raise
+                status = 0  # --help
+            if not status:
                 sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more at its end
-            return 141
+            status = 141
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return 130
+            status = 130
         except Exception as error:
             if not (told := as_users(error)):
                 raise
             print(f"error: {one_line(str(told))}", file=sys.stderr)
-            return 2
+            status = 2
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more at its end
+        return status
 
     return run

@@ -92,4 +92,4 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(command(main)(words()))
+    sys.exit(command(lambda: main(words()))())

@@ -54,7 +54,7 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Ite
         kinds: what the caller can read, for errors.
     """
     path = Path(file)
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):  # a pipe would be read once, and waited for
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
     kind = "folder" if path.is_dir() else path.suffix

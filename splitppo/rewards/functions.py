@@ -134,7 +134,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     path, _, name = function.rpartition(":")
     if not path.endswith(".py") or not name:
         raise UserError(f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name")
-    file = Path(path).resolve()
+    file = Path(os.path.realpath(path))  # of a link to itself, too
     if not file.is_file():
         raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
     module = _import_file(file)
@@ -200,9 +200,9 @@ def error_fault(error: BaseException, function: str) -> Fault:
     """An exception's type, message, and the last line of the function's own file where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     path, _, name = function.rpartition(":")
-    own = [frame for frame in frames if path and frame.filename == str(Path(path).resolve())] or frames
+    own = [frame for frame in frames if path and frame.filename == os.path.realpath(path)] or frames
     where = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else f" (in {name})"
-    return Fault("error", _line(f"{type(error).__name__}: {error}", 300) + where)
+    return Fault("error", _line("".join(traceback.format_exception_only(error)), 300) + where)
 
 
 def timeout_fault(timeout: float, *, blocks: bool = False) -> Fault:
