@@ -115,7 +115,7 @@ def test_every_metric_is_explained(whole):
 
 
 def test_metrics_have_their_step_first_and_both_columns_spans(whole):
-    for role, names in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
+    for role, spans in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
         for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():
             record = json.loads(line)
             assert next(iter(record)) == "step"
