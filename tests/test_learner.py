@@ -237,13 +237,13 @@ def load_rank(rank, world, folder, target):
     return full_weights(learner)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1), (1, 3)])
-def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path, first, second):
-    due = run_ranks(first, save_rank, first, folder, tmp_path)[0]
+def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path):
+    due = run_ranks(2, save_rank, 2, folder, tmp_path)[0]
     assert (tmp_path / "committed").read_text() == "1"
-    got = run_ranks(second, load_rank, second, folder, tmp_path)[0]
-    for name, weight in got.items():
-        torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
+    for size in (1, 3):
+        got = run_ranks(size, load_rank, size, folder, tmp_path)[0]
+        for name, weight in got.items():
+            torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
 
 
 def draw_rank(rank, world, folder):

@@ -120,7 +120,7 @@ def test_metrics_have_their_step_first_and_both_columns_spans(whole):
             record = json.loads(line)
             assert next(iter(record)) == "step"
             if record["step"]:
-                assert names <= {name for name, _, _ in record["spans"]}
+                assert spans <= {name for name, _, _ in record["spans"]}
                 assert all(start <= end for _, start, end in record["spans"])
     assert [record["step"] for record in records(whole, "critic")] == [1, 2, 3, 4]
 
