@@ -128,11 +128,6 @@ def is_in(folder: Path, run_dir: Path) -> bool:
     return folder.parent.parent.resolve() == run_dir.resolve()
 
 
-def newest_good(run_dir: Path) -> Path | None:
-    """The newest checkpoint that counts and is whole by the sizes of its files."""
-    return next((folder for folder in reversed(complete(run_dir)) if not damage(folder, sizes_only=True)), None)
-
-
 def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may go on from, oldest first.
 
@@ -147,12 +142,8 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
             raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
         return []
     folder = Path(resume).resolve()  # a link may have another name
-    missing = [part.name for part in parts_of(folder) if not part.is_dir()]
-    if missing or not step_of(folder):
-        missed = f"{missing[0]} is missing" if missing else f"it is named {folder.name}"
-        raise UserError(
-            f"--resume {resume}: no complete checkpoint there ({missed}); name a RUN/checkpoints/step_* folder"
-        )
+    if not step_of(folder) or not all(part.is_dir() for part in parts_of(folder)):
+        raise UserError(f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder")
     if found and step_of(found[-1]) > step_of(folder):
         raise UserError(f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir")
     return [folder]
@@ -239,9 +230,8 @@ def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
         dcp.load(into, storage_reader=TensorReader(part), **how)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        why = f"{type(cause).__name__}: {cause}"
-        remedy = "it is of other models, or was changed by hand; give the models that it was written with"
-        raise UserError(f"{part} can't be loaded ({why}); {remedy}, or remove it") from cause
+        why = f"{part} can't be loaded ({type(cause).__name__}: {cause})"
+        raise UserError(f"{why}; give the models that it was written with, or remove it") from cause
 
 
 class TensorReader(FileSystemReader):

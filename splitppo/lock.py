@@ -12,12 +12,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from splitppo.errors import UserError
+from splitppo.failure import end_rank
 from splitppo.files import BROKEN
 from splitppo.nodes import Peer, started
 
@@ -25,15 +24,11 @@ BEAT, STALE = 10.0, 60.0
 
 
 class Lock:
-    """A process's hold on a run's folder.
+    """A process's hold on a run's folder. The process ends if another one has taken the folder from it, which may be
+    when it was stopped for long."""
 
-    Args:
-        own: the process.
-        lost: ends it; told why, in a thread, if another has taken the folder, as when this one was stopped for long.
-    """
-
-    def __init__(self, own: Peer, lost: Callable[[Exception], Any]):
-        self.own, self.lost, self.over = own, lost, threading.Event()
+    def __init__(self, own: Peer):
+        self.own, self.over = own, threading.Event()
         held = {"host": own.host, "pid": own.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self.text = json.dumps(held | {"machine": own.machine, "started": started(own.pid)})
         self.path: Path | None = None
@@ -64,12 +59,8 @@ class Lock:
                 self.path.unlink()
 
     def _look(self, path: Path, first: int | None, waited: int) -> int:
-        """Removes a dead process's lock, or waits a second; returns when it was touched last.
-
-        Args:
-            first: what the first look returned.
-            waited: seconds since then.
-        """
+        """Removes a dead process's lock, or waits a second; returns when it was touched last, at the first of these
+        looks, `waited` seconds ago."""
         # a file that is opened shows what the server of an NFS has, and a new one has its time
         with path.open(errors="replace") as file, tempfile.TemporaryFile(dir=path.parent) as new:
             text, touched = file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -82,13 +73,13 @@ class Lock:
                 dead = held["pid"] == self.own.pid or started(held["pid"]) != held["started"]
         if dead:
             path.unlink()
-        elif here or touched != (first or touched):
+            return touched
+        if here or touched != (first or touched):
             raise UserError(f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir")
-        else:
-            if first is None:
-                left = f"up to {STALE - max(age, 0):.0f} s to see whether it is alive"
-                print(f"{path.parent} was last held by {owner}: waiting {left}", flush=True)
-            time.sleep(1)
+        if first is None:
+            left = f"up to {STALE - max(age, 0):.0f} s to see whether it is alive"
+            print(f"{path.parent} was last held by {owner}: waiting {left}", flush=True)
+        time.sleep(1)
         return first or touched
 
     def _beat(self, path: Path) -> None:
@@ -99,4 +90,4 @@ class Lock:
                     continue
                 told = f"{path}: another process has taken the run's folder from this one, which was stopped for long"
                 print(told, file=sys.stderr, flush=True)
-                self.lost(RuntimeError(told))
+                end_rank(None, RuntimeError(told), store_lost=False)

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.profiler import record_function
 
+from splitppo.errors import UserError
 from splitppo.files import BROKEN, write_whole
 from splitppo.placement import Role
 
@@ -40,8 +41,7 @@ SHOWN = {
 def read_records(path: Path, start: int) -> tuple[str, str]:
     """The lines of a role's file up to step `start`, and what is wrong with them, "" if nothing. The last line of the
     file may be torn: those up to a checkpoint are on the disk before it counts."""
-    found: dict[int, str] = {}
-    wrong = ""
+    found, wrong = {}, ""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -51,6 +51,15 @@ def read_records(path: Path, start: int) -> tuple[str, str]:
     lost = [step for step in range(min(found, default=start), start + 1) if step not in found]
     wrong = wrong or (f"the record of step {lost[0]} is missing" if lost else "")
     return "".join(line for step, line in found.items() if step <= start), f"{path}: {wrong}" if wrong else ""
+
+
+def check_records(folder: Path, start: int, *, force: bool) -> None:
+    """Raises UserError where a record up to step `start` is broken or missing; with `force` only says so."""
+    for role in get_args(Role):
+        if wrong := read_records(folder / f"{role}.jsonl", start)[1]:
+            if not force:
+                raise UserError(f"{wrong}; mend it, or --force to go on without such records")
+            print(f"warning: {wrong}", flush=True)
 
 
 class ColumnLog:
@@ -79,8 +88,8 @@ class ColumnLog:
         if (end := time.time()) - start > 0.0005:  # else there was nothing to do
             self.spans.append([name, start, end])
 
-    def finish(self, step: int, metrics: Mapping[str, Any], *, sync: bool = False) -> None:
-        """Ends the step: writes its record, for good if `sync`, and prints its line."""
+    def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends the step: writes its record, for good, since its checkpoint may count from here on; prints its line."""
         now = time.time()
         seconds: dict[str, float] = {}
         for name, start, end in self.spans:
@@ -94,8 +103,7 @@ class ColumnLog:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                if sync:
-                    os.fsync(file.fileno())
+                os.fsync(file.fileno())
             print(self._line(step, seconds, metrics), flush=True)
         self.step, self.spans, self.began = step, [], now
 

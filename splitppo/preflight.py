@@ -79,10 +79,7 @@ def warnings(config: Config, device: str, placement: Placement) -> list[str]:
 
 def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
     """A UserError if the run can't go on in its folder, or from where `resume` says. Where torchrun may start anew,
-    it is asked when the attempt is known: what the first one left is the next one's.
-
-    Args:
-        inputs: `inputs_of` the run, if it is to be the same.
+    it is asked when the attempt is known: what the first one left is the next one's. `inputs_of` are compared if given.
     """
     if config.run_dir is not None:
         _check_run_dir(Path(config.run_dir))

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from splitppo import checkpoint
 from splitppo.config import Config
-from splitppo.errors import UserError
 from splitppo.learner import Learner
-from splitppo.metrics import read_records
+from splitppo.metrics import check_records
 from splitppo.placement import Role
 from splitppo.preflight import check_run_folder
 from splitppo.run_files import check_same_run
@@ -21,11 +20,7 @@ BAD_STEPS = 3  # steps in a row without one good update, after which there is no
 
 def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:
     """The checkpoint that the run goes on from, "" if there is none; all ranks call it, and read a share of its files.
-    What earlier runs left of others is removed.
-
-    Args:
-        inputs: `inputs_of` the run; rank 0's count.
-    """
+    What earlier runs left of others is removed. Of `inputs` (`inputs_of`), rank 0's count."""
     launch = runtime.launch
 
     def candidates() -> str:
@@ -49,22 +44,13 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
     found = checkpoint.choose([Path(name) for name in listed.splitlines()], damage_of, tell=launch.rank == 0)
 
     def tidy() -> str:
+        start = checkpoint.step_of(found) if found else 0
         if found and checkpoint.is_in(found, folder):
-            check_records(folder, checkpoint.step_of(found), force=config.force)
-        checkpoint.tidy(folder, checkpoint.step_of(found) if found else 0)
-        return "tidy"
+            check_records(folder / "metrics", start, force=config.force)
+        return checkpoint.tidy(folder, start) or "tidy"
 
     runtime.share("tidy", tidy)
     return str(found or "")
-
-
-def check_records(folder: Path, start: int, *, force: bool) -> None:
-    """Refuses to go on after step `start` without the records of the steps before; with `force` only says so."""
-    for role in checkpoint.ROLES:
-        if wrong := read_records(folder / "metrics" / f"{role}.jsonl", start)[1]:
-            if not force:
-                raise UserError(f"{wrong}; mend it, or --force to go on without such records")
-            print(f"warning: {wrong}", flush=True)
 
 
 class Holder(Protocol):
@@ -143,8 +129,9 @@ class Progress:
             )
 
     def last_good(self) -> Path | None:
-        """The newest checkpoint that counts."""
-        return checkpoint.newest_good(self.folder)
+        """The newest checkpoint that counts, and is whole by the sizes of its files."""
+        found = reversed(checkpoint.complete(self.folder))
+        return next((folder for folder in found if not checkpoint.damage(folder, sizes_only=True)), None)
 
     def settle(self) -> None:
         """After a failure: a checkpoint that is to count may still be put in its place, if all of it is written."""

@@ -57,16 +57,16 @@ def inputs_of(config: Config, models: Mapping[str, str]) -> dict[str, str]:
     """Each file that a run reads, with its setting -> size and hash. What a reward file imports is not among them.
 
     Args:
-        models: model -> its folder, or `tiny`.
+        models: model -> its folder.
     """
-    data, reward, folders = config.data, config.reward, {folder: name for name, folder in reversed([*models.items()])}
-    named = [("data.files", file) for file in data.files] + [("rollout.lengths", config.rollout.lengths or "")]
-    named += [("data.validation_files", file) for file in data.validation_files]
-    named += [("reward.function", function.rpartition(":")[0]) for function in reward.function]
-    named += [("reward.validation", function.rpartition(":")[0]) for function in reward.validation]
-    named += [("reward.model" if name == "reward" else f"{name}.path", folder) for folder, name in folders.items()]
-    found = {}
-    for setting, path in ((setting, Path(name).expanduser()) for setting, name in named if name not in ("", "tiny")):
+    data, reward, found = config.data, config.reward, {}
+    given = {"data.files": data.files, "data.validation_files": data.validation_files}
+    given["rollout.lengths"] = (config.rollout.lengths or "",)
+    for setting, functions in (("reward.function", reward.function), ("reward.validation", reward.validation)):
+        given[setting] = tuple(function.rpartition(":")[0] for function in functions)
+    for folder, name in {folder: name for name, folder in reversed([*models.items()])}.items():  # each folder once
+        given["reward.model" if name == "reward" else f"{name}.path"] = (folder,)
+    for setting, path in ((key, Path(name).expanduser()) for key in given for name in given[key] if name):
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
         found |= {f"{setting} {file}": fingerprint(file) for file in (inside if path.is_dir() else [path])}
     return found
@@ -101,12 +101,10 @@ def has_steps(folder: Path) -> bool:
 
 def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
     """(setting or file, what it was in a run's folder, what it is now) of all that differ; [] if there was no run."""
-    now, before = {name: toml_value(value) for name, value in leaves(tomllib.loads(to_toml(config)))}, {}
-    remedy = "mend it, or delete it to go on without comparing what it holds"
+    remedy, now, before = "mend it, or delete it to go on without comparing what it holds", {}, {}
     if (path := folder / "config.toml").is_file():
-        before = {name: toml_value(value) for name, value in leaves(read_file(path, tomllib.loads, remedy))}
-    else:
-        now = {}
+        settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(config))
+        before, now = ({name: toml_value(value) for name, value in leaves(table)} for table in settings)
     if inputs is not None and (path := folder / "inputs.json").is_file():  # runs of earlier versions have none
         now, before = now | dict(inputs), before | read_file(path, lambda text: dict(json.loads(text)), remedy)
     names = sorted(before.keys() | now.keys())

@@ -21,7 +21,6 @@ from splitppo.engine import RolloutEngine
 from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.vllm_process import Process
 from splitppo.errors import UserError
-from splitppo.failure import end_rank
 from splitppo.learner import Learner, Runner
 from splitppo.lock import STALE, Lock
 from splitppo.metrics import ColumnLog
@@ -92,7 +91,7 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
         engine: the process of this rank's engine (`launch_engine`).
     """
     runtime.phase("reading the data")
-    lock = Lock(Peer.of_this_process(runtime.device), functools.partial(end_rank, None, store_lost=False))
+    lock = Lock(Peer.of_this_process(runtime.device))
     try:
         return Run(config, runtime, *_begin_folder(config, runtime, lock), engine, lock)
     except BaseException as error:
@@ -107,7 +106,8 @@ def _begin_folder(config: Config, runtime: Runtime, lock: Lock) -> tuple[Path, P
     """Takes the run's folder, checks and fills it; returns it, and the checkpoint that the run goes on from."""
     given = Path(config.run_dir) if config.run_dir else None
     folder = Path(runtime.share("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
-    inputs = inputs_of(config, model_folders(config)) if runtime.launch.rank == 0 else {}
+    own = {name: path for name, path in model_folders(config).items() if path != "tiny"}
+    inputs = inputs_of(config, own) if runtime.launch.rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if runtime.launch.rank == 0:
         print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
@@ -276,7 +276,7 @@ class Run:
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.meet(f"barrier of step {step}")
-        log.finish(step, metrics | (self.wire.spent() if self.wire else {}), sync=self.progress.due(step))
+        log.finish(step, metrics | (self.wire.spent() if self.wire else {}))
         self.progress.finish(role, step, metrics)
         due = max(self.start, self.config.ppo.critic_warmup) + ADVICE
         if role == "critic" and log.first and step == due and self.runtime.device.type == "cuda":
@@ -301,8 +301,8 @@ class Run:
                 where = checkpoint.complete(self.folder)[-1].name
                 print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} goes on")
             print(f"run folder: {self.folder}", flush=True)
-        self.lock.release()
         self.runtime.wait_for_all()
+        self.lock.release()
 
     def _shared(self) -> Shared:
         config = self.config

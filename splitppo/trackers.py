@@ -59,6 +59,10 @@ class Tail:
         return [json.loads(line) for line in whole.splitlines()]
 
 
+def _up_to(start: int, sent: dict[str, dict[Role, int]]) -> dict[str, dict[Role, int]]:
+    return {name: {role: min(start, step) for role, step in got.items()} for name, got in sent.items()}
+
+
 def figures_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
     """A record's figures under the trackers' names; the clock, the spans and all that is no number are left out."""
     return {
@@ -165,8 +169,8 @@ class Trackers:
         # tracker -> role -> the last step that it got; what a new run finds there is another's
         self.sent: dict[str, dict[Role, int]] = {}
         if active and start and self.noted.is_file():
-            before = read_file(self.noted, json.loads, "delete it, and the trackers get all steps again")
-            self.sent = {name: {role: min(start, step) for role, step in got.items()} for name, got in before.items()}
+            remedy = "delete it, and the trackers get all steps again"
+            self.sent = read_file(self.noted, lambda text: _up_to(start, json.loads(text)), remedy)
         self.trackers: dict[str, Tracker] = {
             name: TRACKERS[name](config, run_dir, start) for name in (config.log.trackers if active else ())
         }

@@ -285,6 +285,13 @@ def test_resumed_run_sends_what_the_crash_kept_back_and_what_is_done_again(tmp_p
     assert tracker.steps("critic/loss") == [2, 3]
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"notes": {"actor": "x"}}'])
+def test_broken_note_of_what_was_sent_is_refused(tmp_path, notes, text):
+    (tmp_path / "trackers.json").write_text(text)
+    with pytest.raises(UserError, match=r"trackers.json can't be read .*; delete it, and the trackers get all steps"):
+        noted(tmp_path, 2)
+
+
 def test_tracker_that_is_new_to_a_resumed_run_gets_all_of_it(tmp_path, notes):
     write_lines(tmp_path, "actor", 0, 1, 2, 3)
     owner, tracker = noted(tmp_path, 2)
