@@ -1,6 +1,7 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def samples(rows=range(BATCH)):
+def samples(rows: Iterable[int] = range(BATCH)):
     made = []
     for row in rows:
         generator = torch.Generator().manual_seed(row)
