@@ -1,0 +1,256 @@
+"""The verbs of actor and critic by value, on two ranks, with models and engines that only hand out numbers."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from splitppo.actor import Actor
+from splitppo.config import PlacementConfig
+from splitppo.critic import Critic, Scored
+from splitppo.errors import UserError
+from splitppo.flags import parse
+from splitppo.nodes import Launch
+from splitppo.placement import place
+from splitppo.rewards.pool import Failure
+from splitppo.roles import Shared, learning_metrics
+from splitppo.rollout import Rollout, Sample
+from splitppo.runtime import Runtime
+from splitppo.setup import Run
+
+CPU = torch.device("cpu")
+HELD = [[0, 1], [2, 3]]  # rows of each rank
+LENGTHS, PROMPTS = [2, 1, 3, 2], [1, 2, 3, 4]
+FINISHED = [True, False, True, True]
+SCORES = [[1.0, 3.0, -5.0, 2.5], [0.0, 2.0, 4.0, 40.0]]  # of two steps
+GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
+
+
+def figure(name: str) -> list[list[float]]:
+    """Numbers for each token of each row, others for each name."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return [torch.randn(n, generator=generator).double().tolist() for n in LENGTHS]
+
+
+VALUES, OLD, ENTROPY = figure("values"), figure("old"), figure("entropy")
+# one token of either is far off
+REF = [[p - 30 * (row == 2) * (t == 1) for t, p in enumerate(line)] for row, line in enumerate(figure("ref"))]
+SAMPLED = [[p + 0.1 * (t - row) - 25 * (row == 3) * (t == 0) for t, p in enumerate(x)] for row, x in enumerate(OLD)]
+
+
+def packed(figures: list[list[float]], rank: int) -> torch.Tensor:
+    return torch.tensor([x for row in HELD[rank] for x in figures[row]])
+
+
+def rollout_of(rank: int) -> Rollout:
+    return Rollout([Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], FINISHED[r]) for r in HELD[rank]])
+
+
+def shared_of(*argv: str) -> Shared:
+    config = parse(["--rollout.batch-size=4", "--ppo.mini-batches=1", *argv])
+    return Shared(config, cast(Any, None), cast(Any, None), (), cast(Any, None), 10)
+
+
+def meshes(rank: int) -> Any:
+    placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
+    return Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0).mesh["actor"]
+
+
+def judge_rank(rank: int) -> list:
+    mesh, found = meshes(rank), []
+    for how in ("batch", "running"):
+        ppo = [f"--ppo.gamma={GAMMA}", f"--ppo.lam={LAM}", f"--ppo.kl-coef={KL_COEF}", "--ppo.kl-kind=k1"]
+        shared = shared_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
+        value: Any = SimpleNamespace(runner=SimpleNamespace(mesh=mesh))
+        critic = Critic(shared, value, cast(Any, None), None)
+        for scores in SCORES:
+            rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
+            extra = {"length": [10.0 * row for row in HELD[rank]]}
+            scored = Scored(rollout, packed(VALUES, rank), mine, extra, [])
+            advantages, returns = critic.judge(scored, [packed(OLD, rank), packed(REF, rank)])
+            found.append((advantages.tolist(), returns.tolist(), critic.metrics))
+    return found
+
+
+def variance(xs: list[float]) -> float:
+    mean = sum(xs) / len(xs)
+    return sum((x - mean) ** 2 for x in xs) / (len(xs) - 1)
+
+
+def judged(scores: list[float], seen: list[float]) -> tuple[list[float], list[float], dict[str, float]]:
+    """What a critic should make of it, over all rows in plain numbers; `seen`: the scores that normalise."""
+    shaped = [(s - sum(seen) / len(seen)) / math.sqrt(variance(seen)) for s in scores]
+    advantages, returns, rewards = [], [], []
+    kls = [[o - r for o, r in zip(*lines, strict=True)] for lines in zip(OLD, REF, strict=True)]
+    for row, n in enumerate(LENGTHS):
+        line = [-KL_COEF * kl for kl in kls[row]]
+        line[-1] += shaped[row]
+        rewards.append(sum(line))
+        deltas = [line[t] + GAMMA * [*VALUES[row], 0.0][t + 1] - VALUES[row][t] for t in range(n)]
+        advantages += [sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+        returns += [sum(GAMMA ** (k - t) * line[k] for k in range(t, n)) for t in range(n)]
+    values, mean = [v for line in VALUES for v in line], sum(advantages) / len(advantages)
+    error = [r - v for r, v in zip(returns, values, strict=True)]
+    all_kl = [kl for line in kls for kl in line]
+    figures = {
+        "critic/score/mean": sum(scores) / 4, "critic/score/min": min(scores), "critic/score/max": max(scores),
+        "critic/rewards/mean": sum(rewards) / 4, "critic/rewards/min": min(rewards), "critic/length/mean": 15.0,
+        "critic/advantages/mean": mean, "critic/returns/max": max(returns), "critic/values/min": min(values),
+        "critic/vf_explained_var": 1 - variance(error) / variance(returns), "critic/kl_coef": KL_COEF,
+        "critic/kl_row": sum(all_kl) / 4, "critic/ref_kl": sum(all_kl) / 8, "critic/ref_kl_clamped": 1 / 8,
+        "critic/reward_failures": 0.0,
+    }  # fmt: skip
+    return [(a - mean) / math.sqrt(variance(advantages) + 1e-8) for a in advantages], returns, figures
+
+
+def test_what_the_critic_makes_of_scores_kl_and_values():
+    both = run_ranks(2, judge_rank)
+    seen = [SCORES[0], SCORES[1], SCORES[0], SCORES[0] + SCORES[1]]  # batch, batch, running, running
+    for first, second, scores, of in zip(*both, SCORES * 2, seen, strict=True):
+        advantages, returns, figures = judged(scores, of)
+        assert first[0] + second[0] == pytest.approx(advantages, rel=1e-4, abs=1e-5)
+        assert first[1] + second[1] == pytest.approx(returns, rel=1e-4, abs=1e-5)
+        for _, _, metrics in (first, second):
+            assert {name: metrics[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5)
+
+
+def failing_rank(rank: int) -> list[str]:
+    """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3."""
+    value: Any = SimpleNamespace(runner=SimpleNamespace(mesh=meshes(rank)))
+    critic, said = Critic(shared_of(), value, cast(Any, None), None), []
+    for step in range(1, 7):
+        failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
+        failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
+        scored = Scored(rollout_of(rank), torch.zeros(0), torch.zeros(2), {}, failed)
+        try:
+            told = critic._failed(scored)
+            said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']}")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
+    said = run_ranks(2, failing_rank)
+    assert said[0] == said[1]
+    assert said[0][:5] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0"]
+    assert said[0][5] == "reward all failed on all rows of the last 3 steps: step 6; mend it"
+    assert capfd.readouterr().out.count("[critic] rewards that failed") == 6  # told by the first rank alone
+
+
+class Engine:
+    """Notes what it is asked."""
+
+    def __init__(self, step_ms: float):
+        self.step_ms, self.loaded, self.calls = step_ms, False, []
+
+    def load_weights(self, weights: Any) -> None:
+        self.loaded = True
+        self.calls.append(weights)
+
+
+def act_rank(rank: int) -> tuple:
+    mesh, engine, bad = meshes(rank), Engine([4.0, 0.0][rank]), []
+
+    def check_finite() -> None:
+        if bad:
+            raise FloatingPointError
+
+    forward = lambda *_, **__: [packed(OLD, rank), packed(ENTROPY, rank)]  # noqa: E731
+    runner = SimpleNamespace(mesh=mesh, forward=forward)
+    steps = [{"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0}, {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0}]
+    given: list[Any] = []
+
+    def update(rollout: Rollout, mini_batches: Any, fields: dict, *_: Any, **__: Any) -> list:
+        given.append((mini_batches, sorted(fields), fields["weights"].tolist()))
+        return steps[: len(given)]
+
+    policy: Any = SimpleNamespace(runner=runner, model=None, updates=0, check_finite=check_finite, update=update)
+    policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
+    reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), rest=lambda: None)
+    scores = iter([0.3, 0.5, 0.4])
+    validator: Any = SimpleNamespace(due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)})
+    shared = shared_of("--ppo.critic-warmup=1", "--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
+    rows = lambda _, rank: [HELD[rank]]  # noqa: E731
+    shared = replace(shared, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
+    actor = Actor(shared, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
+                  validator=validator)  # fmt: skip
+    rollout = rollout_of(rank)
+    actor.sync()  # neither engine has weights
+    actor.sync()
+    policy.updates = 1 if rank else 0
+    actor.sync()  # for both, as one is stale
+    bad, policy.updates = [1], 2
+    with pytest.raises(FloatingPointError):
+        actor.sync()
+    calls, bad[:] = list(engine.calls), []
+    logprobs = actor.logprobs(rollout)
+    told = [actor.update(step, rollout, logprobs, packed(OLD, rank)) for step in (1, 2)]
+    trained = [actor.trained]
+    told.append(actor.update(3, rollout, logprobs, packed(OLD, rank)))
+    trained.append(actor.trained)
+    best = [actor.validate(step) for step in (0, 1, 2, 3)]
+    return calls, told, given, trained, best
+
+
+def test_what_the_actor_tells_and_hands_on():
+    for rank, (calls, told, given, trained, best) in enumerate(run_ranks(2, act_rank)):
+        # no weights go to an engine that has them, and none that are not finite
+        assert calls == ["0 in torch.bfloat16", f"{rank} in torch.bfloat16"]
+        logs = [o - s for old, line in zip(OLD, SAMPLED, strict=True) for o, s in zip(old, line, strict=True)]
+        at = [min(max(log, -20.0), 20.0) for log in logs]
+        kl = [(o - r) ** 2 / 2 for old, ref in zip(OLD, REF, strict=True) for o, r in zip(old, ref, strict=True)]
+        weights = [min(math.exp(log), 2.0) for log in at]
+        due = {
+            "actor/mismatch_mean": sum(map(abs, logs)) / 8, "actor/mismatch_max": max(map(abs, logs)),
+            "actor/mismatch_ratio": sum(map(math.exp, at)) / 8, "actor/mismatch_clamped": 1 / 8,
+            "actor/mismatch_k3": sum(math.exp(log) - 1 - log for log in at) / 8,
+            "actor/entropy": sum(e for line in ENTROPY for e in line) / 8, "actor/ref_kl": sum(kl) / 8,
+            "actor/importance_mean": sum(weights) / 8, "actor/importance_capped": 1 / 8,
+            "actor/importance_clamped": 1 / 8, "response_length/mean": 2.0, "response_length/max": 3,
+            "response_length/clip_ratio": 1 / 4, "prompt_length/mean": 2.5, "tokens": 18.0,
+            "perf/engine_step_ms/mean": 4.0, "perf/engine_step_ms/max": 4.0,
+        }  # fmt: skip
+        first, second, third = told
+        for metrics in told:
+            assert {name: metrics[name] for name in due} == pytest.approx(due, rel=1e-4)
+        assert [metrics["actor/lr"] for metrics in told] == [0.0, 0.02, 0.03]
+        assert (first["optimizer_steps"], first["actor/skipped"], first["actor/pg_loss"]) == ([], 0.0, 0.0)
+        assert (second["actor/skipped"], second["actor/pg_loss"]) == (1.0, 1.0)
+        assert (third["actor/skipped"], third["actor/pg_loss"], third["actor/grad_norm"]) == (1.0, 2.0, 3.0)
+        assert third["optimizer_steps"] == [{"loss": 1.0, "grad_norm": 2.0}, {"loss": 3.0, "grad_norm": 4.0}]
+        assert trained == [False, True]  # not by an update that was skipped
+        mine = [weights[i] for i in ((0, 1, 2), (3, 4, 5, 6, 7))[rank]]
+        for mini_batches, names, seen in given:
+            assert mini_batches == [[0], [2, 3]][rank : rank + 1]  # row 1 is cut
+            assert names == ["advantages", "old", "ref", "weights"]
+            assert seen == pytest.approx(mine, rel=1e-4)
+        bests = [(metrics.get("val/best_so_far"), metrics.get("val/best_step")) for metrics in best]
+        assert bests == [(None, None), (0.3, 1.0), (0.5, 2.0), (0.5, 2.0)]
+
+
+def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_step():
+    one = {"loss": 2.0, "mine": 4.0, "grad_norm": 1.0, "skipped": 1.0, "padding": 0.5, "imbalance": 0.25}
+    one["update_tflop"] = 3.0
+    got = learning_metrics("critic", "vf_loss", [one, one | {"loss": 4.0}], ["mine"])
+    assert got.pop("optimizer_steps") == [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 4.0, "grad_norm": 1.0}]
+    due = {"critic/vf_loss": 3.0, "critic/mine": 4.0, "critic/grad_norm": 1.0, "critic/skipped": 2.0}
+    assert got == due | {"perf/padding": 0.5, "perf/imbalance": 0.25, "perf/update_tflop": 3.0}
+    nothing = learning_metrics("critic", "vf_loss", [], ["mine"])
+    assert nothing == dict.fromkeys(got, 0.0) | {"optimizer_steps": []}
+
+
+def test_a_steps_line_is_written_before_its_checkpoint_counts():
+    done: list[Any] = []
+    run: Any = object.__new__(Run)
+    log = SimpleNamespace(first=False, finish=lambda step, metrics: done.append(("line", step, metrics)))
+    run.logs, run.wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
+    run.config, run.start = parse([]), 0
+    run.progress = SimpleNamespace(finish=lambda role, step, metrics: done.append(("counts", role, step, metrics)))
+    run.profiler = SimpleNamespace(boundary=lambda step: done.append(step))
+    run.finish("critic", 3, {"x": 1.0})
+    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", "critic", 3, {"x": 1.0}), 4]
