@@ -1,5 +1,6 @@
 """The bookkeeping of checkpoints on made-up folders: which count, which are damaged and how, which go."""
 
+import collections
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -80,6 +82,10 @@ def lost(folder: Path) -> None:
     (folder / "critic" / "__0_0.distcp").unlink()
 
 
+def no_description(folder: Path) -> None:
+    (folder / "actor" / ".metadata").unlink()
+
+
 def longer(folder: Path) -> None:
     (folder / "actor" / "__0_0.distcp").write_text("{} ")
 
@@ -123,6 +129,7 @@ def listing(*left: str) -> Callable[[Path], None]:
     ("spoil", "told", "by_size"),
     [
         (lost, r"^critic/__0_0\.distcp is missing", True),
+        (no_description, r"^actor/\.metadata is missing", True),
         (longer, r"^actor/__0_0\.distcp has 3 bytes, not 2", True),
         (other_content, r"^critic/state\.json is not what was written", False),
         (folder_for_file, r"^actor/state\.json can't be read", False),
@@ -180,6 +187,8 @@ def test_what_a_run_may_go_on_from(tmp_path):
     half = made_up(other, 6, ["actor"])
     with pytest.raises(UserError, match="critic"):
         checkpoint.candidates(run, str(half))
+    with pytest.raises(UserError, match="mine"):
+        checkpoint.candidates(other, str(shutil.copytree(second, tmp_path / "mine")))
     assert checkpoint.is_in(second, run)
     assert not checkpoint.is_in(second, other)
 
@@ -192,7 +201,7 @@ def test_by_its_size_alone_a_checkpoint_is_good_enough_to_be_found(tmp_path):
     assert checkpoint.find(tmp_path, "auto") == checkpoint.newest_good(tmp_path) == good
 
 
-def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path):
+def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path, capsys):
     for step in (1, 2, 3, 4):
         made_up(tmp_path, step)
     made_up(tmp_path, 5, ["actor"])
@@ -203,6 +212,7 @@ def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path):
     checkpoint.tidy(tmp_path, 2)
     left = ["step_000001", "step_000002", "step_000003.damaged", "step_000004.damaged", "step_000009.mine"]
     assert there(tmp_path) == left
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [str(folder / "step_000005")]
     assert not (folder / "step_000004.damaged" / "old").exists(), "the one before is in the way"
     assert sorted(path.name for path in (folder / "step_000001").iterdir()) == ["actor", "critic"]
     assert (folder / "step_000009.mine" / "old").is_dir()
@@ -220,6 +230,9 @@ def test_prune_keeps_the_newest_and_every_nth(tmp_path):
     longer(made_up(tmp_path, 8))
     checkpoint.prune(tmp_path, 1)
     assert there(tmp_path) == ["step_000007", "step_000008"], "a damaged one is not the newest"
+    other_content(made_up(tmp_path, 9))
+    checkpoint.prune(tmp_path, 1)
+    assert there(tmp_path) == ["step_000009"], "its sizes are as they should be, and no more is looked at"
 
 
 def test_the_other_group_may_be_at_it(tmp_path, monkeypatch):
@@ -255,6 +268,7 @@ def test_what_another_host_has_open_stays_for_the_next_start(tmp_path, monkeypat
     assert there(tmp_path) == ["step_000002"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_come_back_and_other_models_are_refused(tmp_path):
     kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
     saved = {str(kind): torch.tensor([[0.0, 1.0]]).to(kind) for kind in kinds}
@@ -262,8 +276,11 @@ def test_tensors_come_back_and_other_models_are_refused(tmp_path):
     read: dict[str, Any] = {name: torch.full_like(tensor, 1) for name, tensor in saved.items()}
     checkpoint.read_tensors(read, tmp_path, no_dist=True)
     assert all(torch.equal(read[name], tensor) for name, tensor in saved.items())
-    with pytest.raises(UserError, match="can't be loaded"):
-        checkpoint.read_tensors({"other": torch.zeros(1)}, tmp_path, no_dist=True)
+    with pytest.raises(UserError, match=r"can't be loaded.*another_name"):
+        checkpoint.read_tensors({"another_name": torch.zeros(1)}, tmp_path, no_dist=True)
+    some: dict[str, Any] = {"another_name": torch.full((1,), 7.0), "torch.float32": torch.full((1, 2), 7.0)}
+    checkpoint.read_tensors(some, tmp_path, no_dist=True, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert (some["another_name"].tolist(), some["torch.float32"].tolist()) == ([7.0], [[0.0, 1.0]])
 
 
 def test_nothing_but_tensors_is_read(tmp_path):
@@ -275,3 +292,7 @@ def test_nothing_but_tensors_is_read(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.system has no place in a checkpoint"):
         checkpoint.TensorReader(tmp_path).read_metadata()
     assert not (tmp_path / "run").exists()
+    for other in (torch.load, numpy.float32, collections.Counter):  # beside what is let in, and no dtype of torch's
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(other))
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
+            checkpoint.TensorReader(tmp_path).read_metadata()

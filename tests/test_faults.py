@@ -131,6 +131,7 @@ def test_who_is_stopped_and_who_is_where_is_told_with_an_error_of_a_wait(capsys,
     assert report_failure(error, runtime, Launch(rank=0, world=2)) == 1
     said = capsys.readouterr().err
     assert "rank 1 is stopped" in said
+    assert ("on rank 0" in said) == first
     assert ("a rank did not come: rank 1 in 'update'" in said) == phases
     assert said.count("\n") == 1 or first
 

@@ -340,7 +340,7 @@ PRACTICE = {
     [
         (1, {}, 1, {}),
         (3, {"placement__actor": 2}, 1, {}),
-        (3, {"placement__actor": 1}, 2, {"importance": "sequence"}),
+        (3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
         (2, {"placement__mode": "colocated"}, 1, {"importance": "sequence", "mask_truncated": False}),
     ],
 )

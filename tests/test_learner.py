@@ -1,6 +1,8 @@
 """A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
 
+import math
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +43,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def samples(rows=range(BATCH)):
+def samples(rows: Iterable[int] = range(BATCH)):
     made = []
     for row in rows:
         generator = torch.Generator().manual_seed(row)
@@ -186,6 +188,67 @@ def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
     runtime.close()
 
 
+WORK = [[[0, 1, 2], [6]], [[3, 4], [7, 8, 9, 10]]]  # rank -> mini-batch -> rows
+
+
+def by_value_rank(rank, folder):
+    """An update of two mini-batches over two epochs, whose rows stay where they are: its figures, the optimizer's
+    settings in two steps, and what becomes of the weights if the gradient's norm overflows."""
+    learner, _ = make_learner(folder, "policy", 2, rank)
+    optim = OptimConfig(lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2)
+    runner = replace(learner.runner, budget=10**6)
+    learner = Learner(learner.model, runner, optim, steps=4, aggregate="seq_mean_token_mean")
+    learner._balanced = lambda *given: given  # type: ignore[method-assign]
+    rollout = Rollout(samples([row for rows in WORK[rank] for row in rows]))
+    given = fields(rollout)
+    (new,) = runner.forward(learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]], fields=1)
+    kl = dict(zip(rollout.rows, [x.sum().item() for x in rollout.split(given["old"] - new)], strict=True))
+    figures = learner.update(rollout, WORK[rank], given, policy_objective, step=1, epochs=2)
+    settings = [[(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in learner.optimizer.param_groups]]
+    whole = {p.ndim >= 2 for p in learner.optimizer.param_groups[0]["params"]}
+    before = full_weights(learner)
+
+    def huge(model, batch, given):
+        loss, metrics = policy_objective(model, batch, given)
+        return loss * 1e30, metrics
+
+    bad = learner.update(rollout, WORK[rank], given, huge, step=4, epochs=1)
+    after = full_weights(learner)
+    settings.append([g["lr"] for g in learner.optimizer.param_groups])
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    count = sum(p.numel() for p in learner.model.parameters())
+    return kl, figures, settings, whole, [(f["grad_norm"], f["skipped"]) for f in bad], same, learner.updates, count
+
+
+def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
+    both = run_ranks(2, by_value_rank, folder)
+    kl = both[0][0] | both[1][0]
+    rollout = Rollout(samples())
+    tokens = dict(zip(rollout.rows, rollout.totals, strict=True))
+    lengths = dict(zip(rollout.rows, rollout.lengths, strict=True))
+    on = [[sum(tokens[row] for row in rows) for rows in mine] for mine in WORK]
+    run = sum(len(rows) * max(tokens[row] for row in rows) for mine in WORK for rows in mine)
+    total = sum(map(sum, on))
+    for _, figures, settings, whole, bad, same, updates, count in both:
+        assert len(figures) == 4
+        for number, mine in enumerate(zip(*WORK, strict=True)):
+            rows = [row for part in mine for row in part]
+            mean = sum(kl[row] for row in rows) / sum(lengths[row] for row in rows)  # of tokens, whatever the loss is
+            if number == 0:  # the others are of weights that have moved
+                assert figures[number]["ppo_kl"] == pytest.approx(mean, rel=1e-4)
+        for figure in figures:
+            busiest = sum(map(max, zip(*on, strict=True)))
+            assert figure["imbalance"] == pytest.approx(busiest / (total / 2) - 1)
+            assert figure["padding"] == pytest.approx(1 - total / run)
+            assert figure["update_tflop"] == pytest.approx(6e-12 * total / 2 * 2 * count)
+        assert settings[0] == [(5e-3, (0.5, 0.6), 1e-3, 0.3), (5e-3, (0.5, 0.6), 1e-3, 0.0)]
+        assert settings[1] == [pytest.approx(0.0)] * 2
+        assert whole == {True}
+        assert bad == [(math.inf, 1.0)] * 2
+        assert same
+        assert updates == 2
+
+
 def nan_rank(rank, world, folder):
     """One rank's rows make a gradient that isn't finite."""
     learner, _ = make_learner(folder, "policy", world, rank)
@@ -236,6 +299,9 @@ def save_rank(rank, world, folder, target):
 
     saving.dcp.save = save_late
     saver.begin(1, {"kept": [1.5]})
+    assert saver.thread is not None
+    saver.thread.join(1.0)
+    assert not told.exists(), "it counts before its step's line is written"
     saver.commit(1)
     # on the way to the disk; what is written must be what it was
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
@@ -253,13 +319,13 @@ def load_rank(rank, world, folder, target):
     return full_weights(learner)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1), (1, 3)])
-def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path, first, second):
-    due = run_ranks(first, save_rank, first, folder, tmp_path)[0]
+def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path):
+    due = run_ranks(2, save_rank, 2, folder, tmp_path)[0]
     assert (tmp_path / "committed").read_text() == "1"
-    got = run_ranks(second, load_rank, second, folder, tmp_path)[0]
-    for name, weight in got.items():
-        torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
+    for size in (1, 3):
+        got = run_ranks(size, load_rank, size, folder, tmp_path)[0]
+        for name, weight in got.items():
+            torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
 
 
 def draw_rank(rank, world, folder):

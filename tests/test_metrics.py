@@ -47,7 +47,7 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
     spend(log, clock, "wait_critic", 0.5)
     spend(log, clock, "rollout", 0.5)
     clock.now = 108.0
-    log.finish(5, {"tokens": 400, "actor/pg_loss": 0.25, "actor/skipped": 2.0})
+    log.finish(5, {"tokens": 400, "actor/pg_loss": 0.25, "actor/entropy": 1.5, "actor/skipped": 2.0})
     spend(log, clock, "rollout", 4.0)
     log.finish(6, {"response_length/mean": 3.0})
     first, second = records(tmp_path)
@@ -57,6 +57,7 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
         "time": 108.0,
         "tokens": 400,
         "actor/pg_loss": 0.25,
+        "actor/entropy": 1.5,
         "actor/skipped": 2.0,
         "timing_s/rollout": 2.5,
         "timing_s/wait_advantages": 1.5,
@@ -76,7 +77,7 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
     line, next_line = capsys.readouterr().out.splitlines()
     told, seconds = line.split("|")
     assert (line[:8].strip(), line[8:18].split()) == ("[actor]", ["step", "5"])
-    assert "loss 0.25" in told
+    assert {"loss 0.25", "entropy 1.5"} < set(told.split("  "))
     assert "2 updates" in told
     assert seconds.split("  ")[1:] == ["rollout 2.50 s", "wait_advantages 1.50 s", "wait_critic 0.50 s"]
     assert "len 3 " in next_line
@@ -84,11 +85,12 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
 
 
 def test_the_screen_leaves_out_spans_that_round_to_nothing(tmp_path, clock, capsys):
-    log = ColumnLog("critic", tmp_path, first=True, phase=print, start=0)
+    clock.now = 0.0
+    log = ColumnLog("critic", tmp_path / "new" / "run", first=True, phase=print, start=0)
+    spend(log, clock, "update", 0.005)
     spend(log, clock, "score", 2**-8)  # 4 ms
-    spend(log, clock, "update", 2**-7)  # 8 ms
     log.finish(1, {"critic/skipped": 0.0})
-    assert set(records(tmp_path, "critic")[0]) >= {"timing_s/score", "timing_s/update"}
+    assert set(records(tmp_path / "new" / "run", "critic")[0]) >= {"timing_s/score", "timing_s/update"}
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.split("|")[1].split() == ["update", "0.01", "s"]
     assert "updates:" not in line
@@ -106,12 +108,12 @@ def test_the_other_ranks_write_and_print_nothing(tmp_path, clock, capsys):
 def test_records_after_the_start_are_dropped(tmp_path):
     path = tmp_path / "metrics" / "actor.jsonl"
     path.parent.mkdir()
-    lines = [json.dumps({"step": step, "kept": step}) + "\n" for step in (1, 2, 3, 4)]
+    lines = [json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)]  # 0: a validation before all
     path.write_text("".join(lines) + '{"step": 5, "ke')  # torn by a crash
     ColumnLog("actor", tmp_path, first=True, phase=print, start=3)
-    assert path.read_text() == "".join(lines[:3])
+    assert path.read_text() == "".join(lines[:4])
     ColumnLog("actor", tmp_path, first=False, phase=print, start=1)
-    assert path.read_text() == "".join(lines[:3])
+    assert path.read_text() == "".join(lines[:4])
     ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
     assert path.read_text() == ""
 
@@ -151,14 +153,15 @@ def test_without_a_file_there_is_no_record(tmp_path):
 
 
 def test_a_record_is_on_the_disk_where_it_must_be(tmp_path, monkeypatch):
-    synced: list[str] = []
-    path = tmp_path / "metrics" / "actor.jsonl"
+    synced: list[tuple[int, int]] = []
     log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_text()))
+    path = tmp_path / "metrics" / "actor.jsonl"
+    # which file, and how many lines it has by then
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, len(records(tmp_path)))))
     log.finish(1, {})
     assert not synced
     log.finish(2, {}, sync=True)
-    assert [len(text.splitlines()) for text in synced] == [2]  # all of it was written before
+    assert synced == [(path.stat().st_ino, 2)]
 
 
 def test_the_most_memory_is_told_in_gib_where_there_is_a_gpu(tmp_path, monkeypatch):

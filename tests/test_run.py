@@ -116,12 +116,12 @@ def test_every_metric_is_explained(whole):
 
 
 def test_metrics_have_their_step_first_and_both_columns_spans(whole):
-    for role, names in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
+    for role, spans in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
         for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():
             record = json.loads(line)
             assert next(iter(record)) == "step"
             if record["step"]:
-                assert names <= {name for name, _, _ in record["spans"]}
+                assert spans <= {name for name, _, _ in record["spans"]}
                 assert all(start <= end for _, start, end in record["spans"])
     assert [record["step"] for record in records(whole, "critic")] == [1, 2, 3, 4]
 
