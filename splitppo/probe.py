@@ -8,6 +8,7 @@ other head fits on.
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def why_not(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
             torch.default_generator.manual_seed(0)
             try:
                 _known[key] = _difference(config, kind, packed)
-            except Exception as error:  # a configuration without layers, say
+            except Exception as error:  # whatever the library says of rows, or of a model, that it can't take
                 _known[key] = _line(error)
     return _known[key]
 
@@ -56,35 +57,22 @@ def _difference(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
         except Exception as error:  # this copy is no model; a larger one may be
             why = why or f"a small copy of it fails ({_line(error)})"
             continue
-        try:
-            off = max(_distances(small, kind, packed, plain, head, samples, due))
-            return "" if off <= ROUNDING else f"a row's figures change by {off:.2g} among other rows"
-        except Exception as error:  # whatever the library says of rows that it can't take
-            return _line(error)
+        model = build(small, kind, packed=packed)
+        materialize(model, CPU)
+        weights = plain.state_dict() | head.state_dict(prefix="score.")
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        off = max(_distance(model, kind, packed, [samples[i] for i in cut], [due[i] for i in cut]) for cut in CUTS)
+        return "" if off <= ROUNDING else f"a row's figures change by {off:.2g} among other rows"
     return why
 
 
-def _distances(
-    small: PretrainedConfig,
-    kind: Kind,
-    packed: bool,
-    plain: nn.Module,
-    head: nn.Module,
-    samples: Sequence[Sample],
-    due: Sequence[Tensor],
-) -> Iterator[float]:
-    """How far the figures of each row are from those due, in micro-batches of several cuts."""
-    model = build(small, kind, packed=packed)
-    materialize(model, CPU)
-    weights = plain.state_dict() | head.state_dict(prefix="score.")
-    model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    logprobs = PolicyOutputs(1.0, VOCABULARY)
-    for cut in CUTS:
-        batch = micro_batch([samples[i] for i in cut], CPU, packed=packed)
-        out = value_outputs(model, batch) if kind == "value" else logprobs(model, batch, entropy=False)[0]
-        for line, i in zip(out, cut, strict=True):
-            off = float((line[: len(due[i])] - due[i]).abs().max())
-            yield off if math.isfinite(off) else math.inf
+def _distance(model: nn.Module, kind: Kind, packed: bool, samples: Sequence[Sample], due: Sequence[Tensor]) -> float:
+    """How far a micro-batch's figures are from those due."""
+    batch = micro_batch(samples, CPU, packed=packed)
+    policy = partial(PolicyOutputs(1.0, VOCABULARY), entropy=False)
+    out = value_outputs(model, batch) if kind == "value" else policy(model, batch)[0]
+    off = float(torch.stack([(line[: len(row)] - row).abs().max() for line, row in zip(out, due, strict=True)]).max())
+    return off if math.isfinite(off) else math.inf
 
 
 def _alone(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:

