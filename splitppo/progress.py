@@ -8,14 +8,37 @@ from typing import Any, Protocol
 from splitppo import checkpoint
 from splitppo.config import Config
 from splitppo.learner import Learner
+from splitppo.lock import STALE, Lock
 from splitppo.metrics import check_records
 from splitppo.placement import Role
-from splitppo.preflight import check_run_folder
-from splitppo.run_files import check_same_run
-from splitppo.runtime import Runtime
+from splitppo.preflight import check_run_folder, model_folders, warnings
+from splitppo.run_files import check_same_run, inputs_of, log_to_file, new_folder, write_run_files
+from splitppo.runtime import Runtime, format_map
 from splitppo.saving import Saver
+from splitppo.tiny import build_tiny
 
 BAD_STEPS = 3  # steps in a row without one good update, after which there is no hope
+
+
+def begin_folder(config: Config, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
+    """Takes the run's folder, checks and fills it; returns it, and the checkpoint that the run goes on from."""
+    given = Path(config.run_dir) if config.run_dir else None
+    folder = Path(runtime.share("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
+    own = {name: path for name, path in model_folders(config).items() if path != "tiny"}
+    inputs = inputs_of(config, own) if runtime.launch.rank == 0 else {}
+    found = find_checkpoint(config, runtime, folder, inputs)
+    if runtime.launch.rank == 0:
+        print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
+        for warning in warnings(config, runtime.device.type, runtime.placement):
+            print(f"warning: {warning}", flush=True)
+        write_run_files(config, folder, found, inputs)
+        (folder / "placement.txt").write_text(placed + "\n")
+    tiny = folder / "tiny"
+    if "tiny" in model_folders(config).values():
+        runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
+    return folder, Path(found) if found else None
 
 
 def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:

@@ -22,15 +22,15 @@ from splitppo.engine.start import finish_start, start_engine
 from splitppo.engine.vllm_process import Process
 from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
-from splitppo.lock import STALE, Lock
+from splitppo.lock import Lock
 from splitppo.metrics import ColumnLog
 from splitppo.nodes import Peer
 from splitppo.outputs import PolicyOutputs
 from splitppo.parallel import parallelize
 from splitppo.placement import Ownership, Placement, Role, own
-from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders, packs, warnings
+from splitppo.preflight import MODEL_KINDS, is_drawn, model_folders, packs
 from splitppo.profiler import Profiler
-from splitppo.progress import Progress, find_checkpoint
+from splitppo.progress import Progress, begin_folder
 from splitppo.reading import read_lengths
 from splitppo.reference import Reference
 from splitppo.rewards.functions import check_prompts
@@ -38,10 +38,8 @@ from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.pool import Scorer
 from splitppo.roles import Shared
 from splitppo.rollout import Prompt
-from splitppo.run_files import inputs_of, log_to_file, new_folder, write_run_files
-from splitppo.runtime import Runtime, format_map
+from splitppo.runtime import Runtime
 from splitppo.saving import load
-from splitppo.tiny import build_tiny
 from splitppo.trackers import Trackers
 from splitppo.validation import Validator, write_rows
 
@@ -93,34 +91,13 @@ def prepare(config: Config, runtime: Runtime, engine: Process | None = None) -> 
     runtime.phase("reading the data")
     lock = Lock(Peer.of_this_process(runtime.device))
     try:
-        return Run(config, runtime, *_begin_folder(config, runtime, lock), engine, lock)
+        return Run(config, runtime, *begin_folder(config, runtime, lock), engine, lock)
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError):
             wrong = f"run_dir={config.run_dir or 'runs'}: {error}; mend that, or choose another --run-dir"
             raise UserError(wrong) from error
         raise
-
-
-def _begin_folder(config: Config, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
-    """Takes the run's folder, checks and fills it; returns it, and the checkpoint that the run goes on from."""
-    given = Path(config.run_dir) if config.run_dir else None
-    folder = Path(runtime.share("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
-    own = {name: path for name, path in model_folders(config).items() if path != "tiny"}
-    inputs = inputs_of(config, own) if runtime.launch.rank == 0 else {}
-    found = find_checkpoint(config, runtime, folder, inputs)
-    if runtime.launch.rank == 0:
-        print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
-        for warning in warnings(config, runtime.device.type, runtime.placement):
-            print(f"warning: {warning}", flush=True)
-        write_run_files(config, folder, found, inputs)
-        (folder / "placement.txt").write_text(placed + "\n")
-    tiny = folder / "tiny"
-    if "tiny" in model_folders(config).values():
-        runtime.share("tiny", lambda: build_tiny(tiny, seed=config.seed) or "built")
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    log_to_file(folder / "logs" / f"rank_{runtime.launch.rank:03d}.log")
-    return folder, Path(found) if found else None
 
 
 class Run:

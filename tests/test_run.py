@@ -217,15 +217,6 @@ def test_going_back_needs_another_folder(whole):
     assert checkpoint.find(whole.parent, str(checkpoint.step_folder(whole, 2))) == checkpoint.step_folder(whole, 2)
 
 
-def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
-    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}"]
-    run_ranks(1, main_rank, argv)
-    before = (tmp_path / "run" / "metrics" / "actor.jsonl").read_text()
-    with pytest.raises(RuntimeError, match="exit status 2"):
-        run_ranks(1, main_rank, argv)
-    assert (tmp_path / "run" / "metrics" / "actor.jsonl").read_text() == before
-
-
 def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
     config = parse(["--ppo.value-clip", "None", "--reward.clip", "-1", "1", "--data.chat-kwargs", '{"a": 1}'])
     assert config.ppo.value_clip is None
