@@ -59,7 +59,7 @@ def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     """The stretches (first, end) of so many numbers that no box covers."""
     spread, unit = [], numbers
     for shape, strides, offset in boxes:
-        axes = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride)
+        axes = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
         run = 1
         while axes and axes[0][0] == run:
             run *= axes.pop(0)[1]
@@ -107,7 +107,7 @@ class _Trace(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self.writes.append((args[0], args[1]))
         elif isinstance(out, Tensor) and not self._known(out) and any(map(self._known, tree_iter((args, kwargs)))):
-            indices = tree_map_only(Tensor, lambda t: self._indices(t) if self._known(t) else t.cpu(), args)
+            indices = tree_map_only(Tensor, self._indices, args)
             rest = {name: value for name, value in kwargs.items() if name not in ("dtype", "device")}
             with suppress(RuntimeError, TypeError):  # integers have no such function: it is no copy
                 self._copied(out, func(*indices, **rest))
@@ -142,18 +142,19 @@ class _Trace(TorchDispatchMode):
         return self.sent.find(tensor) is not None or tensor.untyped_storage().data_ptr() in self.copies
 
     def _indices(self, tensor: Tensor) -> Tensor:
-        """Which of the sent numbers are in a view, of a sent tensor or of a copy."""
+        """Which of the sent numbers are in a view of a sent tensor or of a copy; -1 for other numbers."""
         shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         if copy := self.copies.get(tensor.untyped_storage().data_ptr()):
             return copy[1].as_strided(shape, strides, offset)
+        if not self._known(tensor):
+            return torch.full(shape, -1) if tensor.is_floating_point() else tensor.cpu()
         end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return torch.arange(end).add_(offset).as_strided(shape, strides)
 
     def _copied(self, copy: Tensor, indices: Tensor) -> None:
-        if not indices.is_floating_point():
-            known = torch.full((copy.untyped_storage().nbytes() // copy.element_size(),), -1)
-            known.as_strided(copy.shape, copy.stride(), copy.storage_offset()).copy_(indices)
-            self.copies[copy.untyped_storage().data_ptr()] = copy, known
+        known = torch.full((copy.untyped_storage().nbytes() // copy.element_size(),), -1)
+        known.as_strided(copy.shape, copy.stride(), copy.storage_offset()).copy_(indices)
+        self.copies[copy.untyped_storage().data_ptr()] = copy, known
 
 
 class Received:
