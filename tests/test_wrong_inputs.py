@@ -338,7 +338,7 @@ EARLY = [
 ]
 
 DATA = [
-    # told by all ranks at once, with a process group, before a model is built
+    # told by the dry run, and by all ranks at once, with a process group, before a model is built
     (["--data.files={d}/third.jsonl"], ["third.jsonl row 3 has a prompt of type int", "must be a string"]),
     (
         ["--data.files={d}/good.jsonl", "--rollout.max-prompt-tokens=5", "--reward.function=exact_match"],
@@ -630,6 +630,14 @@ def main_rank(rank: int, argv: list[str], build: Callable | None) -> tuple[int, 
 
 
 @pytest.mark.parametrize(("argv", "says"), DATA, ids=lambda value: " ".join(value))
+def test_wrong_rows_are_told_by_the_dry_run(argv, says, inputs, capsys, monkeypatch):
+    monkeypatch.setattr(models, "build", forbidden)
+    given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", "--dry-run"]
+    assert train.main(given) == 2
+    assert_told(capsys.readouterr().err, says, inputs)
+
+
+@pytest.mark.parametrize(("argv", "says"), DATA[:2], ids=lambda value: " ".join(value))
 def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path):
     given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", f"--run-dir={tmp_path / 'run'}"]
     results = run_ranks(2, main_rank, given, forbidden, timeout=200)
