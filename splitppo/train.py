@@ -174,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.progress.settle()
         elif isinstance(error, BrokenPipeError):
             raise  # nobody reads the help, or the dry run, to its end
-        error = as_users(error) or error
+        if (told := as_users(error)) and told is not error:
+            if runtime and run:
+                told.add_note(f"on {runtime.describe(launch.rank)}")
+            error = told
         if run and (good := run.progress.last_good()):
             error.add_note(f"the last good checkpoint is {good}")
         return report_failure(error, runtime, launch)

@@ -104,7 +104,7 @@ def started(place: tuple[int, int, int] | None, command: str, argv: list[str], f
 
 
 def trouble(attack: Attack, folder: Path, place: tuple[int, int, int]) -> str:
-    """What went wrong that should not have; "" if nothing. `place`: seed, count and number, to draw it again."""
+    """What went wrong that should not have; "" if nothing. `place`: count, seed and number, to draw it again."""
     attack.do(folder)
     process, out = started(place, attack.command, attack.argv, folder), folder / "out.log"
     attack.outside(process.pid, out)
@@ -580,7 +580,7 @@ def run_all(count: int, seed: int, only: str = "", chosen: slice = slice(None), 
             continue
         with tempfile.TemporaryDirectory() as folder:
             start = time.monotonic()
-            wrong = trouble(attack, Path(folder), (seed, count, number))
+            wrong = trouble(attack, Path(folder), (count, seed, number))
         failed += [f"{attack.name}: {wrong}"] if wrong else []
         if tell:
             print(f"{number:>4} {attack.name}: {wrong or f'ok, {time.monotonic() - start:.1f} s'}", flush=True)

@@ -58,7 +58,7 @@ SAID = {
     "raise": r"RuntimeError: injected",
     "memory": r"OutOfMemoryError: injected",
     "disk": r"No space left on device",
-    "nan": r"FloatingPointError: weights are not finite",
+    "nan": r"error: weights are not finite",
     "kill": r"gone without a word|Signal 9|SIGKILL",
     "exit": r"gone without a word|exitcode *: 7",
     # the guilty one by name, wherever it was stopped

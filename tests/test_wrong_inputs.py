@@ -189,7 +189,7 @@ EARLY = [
     (["--rollout.lengths={d}/bare.txt", "--rollout.stop=a"], ["leave rollout.stop unset beside it"]),
     (
         ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
-        ["compute.packing=on: policy.path={d}/capped: its attention caps its logits", "use auto or off"],
+        ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
     ),
     (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
     pytest.param(
@@ -285,12 +285,17 @@ EARLY = [
     (["--policy.path={d}/encoder"], ["'bert' is not a causal language model; choose another policy.path"]),
     (["--value.path={d}/encoder"], ["'bert' is not a causal language model; choose another value.path"]),
     (["--policy.path={d}/cut"], ["cut/model.safetensors is no safetensors file", "fetch it again"]),
+    (["--policy.path={d}/shape"], ["weight model.norm.weight is [32], but [64] by config.json; take both from one"]),
+    (["--policy.path={d}/lacks"], ["no weight model.norm.weight in its safetensors"]),
+    (
+        ["--reward.model={d}/headless"],
+        ["model folder {d}/headless: no weight score.weight in its safetensors; it is another model's"],
+    ),
     (["--policy.path={d}/half"], ["half: b.safetensors is in the index but not there; fetch it again"]),
     (["--value.path={d}/narrow", "--value.random-init"], ["value.path={d}/narrow: its vocabulary of 50", "(83)"]),
     (["--policy.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter; this", "merge it into its base"]),
     (["--value.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
     (["--policy.path={d}/experts"], ["'mixtral' is not dense: mixtures of experts are not", "choose another policy"]),
-    (["--value.path={d}/no_value"], ["is not a body with a token-classification model, as Llama's; choose another"]),
     (["--policy.path={d}/index"], ["index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch"]),
     (["--policy.path={d}/garbled"], ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"]),
     (
@@ -338,7 +343,7 @@ EARLY = [
 ]
 
 DATA = [
-    # told by all ranks at once, with a process group, before a model is built
+    # told by the dry run, and by all ranks at once, with a process group, before a model is built
     (["--data.files={d}/third.jsonl"], ["third.jsonl row 3 has a prompt of type int", "must be a string"]),
     (
         ["--data.files={d}/good.jsonl", "--rollout.max-prompt-tokens=5", "--reward.function=exact_match"],
@@ -411,12 +416,6 @@ DATA = [
 
 MODELS = [
     # told while the models are loaded, or in the first step
-    (["--policy.path={d}/shape"], ["weight model.norm.weight is [32], but [64] by config.json; take both from one"]),
-    (["--policy.path={d}/lacks"], ["no weight model.norm.weight in its safetensors"]),
-    (
-        ["--reward.model={d}/headless"],
-        ["model folder {d}/headless: no weight score.weight in its safetensors; it is another model's"],
-    ),
     (
         ["--reward.function={d}/raises.py:score"],
         ["in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU here", "mend the file"],
@@ -632,13 +631,19 @@ def main_rank(rank: int, argv: list[str], build: Callable | None) -> tuple[int, 
 
 
 @pytest.mark.parametrize(("argv", "says"), DATA, ids=lambda value: " ".join(value))
-def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path, capsys):
+def test_wrong_rows_are_told_by_the_dry_run(argv, says, inputs, capsys, monkeypatch):
+    monkeypatch.setattr(models, "build", forbidden)
+    given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", "--dry-run"]
+    assert train.main(given) == 2
+    assert_told(capsys.readouterr().err, says, inputs)
+
+
+@pytest.mark.parametrize(("argv", "says"), DATA[:2], ids=lambda value: " ".join(value))
+def test_wrong_rows_are_told_by_one_rank_before_a_model_is_built(argv, says, inputs, tmp_path):
     given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", f"--run-dir={tmp_path / 'run'}"]
     results = run_ranks(2, main_rank, given, forbidden, timeout=200)
     assert [status for status, _ in results] == [2, 2]
     assert_told("".join(err for _, err in results), says, inputs)
-    assert train.main([*given, "--dry-run", "--world-size=2"]) == 2
-    assert_told(capsys.readouterr().err, says, inputs)
 
 
 @pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
