@@ -63,8 +63,6 @@ def test_only_folders_of_a_step_with_both_parts_count(tmp_path):
     shutil.copytree(checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "step_000006.gone")
     shutil.copytree(checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "old_step_000007")
     assert names(tmp_path) == ["step_000003"]
-    assert checkpoint.newest_good(tmp_path) == checkpoint.step_folder(tmp_path, 3)
-    assert checkpoint.newest_good(tmp_path / "none") is None
     found = [checkpoint.step_of(Path(name)) for name in ("a/step_000012", "step_1000000", "step_12.gone", "step_", "x")]
     assert found == [12, 1_000_000, 0, 0, 0]
 
@@ -157,7 +155,6 @@ def test_damage_is_named_and_what_is_damaged_skipped(tmp_path, capsys, spoil, to
     assert checkpoint.choose([], checkpoint.damage) is None
     with pytest.raises(UserError, match="no checkpoint can be used"):
         checkpoint.choose([bad], checkpoint.damage)
-    assert checkpoint.newest_good(tmp_path / "none") is None
 
 
 def test_ranks_share_the_reading(tmp_path):
@@ -185,9 +182,9 @@ def test_what_a_run_may_go_on_from(tmp_path):
     with pytest.raises(UserError, match=r"never.*holds step_000004"):
         checkpoint.candidates(run, "never")
     half = made_up(other, 6, ["actor"])
-    with pytest.raises(UserError, match="critic"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.candidates(run, str(half))
-    with pytest.raises(UserError, match="mine"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.candidates(other, str(shutil.copytree(second, tmp_path / "mine")))
     assert checkpoint.is_in(second, run)
     assert not checkpoint.is_in(second, other)
@@ -196,9 +193,9 @@ def test_what_a_run_may_go_on_from(tmp_path):
 def test_by_its_size_alone_a_checkpoint_is_good_enough_to_be_found(tmp_path):
     good, bad = made_up(tmp_path, 2), made_up(tmp_path, 4)
     other_content(bad)
-    assert checkpoint.find(tmp_path, "auto") == checkpoint.newest_good(tmp_path) == bad
+    assert checkpoint.find(tmp_path, "auto") == bad
     longer(bad)
-    assert checkpoint.find(tmp_path, "auto") == checkpoint.newest_good(tmp_path) == good
+    assert checkpoint.find(tmp_path, "auto") == good
 
 
 def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path, capsys):
