@@ -185,8 +185,6 @@ def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
     each row's tokens, then the mean over the rows with a non-empty mask. Raises ValueError for another name.
     """
     _check_shapes(2, x=x, mask=mask)
-    if aggregate == "token_mean":
-        return masked_mean(x, mask)
     weight = aggregate_weight(mask, aggregate).clamp(min=1)  # refuses an unknown name
     row_sums = _keep(x, mask).sum(dim=1)
     if aggregate == "seq_mean_token_mean":

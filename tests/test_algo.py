@@ -597,7 +597,7 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {  # a function and how many
     "masked_mean": (algo.masked_mean, 2),
     "moments": (algo.moments, 2),
     "masked_whiten": (algo.masked_whiten, 2),
-    "masked_whiten by others": (lambda *x: algo.masked_whiten(*x, algo.Moments(*torch.ones(3))), 2),
+    "masked_whiten by others": (lambda x, mask: algo.masked_whiten(x, mask, algo.Moments(*torch.ones(3))), 2),
     "kl_estimate": (lambda x, ref: algo.kl_estimate(x, ref, "k1"), 2),
     "token_rewards": (lambda *x: algo.token_rewards(torch.ones(3), *x, kl_coef=0.1), 2),
     "gae": (lambda *x: algo.gae(*x, gamma=1.0, lam=1.0), 3),

@@ -182,9 +182,9 @@ def test_what_a_run_may_go_on_from(tmp_path):
     with pytest.raises(UserError, match=r"never.*holds step_000004"):
         checkpoint.candidates(run, "never")
     half = made_up(other, 6, ["actor"])
-    with pytest.raises(UserError, match="critic"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.candidates(run, str(half))
-    with pytest.raises(UserError, match="mine"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.candidates(other, str(shutil.copytree(second, tmp_path / "mine")))
     assert checkpoint.is_in(second, run)
     assert not checkpoint.is_in(second, other)

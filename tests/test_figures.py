@@ -11,10 +11,8 @@ from ranks import run_threads
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.actor import Actor
-from splitppo.config import Config, OptimConfig, PPOConfig, RewardConfig, RolloutConfig
+from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
 from splitppo.critic import Critic, Scored
-from splitppo.errors import UserError
 from splitppo.learner import Learner, Runner
 from splitppo.rewards.pool import Failure
 from splitppo.rollout import Rollout, Sample
@@ -76,12 +74,6 @@ def test_rewards_returns_and_explained_variance_by_hand():
         assert not [name for name in found if "error" in name]
 
 
-def test_advantages_are_whitened_over_the_whole_group():
-    config = Config(ppo=PPOConfig(kl_coef=0.5, kl_kind="k1", gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
-    (((_, first, _),), _), (((_, second, _),), _) = run_threads(2, judge, config, [STEP], OLD_AND_REF)
-    assert first + second == pytest.approx([0.0, 1.0, -1.0])  # 0.5, 2, -1: mean 0.5, deviation 1.5
-
-
 def test_without_a_spread_of_returns_none_of_it_is_explained():
     config = Config(ppo=PPOConfig(kl_coef=0.0, gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
     same = [scored(0, [2.0], 1.0), scored(1, [3.0], 1.0)]
@@ -91,25 +83,6 @@ def test_without_a_spread_of_returns_none_of_it_is_explained():
     assert "critic/ref_kl" not in found  # there is no reference
 
 
-@pytest.mark.parametrize(
-    ("normalize", "due"),
-    [
-        ("off", (5.0, 9.0)),
-        ("batch", (-math.sqrt(0.5), math.sqrt(0.5))),  # 5 and 9: mean 7, variance 8
-        ("running", (0.5 / math.sqrt(35 / 3), 4.5 / math.sqrt(35 / 3))),  # 1, 3, 5, 9: mean 4.5, variance 35/3
-    ],
-)
-def test_scores_are_normalised_by_their_own_step_or_by_all_so_far(normalize, due):
-    reward = RewardConfig(normalize=normalize)
-    config = Config(ppo=PPOConfig(kl_coef=0.0), reward=reward, rollout=RolloutConfig(batch_size=2))
-    steps = [[scored(0, [0.0], low), scored(1, [0.0], high)] for low, high in ((1.0, 3.0), (5.0, 9.0))]
-    for found, critic in run_threads(2, judge, config, steps, [[torch.zeros(1)], [torch.zeros(1)]]):
-        metrics = found[1][0]
-        assert (metrics["critic/rewards/min"], metrics["critic/rewards/max"]) == pytest.approx(due)
-        assert (metrics["critic/score/min"], metrics["critic/score/max"]) == (5.0, 9.0)
-        assert critic.state()["scores"] == pytest.approx([4.0, 4.5, 35 / 3])
-
-
 def test_a_steered_coefficient_counts_from_the_next_step_on():
     ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", kl_target=1.0, kl_horizon=10)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
@@ -117,56 +90,6 @@ def test_a_steered_coefficient_counts_from_the_next_step_on():
         # KL of a row 1.5, which is 0.5 too much; at most 0.2 counts, for 2 rows of 10
         assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx([0.5, 0.5 * 1.04])
         assert critic.steering.kl_coef == pytest.approx(0.5 * 1.04**2)
-
-
-def hopeless(mesh: Any, failed: list[list[int]]) -> int:
-    """The step in which the run ends since a function failed on all rows; 0 if it doesn't."""
-    critic = make_critic(mesh, Config(ppo=PPOConfig(kl_coef=0.0), rollout=RolloutConfig(batch_size=2)))
-    for step, by_rank in enumerate(failed, 1):
-        try:
-            critic.judge(scored(mesh.rank, [0.0], 1.0, failures=by_rank[mesh.rank]), [torch.zeros(1)])
-        except UserError:
-            return step
-        assert critic.metrics["critic/reward_failures"] == sum(by_rank)
-        assert critic.metrics.get("critic/reward_failures/timeout", 0) == sum(by_rank)
-    return 0
-
-
-def test_a_function_that_fails_on_all_rows_of_three_steps_ends_the_run():
-    every, some, none = [1, 1], [1, 0], [0, 0]
-    assert run_threads(2, hopeless, [every] * 4) == [3, 3]
-    assert run_threads(2, hopeless, [some] * 6) == [0, 0]
-    assert run_threads(2, hopeless, [every, every, some, every, every, none, every, every, every]) == [9, 9]
-
-
-# The actor: what the engine's log-probs are apart from the trainer's
-
-
-def mismatch(mesh: Any, rows: list[list[Sample]], old: list[list[float]]) -> dict[str, float]:
-    def forward(*_: Any, **__: Any) -> list[Tensor]:
-        return [torch.tensor(old[mesh.rank]), torch.full([len(old[mesh.rank])], 2.0)]
-
-    policy = SimpleNamespace(runner=SimpleNamespace(mesh=mesh, forward=forward), model=None)
-    shared, engine = SimpleNamespace(config=Config()), SimpleNamespace(step_ms=4.0 * mesh.rank)
-    given: Any = (shared, policy, lambda *_, **__: None, None, engine)
-    actor = Actor(*given, engine_dtype=torch.float32, validator=cast(Any, None))
-    actor.logprobs(Rollout(rows[mesh.rank]))
-    return actor.metrics
-
-
-def test_mismatch_and_lengths_by_hand():
-    """Engine -1, -2, -1 / -3 against trainer -1, -1.5, -1.25 / -2, and a rank without rows."""
-    rows = [[sample(0, 2, -1.0, -2.0, -1.0)], [sample(1, 4, -3.0, finished=False)], []]
-    for found in run_threads(3, mismatch, rows, [[-1.0, -1.5, -1.25], [-2.0], []]):
-        apart = [0.0, 0.5, -0.25, 1.0]  # log of the trainer's probability over the engine's
-        assert found["actor/mismatch_mean"] == pytest.approx(1.75 / 4)
-        assert found["actor/mismatch_max"] == 1.0
-        assert found["actor/mismatch_ratio"] == pytest.approx(sum(map(math.exp, apart)) / 4)
-        assert found["actor/mismatch_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in apart) / 4)
-        assert found["actor/entropy"] == 2.0
-        assert (found["response_length/mean"], found["response_length/max"]) == (2.0, 3)
-        assert (found["response_length/clip_ratio"], found["prompt_length/mean"], found["tokens"]) == (0.5, 3.0, 10.0)
-        assert (found["perf/engine_step_ms/mean"], found["perf/engine_step_ms/max"]) == (6.0, 8.0)
 
 
 # The learner: a matrix and a bias of one number each

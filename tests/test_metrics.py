@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from splitppo import metrics
-from splitppo.metrics import ColumnLog, read_records
+from splitppo.errors import UserError
+from splitppo.metrics import ColumnLog, check_records, read_records
 
 
 class Clock(SimpleNamespace):
@@ -144,6 +145,20 @@ def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept, wrong):
     assert bool(told) == bool(wrong)
     assert wrong in told
     assert (str(path) in told) == bool(wrong)
+
+
+def test_a_broken_record_is_refused_or_told(tmp_path, capsys):
+    for role in ("actor", "critic"):
+        (tmp_path / f"{role}.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    check_records(tmp_path, 2, force=False)
+    with pytest.raises(UserError, match=r"actor\.jsonl.*step 3"):
+        check_records(tmp_path, 3, force=False)
+    (tmp_path / "actor.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"critic\.jsonl.*step 3"):
+        check_records(tmp_path, 3, force=False)
+    assert capsys.readouterr().out == ""
+    check_records(tmp_path, 3, force=True)
+    assert str(tmp_path / "critic.jsonl") in capsys.readouterr().out
 
 
 def test_without_a_file_there_is_no_record(tmp_path):

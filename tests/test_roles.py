@@ -1,25 +1,22 @@
 """The verbs of actor and critic by value, on two ranks, with models and engines that only hand out numbers."""
 
 import math
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_threads
 
 from splitppo.actor import Actor
-from splitppo.config import PlacementConfig
 from splitppo.critic import Critic, Scored
 from splitppo.errors import UserError
 from splitppo.flags import parse
-from splitppo.nodes import Launch
-from splitppo.placement import place
 from splitppo.rewards.pool import Failure
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import Rollout, Sample
-from splitppo.runtime import Runtime
 from splitppo.setup import Run
 
 CPU = torch.device("cpu")
@@ -27,6 +24,7 @@ HELD = [[0, 1], [2, 3]]  # rows of each rank
 LENGTHS, PROMPTS = [2, 1, 3, 2], [1, 2, 3, 4]
 FINISHED = [True, False, True, True]
 SCORES = [[1.0, 3.0, -5.0, 2.5], [0.0, 2.0, 4.0, 40.0]]  # of two steps
+PARSING = threading.Lock()  # ranks are threads, and tyro's cache is not made for them
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
 
 
@@ -51,17 +49,13 @@ def rollout_of(rank: int) -> Rollout:
 
 
 def shared_of(*argv: str) -> Shared:
-    config = parse(["--rollout.batch-size=4", "--ppo.mini-batches=1", *argv])
+    with PARSING:
+        config = parse(["--rollout.batch-size=4", "--ppo.mini-batches=1", *argv])
     return Shared(config, cast(Any, None), cast(Any, None), (), cast(Any, None), 10)
 
 
-def meshes(rank: int) -> Any:
-    placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
-    return Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0).mesh["actor"]
-
-
-def judge_rank(rank: int) -> list:
-    mesh, found = meshes(rank), []
+def judge_rank(mesh: Any) -> list:
+    rank, found = mesh.rank, []
     for how in ("batch", "running"):
         ppo = [f"--ppo.gamma={GAMMA}", f"--ppo.lam={LAM}", f"--ppo.kl-coef={KL_COEF}", "--ppo.kl-kind=k1"]
         shared = shared_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
@@ -108,7 +102,7 @@ def judged(scores: list[float], seen: list[float]) -> tuple[list[float], list[fl
 
 
 def test_what_the_critic_makes_of_scores_kl_and_values():
-    both = run_ranks(2, judge_rank)
+    both = run_threads(2, judge_rank)
     seen = [SCORES[0], SCORES[1], SCORES[0], SCORES[0] + SCORES[1]]  # batch, batch, running, running
     for first, second, scores, of in zip(*both, SCORES * 2, seen, strict=True):
         advantages, returns, figures = judged(scores, of)
@@ -118,9 +112,9 @@ def test_what_the_critic_makes_of_scores_kl_and_values():
             assert {name: metrics[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5)
 
 
-def failing_rank(rank: int) -> list[str]:
+def failing_rank(mesh: Any) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3."""
-    value: Any = SimpleNamespace(runner=SimpleNamespace(mesh=meshes(rank)))
+    rank, value = mesh.rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(mesh=mesh)))
     critic, said = Critic(shared_of(), value, cast(Any, None), None), []
     for step in range(1, 7):
         failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
@@ -135,7 +129,7 @@ def failing_rank(rank: int) -> list[str]:
 
 
 def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
-    said = run_ranks(2, failing_rank)
+    said = run_threads(2, failing_rank)
     assert said[0] == said[1]
     assert said[0][:5] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0"]
     assert said[0][5] == "reward all failed on all rows of the last 3 steps: step 6; mend it"
@@ -153,8 +147,8 @@ class Engine:
         self.calls.append(weights)
 
 
-def act_rank(rank: int) -> tuple:
-    mesh, engine, bad = meshes(rank), Engine([4.0, 0.0][rank]), []
+def act_rank(mesh: Any) -> tuple:
+    rank, engine, bad = mesh.rank, Engine([4.0, 0.0][mesh.rank]), []
 
     def check_finite() -> None:
         if bad:
@@ -198,7 +192,7 @@ def act_rank(rank: int) -> tuple:
 
 
 def test_what_the_actor_tells_and_hands_on():
-    for rank, (calls, told, given, trained, best) in enumerate(run_ranks(2, act_rank)):
+    for rank, (calls, told, given, trained, best) in enumerate(run_threads(2, act_rank)):
         # no weights go to an engine that has them, and none that are not finite
         assert calls == ["0 in torch.bfloat16", f"{rank} in torch.bfloat16"]
         logs = [o - s for old, line in zip(OLD, SAMPLED, strict=True) for o, s in zip(old, line, strict=True)]
