@@ -148,17 +148,8 @@ class Wire:
 
     def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
         """Returns `transfer(*args)` once the copy is over on the GPU, too; a failure names both ranks."""
-
-        def run() -> Any:
-            if self.stream is None:
-                return transfer(*args)
-            with torch.cuda.stream(self.stream):
-                found = transfer(*args)
-            self.stream.synchronize()
-            return found
-
         try:
-            return self._copier.submit(run).result(self.timeout)
+            return self._copier.submit(self._on_stream, transfer, *args).result(self.timeout)
         except TimeoutError as error:
             raise self._late(hop, f"the copy {'to' if peer == hop.receiver else 'from'}", peer) from error
         except torch.OutOfMemoryError:
@@ -166,6 +157,13 @@ class Wire:
         except RuntimeError as error:
             both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
             raise WireError(f"{hop}: the copy {both} broke off: {error}") from error
+
+    def _on_stream(self, transfer: Callable[..., Any], *args: Any) -> Any:
+        with torch.cuda.stream(self.stream):
+            found = transfer(*args)
+        if self.stream:
+            self.stream.synchronize()
+        return found
 
     def _late(self, hop: Hop, what: str, peer: int) -> WireError:
         told = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
