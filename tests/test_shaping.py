@@ -62,9 +62,9 @@ def test_clipping_comes_after_normalising_and_before_the_penalties() -> None:
 
 
 def test_what_is_added_to_the_deviation_is_1e_8() -> None:
-    moments = algo.Moments(*(torch.tensor(x, dtype=torch.float64) for x in (2, 7 - 1e-8, 1e-16)))
+    moments = algo.Moments(*(torch.tensor(x, dtype=torch.float64) for x in (2, -1e-8, 1e-16)))
     config = RewardConfig(normalize="running")
-    shaped = shape_scores(torch.tensor([7.0]), [1], [True], moments, config, max_new_tokens=10)
+    shaped = shape_scores(torch.tensor([0.0]), [1], [True], moments, config, max_new_tokens=10)
     assert shaped.tolist() == pytest.approx([0.5])  # 1e-8 over 1e-8 + 1e-8
     assert shaped.dtype == torch.float32
 
