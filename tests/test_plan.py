@@ -132,6 +132,9 @@ def test_the_work_is_read_off_a_run(split):
     assert measured(mixed, critic, split, 500).rest == pytest.approx(WORK.rest)
     warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
     assert measured(warming + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
+    untrained = [line | {"timing_s/update": 0.001, "optimizer_steps": []} for line in actor[:3]]  # no row was left
+    trained = [line | {"optimizer_steps": [{"loss": 1.0}]} for line in actor[3:]]
+    assert measured(untrained + trained, critic, split, 500).policy == pytest.approx(WORK.policy)
     with pytest.raises(UserError, match="no policy update beyond its warm-up"):
         measured(warming, critic, split, 500)
     with pytest.raises(UserError, match="no more than 2 steps"):
