@@ -247,6 +247,7 @@ def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> 
     """Which CUDA IPC can't map; the settings are as before afterwards."""
     allocator: Any = torch._C
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.empty_cache()  # what other tests left is of other settings
     allocator._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         device = torch.device("cuda")
