@@ -55,7 +55,9 @@ def as_users(error: BaseException) -> UserError | None:
         path = "the disk" if error.filename is None else os.fsdecode(error.filename)
         shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
         return UserError(f"{shown}: {error.strerror}; mend that, or name another path")
-    under = error.__cause__ or (error.__context__ if getattr(error.__context__, "errno", 0) in FULL else None)
+    under = error.__cause__ or error.__context__
+    while under and under is not error.__cause__ and getattr(under, "errno", 0) not in FULL:
+        under = under.__context__  # of a crash while another error was handled, a full disk alone is the cause
     told = under and as_users(under)
     return UserError(f"{error}: {told}") if told else None
 

@@ -75,7 +75,8 @@ def test_what_the_disk_says_of_a_path_is_the_users(tmp_path):
     crash.__cause__ = bug.__context__ = disk
     assert str(as_users(crash)).startswith("not written: a: Not a directory")
     assert as_users(bug) is None
-    bug.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    bug.__context__ = RuntimeError("unexpected position")
+    bug.__context__.__context__ = OSError(errno.ENOSPC, "No space left on device")
     assert "No space left" in str(as_users(bug))
     for ours in (
         OSError(errno.EBADF, "Bad file descriptor"),
