@@ -35,6 +35,11 @@ def read_config(folder: str) -> PretrainedConfig:
     Raises:
         UserError: the folder has no readable config.json, or holds a quantized model that can't be read.
     """
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise UserError(
+            f"model folder {folder}: a LoRA adapter; this version trains and reads whole models: merge it into its "
+            "base (peft's merge_and_unload) and save that"
+        )
     if not (Path(folder) / "config.json").is_file():
         remedy = "give a local folder; hub names are not fetched (hf download NAME --local-dir FOLDER)"
         raise UserError(f"model folder {folder}: no config.json there; {remedy}")
@@ -98,11 +103,6 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     Raises:
         UserError: they are not.
     """
-    if (Path(folder) / "adapter_config.json").is_file():
-        raise UserError(
-            f"model folder {folder}: a LoRA adapter; this version trains and reads whole models: merge it into its "
-            "base (peft's merge_and_unload) and save that"
-        )
     if kind == "reward":
         _check_reward(config, folder)
     else:

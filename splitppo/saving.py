@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from splitppo.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
+from splitppo.errors import UserError
 from splitppo.files import read_file, sync_folder, write_whole
 from splitppo.learner import Learner
 from splitppo.parallel import local
@@ -114,7 +115,8 @@ class Saver:
         """Until what `begin` began is written.
 
         Raises:
-            RuntimeError: it could not be; the cause is behind it.
+            UserError: the disk did not take it.
+            RuntimeError: it could not be written; the cause is behind it.
         """
         if self.thread is None:
             return
@@ -123,7 +125,10 @@ class Saver:
         if self.error is not None:
             folder = step_folder(self.run_dir, self.step)
             why = f"the {self.role}'s part of checkpoint {folder} could not be written; earlier ones are whole"
-            raise RuntimeError(why) from self.error
+            # torch's own error holds that of each rank
+            cause = next(iter(getattr(self.error, "failures", {}).values()), (self.error,))[0]
+            kind = UserError if isinstance(cause, OSError) else RuntimeError
+            raise kind(f"{why} ({cause})") from self.error
 
     def _copy(self, tensor: Tensor, to: Tensor) -> Tensor:
         """The same tensor in host memory, sharded as it is."""

@@ -100,6 +100,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         first, *_ = self.shared.ownership(step).mini_batches
         cut = {2: range(BATCH), 3: first}.get(step, ()) if odd == "cut" else ()
         far = {0: -30.0, 2: 30.0} if odd == "far" else {}
+        actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
         for finished in generate(self, step):
             for s in finished:
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]

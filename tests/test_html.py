@@ -219,7 +219,7 @@ def test_page_of_a_bare_run(tmp_path: Path):
     assert (data["config"], data["versions"], data["timelines"], data["time"]) == (None, None, [], None)
     (tmp_path / "placement.txt").write_text("placement per_node: 1 actor, 1 critic\n  rank 0\n")
     (tmp_path / "config.toml").write_text("steps = ")
-    with pytest.raises(UserError, match=r"config.toml can't be read .*: mend or remove it"):
+    with pytest.raises(UserError, match=r"config.toml can't be read .*; mend or remove it"):
         build_page(tmp_path, {1: Step({}, [])}, {}, None)
     (tmp_path / "config.toml").unlink()
     data = data_of(build_page(tmp_path, {1: Step({}, [])}, {}, None))

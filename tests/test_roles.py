@@ -173,7 +173,7 @@ def act_rank(mesh: Any) -> tuple:
     shared = replace(shared, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
     actor = Actor(shared, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
                   validator=validator)  # fmt: skip
-    rollout = rollout_of(rank)
+    rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's
     actor.sync()  # neither engine has weights
     actor.sync()
     policy.updates = 1 if rank else 0

@@ -320,7 +320,7 @@ def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
 
 
 def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "preflight", interrupt)

@@ -488,7 +488,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "heads/config.json": '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}',
     }
     for role in ("actor", "critic"):
-        texts[f"run/checkpoints/step_000004/{role}/manifest.json"] = '{"step": 4, "files": {}}'
+        files = (".metadata", "state.json", "__0_0.distcp")
+        listed = json.dumps({"step": 4, "files": {name: [0, 0] for name in files}})
+        part = f"run/checkpoints/step_000004/{role}"
+        texts |= dict.fromkeys((f"{part}/{name}" for name in files), "") | {f"{part}/manifest.json": listed}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
