@@ -126,7 +126,7 @@ class Actor:
         """
         ppo, (old, *ref) = self.shared.config.ppo, logprobs
         names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
-        names += ["kl_loss", "kl_loss_clamped"] if ppo.kl_loss_coef > 0 else []
+        names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         fields |= self._importance(rollout, old)
         if step <= ppo.critic_warmup:
@@ -196,7 +196,6 @@ class Actor:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
             metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
-            metrics["kl_loss_clamped"] = algo.masked_mean(algo.is_clamped(fields["ref"] - logprobs), mask)
         if with_entropy:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
@@ -227,7 +226,6 @@ class Actor:
         return {
             "actor/mismatch_mean": float((sampled - old).abs().sum()),
             "actor/mismatch_ratio": float(algo.clamp_log_ratio(old - sampled).exp().sum()),
-            "actor/mismatch_clamped": float(algo.is_clamped(old - sampled).sum()),
             "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
         }
 

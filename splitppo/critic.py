@@ -142,8 +142,7 @@ class Critic:
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         self.metrics = self._judged_metrics(extra | figures) | self._failed(scored) | {"critic/kl_coef": kl_coef}
-        clamped = float(algo.is_clamped(ref - old).sum())
-        self._steer(kl * mask, clamped, rollout, told=len(logprobs) > 1 or scored.ref is not None)
+        self._steer(kl * mask, rollout, told=len(logprobs) > 1 or scored.ref is not None)
         return rollout.unpad(white), packed_returns
 
     def _shape(self, scored: Scored) -> Tensor:
@@ -159,14 +158,12 @@ class Critic:
         lengths = scored.rollout.lengths
         return shape_scores(scored.scores, lengths, finished, moments, config.reward, max_new_tokens=limit)
 
-    def _steer(self, kl: Tensor, clamped: float, rollout: Rollout, *, told: bool) -> None:
-        """The KL coefficient of the next step, from the KL `[B, T]` of this one; `clamped`: tokens whose log-ratio k3
-        clamps; `told`: there is a reference."""
+    def _steer(self, kl: Tensor, rollout: Rollout, *, told: bool) -> None:
+        """The KL coefficient of the next step, from the KL `[B, T]` of this one; `told`: there is a reference."""
         ppo = self.shared.config.ppo
-        sums = torch.tensor([float(kl.sum()), clamped, float(len(kl)), float(rollout.tokens)])
-        total, clamped, rows, tokens = all_sum(sums, self.mesh).tolist()
-        self.metrics |= {"critic/kl_row": total / rows}
-        self.metrics |= {"critic/ref_kl": total / tokens, "critic/ref_kl_clamped": clamped / tokens} if told else {}
+        sums = torch.tensor([float(kl.sum()), float(len(kl)), float(rollout.tokens)])
+        total, rows, tokens = all_sum(sums, self.mesh).tolist()
+        self.metrics |= {"critic/kl_row": total / rows} | ({"critic/ref_kl": total / tokens} if told else {})
         if ppo.kl_target is not None:
             how: Any = {"target": ppo.kl_target, "rows": round(rows), "horizon": ppo.kl_horizon}
             self.steering.kl_coef = steer_kl(self.steering.kl_coef, total / rows, **how)

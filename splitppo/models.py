@@ -97,19 +97,8 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
     return most, setting
 
 
-def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
-    """That models of this type are trained, or scored with, here.
-
-    Raises:
-        UserError: they are not.
-    """
-    if kind == "reward":
-        _check_reward(config, folder)
-    else:
-        _check_causal(config, kind, folder)
-
-
-def _check_reward(config: PretrainedConfig, folder: str) -> None:
+def check_reward(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    """A UserError if the model gives no score."""
     auto: Any = AutoModelForSequenceClassification
     if type(config) not in auto._model_mapping:
         raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
@@ -120,7 +109,8 @@ def _check_reward(config: PretrainedConfig, folder: str) -> None:
         )
 
 
-def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+def check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    """A UserError if models of this type are not trained here."""
     kinds: Any = (AutoModelForCausalLM, AutoModelForMaskedLM)
     causal, masked = (kind._model_mapping for kind in kinds)
     # encoders such as BERT are in the causal mapping, too, for those who turn them into decoders

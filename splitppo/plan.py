@@ -1,7 +1,6 @@
-"""Which split of the GPUs is the fastest: predicted from the phases of a run, or of a short probe (see cost.py).
+"""Which split of the GPUs is the fastest: predicted from the phases of a run (see cost.py).
 
-    python -m splitppo.plan RUN [--gpus 8] [--nodes 2]             from a run's metrics, also while it runs
-    python -m splitppo.plan --gpus 8 --config mine.toml [...]      from a probe of five steps with the trainer's flags
+    python -m splitppo.plan RUN [--gpus 8] [--nodes 2]             also while it runs
 
 What it predicts for the placements, `python -m splitppo.bench` measures.
 """
@@ -9,23 +8,18 @@ What it predicts for the placements, `python -m splitppo.bench` measures.
 import math
 import re
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from splitppo import models
-from splitppo.bench import Bench, job_flags, run_job
 from splitppo.config import Config
 from splitppo.cost import Split, Traffic, advice, may_move, node_lines, run_work
 from splitppo.errors import UserError, command, words
 from splitppo.flags import parse
 from splitppo.preflight import MODEL_KINDS, model_folders
 from splitppo.timeline import read_column
-
-PROBE_STEPS = 5
 
 
 def split_of(run: Path) -> Split:
@@ -93,24 +87,7 @@ def between_nodes(run: Path, nodes: int, gigabytes: float) -> list[str]:
     return node_lines(policy, value, wire, split, nodes, gigabytes)
 
 
-def run_probe(gpus: int, flags: list[str], out: Path) -> Path:
-    """Runs a few steps on so many ranks, in two groups if there are two; returns the run's folder.
-
-    Raises:
-        UserError: it failed.
-    """
-    job = "colocated" if gpus == 1 else f"{gpus - gpus // 2}+{gpus // 2}"
-    bench = Bench(gpus=gpus, warmup=2, steps=PROBE_STEPS - 2, out=str(out))
-    print(f"probe: {job}, {PROBE_STEPS} steps ...", flush=True)
-    try:
-        run_job(job, bench, job_flags(bench, flags, [], out), out)
-    except UserError as error:
-        print((out / f"{job}.log").read_text(errors="replace")[-3000:], file=sys.stderr)
-        raise UserError(f"the probe failed: {str(error).partition('; see')[0]}; its end is above") from error
-    return out / job
-
-
-def of_run(
+def main_lines(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     *,
     gpus: int | None = None,
@@ -125,50 +102,16 @@ def of_run(
         nodes: nodes to spread the run's own ranks over.
         network: GB that a node takes in in a second.
     """
-    _above_zero(gpus=gpus, nodes=nodes, network=network)
+    flags = {"gpus": gpus, "nodes": nodes, "network": network}
+    if wrong := [f"--{name} {value:g}" for name, value in flags.items() if value is not None and value <= 0]:
+        raise UserError(f"{' '.join(wrong)}: use a number above 0")
     between = between_nodes(run, nodes, network) if nodes > 1 else []
     return plan_lines(run, gpus) + ([f"on {nodes} nodes, two groups as they are:", *between] if between else [])
 
 
-def of_probe(*, gpus: int, ranks: int | None = None) -> tuple[int, int]:
-    """Predicts from a probe of a few steps which split is the fastest; further flags are the trainer's.
-
-    Args:
-        gpus: how many GPUs to place.
-        ranks: of the probe. Unset: `gpus`.
-    """
-    _above_zero(gpus=gpus, ranks=ranks)
-    return gpus, ranks or gpus
-
-
-def _above_zero(**flags: float | None) -> None:
-    if wrong := [f"--{name} {value:g}" for name, value in flags.items() if value is not None and value <= 0]:
-        raise UserError(f"{' '.join(wrong)}: use a number above 0")
-
-
-def _names_a_run(argv: list[str]) -> bool:
-    """Whether the first word that is no flag of `of_run`, nor its value, is no flag at all, as with a probe it is."""
-    own, words = ("--gpus", "--nodes", "--network"), iter(argv)
-    for word in words:
-        if word in own:
-            next(words, None)  # its value
-        elif word.split("=")[0] not in own:
-            return not word.startswith("-")
-    return False
-
-
 @command
 def main() -> None:
-    prog, argv = "python -m splitppo.plan", words()
-    if argv in (["-h"], ["--help"]):
-        with suppress(SystemExit):
-            tyro.cli(of_run, prog=prog, args=argv)
-    if _names_a_run(argv):
-        print("\n".join(tyro.cli(of_run, prog=prog, args=argv)))
-        return
-    (gpus, ranks), flags = tyro.cli(of_probe, prog=prog, args=argv, return_unknown_args=True)
-    with tempfile.TemporaryDirectory() as out:
-        print("\n".join(plan_lines(run_probe(ranks, flags, Path(out)), gpus)))
+    print("\n".join(tyro.cli(main_lines, prog="python -m splitppo.plan", args=words())))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from splitppo.attention import WIDEST_HEAD
+from splitppo.errors import one_line
 from splitppo.models import Kind, build
 from splitppo.outputs import PolicyOutputs, value_outputs
 from splitppo.rollout import Sample, micro_batch
@@ -38,7 +39,7 @@ def why_not(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
             try:
                 _known[key] = _difference(config, kind, packed)
             except Exception as error:  # whatever the library says of rows, or of a model, that it can't take
-                _known[key] = _line(error)
+                _known[key] = one_line(f"{type(error).__name__}: {error}")[:200]
     return _known[key]
 
 
@@ -55,7 +56,7 @@ def _difference(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
             head = nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
             due = [_alone(plain, head if kind == "value" else None, sample) for sample in samples]
         except Exception as error:  # this copy is no model; a larger one may be
-            why = why or f"a small copy of it fails ({_line(error)})"
+            why = why or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
             continue
         model = build(small, kind, packed=packed)
         materialize(model, CPU)
@@ -124,7 +125,3 @@ def miniatures(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         if getattr(small, "sliding_window", None):
             small.sliding_window = WINDOW
         yield small
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

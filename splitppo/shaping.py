@@ -88,7 +88,7 @@ def importance(
         old: log-probs of each row's tokens, trainer's; `[T_i]`. engine: the engine's.
 
     Returns:
-        weights `[T_i]` of each row, and sums over tokens: `importance_mean`, `importance_capped`, `importance_clamped`.
+        weights `[T_i]` of each row, and sums over tokens: `importance_mean`, `importance_capped`.
     """
     logs = [row - other for row, other in zip(old, engine, strict=True)]
     if kind == "sequence":
@@ -98,6 +98,5 @@ def importance(
     sums = {
         "importance_mean": sum(float(weight.sum()) for weight in weights),
         "importance_capped": sum(float((ratio > cap).sum()) for ratio in ratios),
-        "importance_clamped": sum(float(algo.is_clamped(log).sum()) for log in logs),
     }
     return weights, sums

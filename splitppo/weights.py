@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
-from splitppo.models import HEAD, Kind, ValueModel, build, check_type, clean, on_meta, read_config
+from splitppo.models import HEAD, Kind, ValueModel, build, check_causal, check_reward, clean, on_meta, read_config
 from splitppo.parallel import bounds, local
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -29,7 +29,7 @@ def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
         UserError: it can't.
     """
     config = read_config(folder)
-    check_type(config, kind, folder)
+    (check_reward if kind == "reward" else check_causal)(config, kind, folder)
     if not random_init:
         model = build(config, kind)
         weights = _Weights(folder, model)
