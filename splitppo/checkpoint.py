@@ -19,13 +19,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 from splitppo.errors import UserError
 from splitppo.files import BROKEN, write_whole
@@ -249,9 +250,17 @@ class _TensorsOnly(pickle.Unpickler):
     """Makes nothing but the descriptions of tensors. Bytes, which are pickled objects again, have none."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python up to 3.11.3 pickles a member of an enumeration
+            return _member
         if name not in _MADE.get(module, ()) and not (module == "torch" and name in _DTYPES):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"an attribute of {kind} has no place in a checkpoint")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")

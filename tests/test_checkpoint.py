@@ -1,6 +1,7 @@
 """The bookkeeping of checkpoints on made-up folders: which count, which are damaged and how, which go."""
 
 import collections
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from splitppo import checkpoint
 from splitppo.checkpoint import File
@@ -278,6 +280,24 @@ def test_tensors_come_back_and_other_models_are_refused(tmp_path):
     some: dict[str, Any] = {"another_name": torch.full((1,), 7.0), "torch.float32": torch.full((1, 2), 7.0)}
     checkpoint.read_tensors(some, tmp_path, no_dist=True, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert (some["another_name"].tolist(), some["torch.float32"].tolist()) == ([7.0], [[0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "read"), [(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True), (torch.Size, "numel", False)]
+)
+def test_a_member_of_the_one_enumeration_may_be_named(kind: Any, name: str, read: bool) -> None:
+    """As Python up to 3.11.3 pickles it, whatever this one does."""
+
+    class Named:
+        def __reduce__(self) -> Any:
+            return (getattr, (kind, name))
+
+    reader = checkpoint._TensorsOnly(io.BytesIO(pickle.dumps(Named())))
+    if read:
+        assert reader.load() is getattr(kind, name)
+    else:
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
+            reader.load()
 
 
 def test_nothing_but_tensors_is_read(tmp_path):

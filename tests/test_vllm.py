@@ -222,7 +222,7 @@ process.told = True
 print(process.folder, flush=True)
 if sys.argv[1] == "end":
     process.end(at_once=True)
-    print(process.folder.exists())
+    print(process.folder.exists(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
