@@ -15,7 +15,7 @@ from splitppo.engine import RolloutEngine, Sampling
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import all_objects, all_sum, meet
+from splitppo.parallel import all_objects, all_sum
 from splitppo.reference import Reference
 from splitppo.roles import Shared, learning_metrics
 from splitppo.rollout import MicroBatch, Request, Rollout, Sample
@@ -91,10 +91,6 @@ class Actor:
                 told = time.monotonic()
             yield finished
         self.engine.rest(trained=self.trained)
-
-    def meet(self) -> None:
-        """Waits until all ranks of the group have come here."""
-        meet(self.mesh)
 
     def logprobs(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Old log-probs `[N]`, the trainer's or the engine's own, and the reference's if it is here."""

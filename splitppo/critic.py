@@ -14,7 +14,7 @@ from splitppo import algo
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
 from splitppo.outputs import value_outputs
-from splitppo.parallel import all_moments, all_objects, all_sum, meet
+from splitppo.parallel import all_moments, all_objects, all_sum
 from splitppo.reference import Reference
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.pool import Failure, Pending, Scorer, failure_line
@@ -63,10 +63,6 @@ class Critic:
         if self.reference:
             self.reference.logprobs(made_up())
             self.reference.rest()
-
-    def meet(self) -> None:
-        """Waits until all ranks of the group have come here."""
-        meet(self.mesh)
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts the reward functions on some rows of a step: they work under what comes next."""

@@ -21,7 +21,6 @@ from splitppo.run_files import check_same_run, has_steps
 from splitppo.tiny import POSITIONS, VOCABULARY
 from splitppo.trackers import check_trackers
 
-# in a run's folder
 FOLDERS = ("checkpoints", "logs", "metrics", "profile", "samples", "tensorboard", "tiny", "validation")
 MODEL_KINDS: dict[str, models.Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 

@@ -1,8 +1,7 @@
 """Which way a model's rows can be run: a small copy of it, each way, against the library's own forward row by row.
 
-The copy has the model's own configuration, but few layers and random weights. So it finds what no list of types would:
-rows that leak into each other where they are packed, logits that are changed behind the output layer, a body that no
-other head fits on.
+The copy has the model's own configuration, but few layers and random weights. So it finds what no list of types would,
+such as rows that leak into each other where they are packed.
 """
 
 import math

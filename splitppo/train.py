@@ -23,6 +23,7 @@ from splitppo.failure import report_failure
 from splitppo.flags import parse
 from splitppo.limits import check
 from splitppo.nodes import Launch, facts_of
+from splitppo.parallel import meet
 from splitppo.placement import place
 from splitppo.preflight import preflight
 from splitppo.preview import preview
@@ -45,7 +46,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
                 links.rollouts.offer(step, finished)
         posted = links.rollouts.flush(step)
         with log.span("stragglers"):
-            actor.meet()
+            meet(actor.mesh)
         rollout = Rollout(samples)
         run.may_stop(step)
         with log.span("logprobs"):
@@ -75,7 +76,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             with log.span("score"):
                 pending = critic.submit(step, rollout)
             with log.span("wait_rollouts"):
-                critic.meet()
+                meet(critic.mesh)
             with log.span("score"):
                 parts.append(critic.score(step, rollout, pending))
         scored = join(parts)
@@ -103,7 +104,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         with critic_log.span("score"):
             pending = critic.submit(step, rollout)
         with log.span("stragglers"):
-            critic.meet()
+            meet(critic.mesh)
         with critic_log.span("score"):
             scored = critic.score(step, rollout, pending)
         run.may_stop(step)
