@@ -207,7 +207,7 @@ def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
     """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
     folder = tmp_path / "run"
     made_up(folder, 1, ["actor"])
-    assert run_ranks(1, dies_before_the_actors_word, folder) == [1]
+    assert run_ranks(1, dies_before_the_actors_word, folder) == [2]
     assert names(folder) == []
 
 
