@@ -250,7 +250,7 @@ class _TensorsOnly(pickle.Unpickler):
     """Makes nothing but the descriptions of tensors. Bytes, which are pickled objects again, have none."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # how Python up to 3.11.3 pickles a member of an enumeration
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles a member of an enumeration
             return _member
         if name not in _MADE.get(module, ()) and not (module == "torch" and name in _DTYPES):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")

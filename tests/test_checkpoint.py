@@ -286,7 +286,7 @@ def test_tensors_come_back_and_other_models_are_refused(tmp_path):
     ("kind", "name", "read"), [(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True), (torch.Size, "numel", False)]
 )
 def test_a_member_of_the_one_enumeration_may_be_named(kind: Any, name: str, read: bool) -> None:
-    """As Python up to 3.11.3 pickles it, whatever this one does."""
+    """As Python 3.11.2 pickles it, whatever this one does."""
 
     class Named:
         def __reduce__(self) -> Any:
