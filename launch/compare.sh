@@ -23,7 +23,7 @@ for i in range(4096): print("{\"question\": \"%099d\", \"answer\": \"%d\"}" % (r
 
 table() { # of what: responses, size of the model, rows of a step for each GPU, tokens of a micro-batch, further flags
     # shellcheck disable=SC2086 # BENCH is several words
-    python -m splitppo.bench --gpus "$gpus" --out "$out/$what" --lengths "$1" --policy.path "$models/Qwen2.5-$2-Instruct" \
+    splitppo bench --gpus "$gpus" --out "$out/$what" --lengths "$1" --policy.path "$models/Qwen2.5-$2-Instruct" \
         --policy.random-init --value.random-init --rollout.batch-size $(($3 * gpus)) --ppo.mini-batches 4 \
         --compute.micro-batch-tokens "$4" --ppo.kl-coef 0.01 --data.files "$out/prompts.jsonl" \
         --data.prompt-key question --data.answer-key answer --reward.function exact_match "${@:5}" ${BENCH:-} || status=1
@@ -36,7 +36,7 @@ for what in "$@"; do
         default)
             torchrun=(torchrun --standalone --nproc_per_node "$gpus" -m splitppo.train --run-dir "$out/default")
             if "${torchrun[@]}" > "$out/default.log" 2>&1; then
-                grep '^start-up' "$out/default.log"; python -m splitppo.report "$out/default"
+                grep '^start-up' "$out/default.log"; splitppo report "$out/default"
             else
                 tail -n 30 "$out/default.log" >&2; status=1
             fi

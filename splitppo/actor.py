@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
+from splitppo.context import Shared, learning_metrics
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
-from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import all_objects, all_sum
-from splitppo.reference import Reference
-from splitppo.roles import Shared, learning_metrics
+from splitppo.models.heads import PolicyOutputs
+from splitppo.models.reference import Reference
+from splitppo.models.sharding import all_objects, all_sum
+from splitppo.rewards.shaping import importance
 from splitppo.rollout import MicroBatch, Request, Rollout, Sample
-from splitppo.shaping import importance
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two words on a rollout that takes long

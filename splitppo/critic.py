@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo import algo
+from splitppo.context import Shared, learning_metrics
 from splitppo.errors import UserError
 from splitppo.learner import Learner, made_up
-from splitppo.outputs import value_outputs
-from splitppo.parallel import all_moments, all_objects, all_sum
-from splitppo.reference import Reference
+from splitppo.models.heads import value_outputs
+from splitppo.models.reference import Reference
+from splitppo.models.sharding import all_moments, all_objects, all_sum
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.pool import Failure, Pending, Scorer, failure_line
-from splitppo.roles import Shared, learning_metrics
+from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
+from splitppo.rewards.shaping import Steering, shape_scores, steer_kl
 from splitppo.rollout import MicroBatch, Prompt, Rollout
-from splitppo.shaping import Steering, shape_scores, steer_kl
 
 HOPELESS_STEPS = 3  # in a row without one row that a reward function could score, after which it is to be mended
 

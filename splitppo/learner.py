@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from splitppo import algo
-from splitppo.attention import is_packed
-from splitppo.balance import balance
 from splitppo.config import OptimConfig
-from splitppo.models import clean
-from splitppo.parallel import all_max, all_sum, gather_full, keep_gathered, local, shard_again
+from splitppo.models.attention import is_packed
+from splitppo.models.balance import balance
+from splitppo.models.build import clean
+from splitppo.models.sharding import all_max, all_sum, gather_full, keep_gathered, local, shard_again
+from splitppo.models.weights import persistent_buffers
 from splitppo.rollout import ROUND, MicroBatch, Rollout, Sample, cut_lengths, deal, micro_batch, pad_rows, to_device
-from splitppo.weights import persistent_buffers
 
 GATHER_BYTES = 2**27  # of full weights gathered in one message, at least: a message a tensor would mostly be waits
 

@@ -15,22 +15,22 @@ import transformers
 
 from splitppo.actor import Actor
 from splitppo.channel import Links
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
 from splitppo.critic import Critic, join
-from splitppo.device import pick_device
-from splitppo.engine.start import launch_engine
+from splitppo.engine.build import launch_engine
 from splitppo.errors import as_users, command
-from splitppo.failure import report_failure
-from splitppo.flags import parse
-from splitppo.limits import check
-from splitppo.nodes import Launch, facts_of
-from splitppo.parallel import meet
+from splitppo.job.device import pick_device
+from splitppo.job.failure import report_failure
+from splitppo.job.nodes import Launch, facts_of
+from splitppo.job.runtime import Runtime
+from splitppo.job.signals import RESUMABLE, StopSignals, note_early, tell_launcher
+from splitppo.models.sharding import meet
 from splitppo.placement import place
-from splitppo.preflight import preflight
-from splitppo.preview import preview
 from splitppo.rollout import Rollout
-from splitppo.runtime import Runtime
-from splitppo.setup import Run, prepare
-from splitppo.stopping import RESUMABLE, StopSignals, note_early, tell_launcher
+from splitppo.run.build import Run, prepare
+from splitppo.run.checks import preflight
+from splitppo.run.dry_run import preview
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:

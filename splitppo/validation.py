@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.config import Config
 from splitppo.engine import RolloutEngine, Sampling
-from splitppo.parallel import all_objects
+from splitppo.models.sharding import all_objects
 from splitppo.rewards import rules
-from splitppo.rewards.pool import Pending, Scored, Scorer, failure_line
+from splitppo.rewards.scorer import Pending, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt, Request, Sample
 
 VALIDATION_STEP = 0  # training's steps count from 1

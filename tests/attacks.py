@@ -35,10 +35,10 @@ from ranks import FRESH
 from safetensors.torch import load_file, save_file
 
 from splitppo.config import Config
-from splitppo.flags import PATHS, parse
-from splitppo.presets import leaves, toml_value
-from splitppo.run_files import changes
-from splitppo.tiny import build_tiny
+from splitppo.config.cli import PATHS, parse
+from splitppo.config.toml import leaves, toml_value
+from splitppo.models.tiny import build_tiny
+from splitppo.run.folder import changes
 
 LIMIT = 30
 REFUSED, FINE, EITHER = {2}, {0}, {0, 2}

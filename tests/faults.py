@@ -32,13 +32,15 @@ import torch
 from ranks import FRESH
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from splitppo import checkpoint, saving, train
+from splitppo import train
 from splitppo.actor import Actor
 from splitppo.channel import Wire
 from splitppo.critic import Critic
+from splitppo.job.signals import RESUMABLE
 from splitppo.learner import Learner
-from splitppo.metrics import ColumnLog
-from splitppo.stopping import RESUMABLE
+from splitppo.run import checkpoint
+from splitppo.run import saver as saving
+from splitppo.run.metrics import ColumnLog
 
 STEPS, TIMEOUT, LIMIT = 4, 5, 30
 FLAGS = [f"--steps={STEPS}", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--seed=3"]

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from splitppo.config import PlacementConfig
-from splitppo.models import build, clean
-from splitppo.nodes import Launch
-from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import parallelize
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.models.build import build, clean
+from splitppo.models.heads import PolicyOutputs
+from splitppo.models.sharding import parallelize
+from splitppo.models.weights import fill
 from splitppo.placement import place
 from splitppo.rollout import Sample, micro_batch
-from splitppo.runtime import Runtime
-from splitppo.weights import fill
 
 PEAK = 989e12  # of an H100 or H200 in dense bfloat16
 GPU = torch.device("cuda", 0)

@@ -17,10 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from splitppo import train
-from splitppo.flags import parse
-from splitppo.metrics import ColumnLog
-from splitppo.nodes import Launch
-from splitppo.report import overlap
+from splitppo.config.cli import parse
+from splitppo.job.nodes import Launch
+from splitppo.run.metrics import ColumnLog
+from splitppo.tools.report import overlap
 
 FIRST, LAST = 9, 11
 

@@ -20,12 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity
 from transformers import AutoConfig
 
-from splitppo.bench import lengths_of
 from splitppo.engine import Sampling
-from splitppo.engine.vllm_host import SETTINGS, start_llm
-from splitppo.engine.vllm_process import Plan, kv_bytes_per_token
-from splitppo.engine.vllm_rows import Rows
+from splitppo.engine.vllm.host import SETTINGS, start_llm
+from splitppo.engine.vllm.process import Plan, kv_bytes_per_token
+from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Request
+from splitppo.tools.bench import lengths_of
 
 
 def parse() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, nargs="+", default=[171, 128, 1])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--lengths", default="lognormal:240:1024", help="as splitppo.bench has them")
+    parser.add_argument("--lengths", default="lognormal:240:1024", help="as splitppo.tools.bench has them")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, help="ids that may be drawn, as a tokenizer has; else the model's")
     parser.add_argument("--profile", action="store_true")

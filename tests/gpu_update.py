@@ -19,15 +19,15 @@ from transformers import AutoConfig
 
 from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner, Runner
-from splitppo.models import build, count_parameters
-from splitppo.nodes import Launch
-from splitppo.outputs import PolicyOutputs, value_outputs
-from splitppo.parallel import parallelize
+from splitppo.models.build import build, count_parameters
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.sharding import parallelize
+from splitppo.models.weights import fill
 from splitppo.placement import Role, place
 from splitppo.rollout import MicroBatch, Rollout, Sample
-from splitppo.runtime import Runtime
-from splitppo.weights import fill
 
 PEAK = 989e12  # of an H100 or H200 in dense bfloat16
 

@@ -5,7 +5,7 @@ import random
 import torch
 from ranks import run_threads
 
-from splitppo.balance import balance
+from splitppo.models.balance import balance
 from splitppo.placement import own
 from splitppo.rollout import Rollout, Sample
 

@@ -17,10 +17,10 @@ from ranks import run_ranks
 
 from splitppo.channel import Hop, Links, Wire, WireError
 from splitppo.config import PlacementConfig
-from splitppo.nodes import Launch
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
 from splitppo.placement import Placement, own, place
 from splitppo.rollout import Rollout, Sample
-from splitppo.runtime import Runtime
 
 
 class QueueWire(Wire):

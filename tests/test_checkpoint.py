@@ -17,9 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from splitppo import checkpoint
-from splitppo.checkpoint import File
 from splitppo.errors import UserError
+from splitppo.run import checkpoint
+from splitppo.run.checkpoint import File
 
 
 def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -> Path:

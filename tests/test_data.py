@@ -13,12 +13,12 @@ import pyarrow.parquet
 import pytest
 
 from splitppo.config import DataConfig
-from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts, mixed_indices
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.data.prompts import PromptSet, Split, batch_indices, check_files, check_task, load_prompts, mixed_indices
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.limits import check
+from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards import rules
-from splitppo.tiny import build_tokenizer
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
 TEMPLATE = (

@@ -20,8 +20,8 @@ from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
-from splitppo.engine.vllm import VLLMEngine
-from splitppo.engine.vllm_process import Plan, Process, visible_device
+from splitppo.engine.vllm.client import VLLMEngine
+from splitppo.engine.vllm.process import Plan, Process, visible_device
 from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")

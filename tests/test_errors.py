@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from splitppo import train
+from splitppo.config.cli import PATHS, parse
+from splitppo.config.toml import leaves, toml_value
 from splitppo.errors import UserError, as_users, check_text, command, one_line, words
-from splitppo.flags import PATHS, parse
-from splitppo.metrics import ColumnLog
-from splitppo.nodes import Launch
+from splitppo.job.nodes import Launch
 from splitppo.placement import own
-from splitppo.presets import leaves, toml_value
+from splitppo.run.metrics import ColumnLog
 
 LATIN = os.fsdecode(b"caf\xe9")  # as Python has a word that is not UTF-8
 

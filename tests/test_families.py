@@ -14,20 +14,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForToken
 
 from splitppo import train
 from splitppo.config import PlacementConfig
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.models import build, read_config
-from splitppo.nodes import Launch
-from splitppo.outputs import PolicyOutputs, value_outputs
-from splitppo.parallel import parallelize
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.models.build import build, read_config
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.probe import why_not
+from splitppo.models.sharding import parallelize
+from splitppo.models.tiny import build_tokenizer
+from splitppo.models.weights import fill, save
 from splitppo.placement import place
-from splitppo.preflight import preflight
-from splitppo.preview import preview
-from splitppo.probe import why_not
 from splitppo.rollout import Sample, micro_batch
-from splitppo.runtime import Runtime
-from splitppo.tiny import build_tokenizer
-from splitppo.weights import fill, save
+from splitppo.run.checks import preflight
+from splitppo.run.dry_run import preview
 
 CPU = torch.device("cpu")
 VOCABULARY = 96

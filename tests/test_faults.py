@@ -16,11 +16,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_run import SMALL, assert_same, figures, main_rank, names, torchrun
 
-from splitppo import algo, checkpoint, stopping, train
+from splitppo import algo, train
 from splitppo.channel import WireError
-from splitppo.failure import GONE, report_failure
-from splitppo.metrics import ColumnLog
-from splitppo.nodes import Launch
+from splitppo.job import signals as stopping
+from splitppo.job.failure import GONE, report_failure
+from splitppo.job.nodes import Launch
+from splitppo.run import checkpoint
+from splitppo.run.metrics import ColumnLog
 
 INJECTIONS = faults.draw(25, seed=2584)
 

@@ -14,7 +14,7 @@ from splitppo import algo
 from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
 from splitppo.critic import Critic, Scored
 from splitppo.learner import Learner, Runner
-from splitppo.rewards.pool import Failure
+from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Rollout, Sample
 
 CPU = torch.device("cpu")

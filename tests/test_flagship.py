@@ -17,8 +17,8 @@ from reference_ppo import Hyper, Row, Step, reference_ppo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import actor, critic, train
+from splitppo.models.tiny import build_tiny
 from splitppo.placement import own
-from splitppo.tiny import build_tiny
 
 SEED, STEPS, BATCH, MINI = 5, 3, 22, 2
 HYPER = {
@@ -209,8 +209,8 @@ def reference(
 
 def fresh_head(inputs: Path) -> dict:
     """The scalar head as the trainer draws it; the reference is to start from the same point."""
-    from splitppo.models import build, read_config
-    from splitppo.weights import fill
+    from splitppo.models.build import build, read_config
+    from splitppo.models.weights import fill
 
     model = build(read_config(str(inputs / "value")), "value")
     fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED)

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from splitppo import data
 from splitppo.config import Config, DataConfig
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.config.toml import leaves, toml_value
+from splitppo.data import prompts as data
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.limits import check
-from splitppo.models import read_tokenizer
-from splitppo.presets import leaves, toml_value
-from splitppo.tiny import build_tiny
+from splitppo.models.build import read_tokenizer
+from splitppo.models.tiny import build_tiny
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = sorted(dict(leaves(asdict(Config()))))

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from splitppo import html
 from splitppo.config import Config
+from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.html import build_page, differences, embed, grouped, layout, pick_steps, thin, thin_points
-from splitppo.presets import to_toml
-from splitppo.timeline import Column, Span, Step, build_timeline, read_column
+from splitppo.tools import page as html
+from splitppo.tools.page import build_page, differences, embed, grouped, layout, pick_steps, thin, thin_points
+from splitppo.tools.timeline import Column, Span, Step, build_timeline, read_column
 
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"

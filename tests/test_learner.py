@@ -15,20 +15,22 @@ from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from splitppo import algo, checkpoint, saving
-from splitppo.attention import PACKED
+from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner, Runner
-from splitppo.models import build, read_config
-from splitppo.nodes import Launch
-from splitppo.outputs import PolicyOutputs, value_outputs
-from splitppo.parallel import COMPILER, local, parallelize
+from splitppo.models.attention import PACKED
+from splitppo.models.build import build, read_config
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.sharding import COMPILER, local, parallelize
+from splitppo.models.tiny import build_tiny
+from splitppo.models.weights import fill, materialize
 from splitppo.placement import own, place
 from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
-from splitppo.runtime import Runtime
-from splitppo.saving import Saver, load
-from splitppo.tiny import build_tiny
-from splitppo.weights import fill, materialize
+from splitppo.run import checkpoint
+from splitppo.run import saver as saving
+from splitppo.run.saver import Saver, load
 
 BATCH, TEMPERATURE = 11, 0.7
 VOCABULARY = 80  # the model's, 83, is padded: the last three are never sampled

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from splitppo import metrics
 from splitppo.errors import UserError
-from splitppo.metrics import ColumnLog, check_records, read_records
+from splitppo.run import metrics
+from splitppo.run.metrics import ColumnLog, check_records, read_records
 
 
 class Clock(SimpleNamespace):

@@ -13,7 +13,7 @@ from splitppo import train
 from splitppo.actor import MISMATCH, Actor
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
-from splitppo.metrics import ColumnLog
+from splitppo.run.metrics import ColumnLog
 
 
 def compare(

@@ -13,17 +13,17 @@ from transformers import (
     MistralConfig,
 )
 
-from splitppo.attention import is_packed
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.models import build, read_config
-from splitppo.nodes import Launch
-from splitppo.outputs import PolicyOutputs
-from splitppo.parallel import parallelize
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.models.attention import is_packed
+from splitppo.models.build import build, read_config
+from splitppo.models.heads import PolicyOutputs
+from splitppo.models.sharding import parallelize
+from splitppo.models.weights import fill
 from splitppo.placement import place
 from splitppo.rollout import ROUND, Sample, micro_batch
-from splitppo.runtime import Runtime
-from splitppo.weights import fill
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {

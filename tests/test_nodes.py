@@ -20,13 +20,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_run import figures, main_rank
 
-from splitppo import nodes, runtime, train, watch
+from splitppo import train
 from splitppo.config import PlacementConfig
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
+from splitppo.job import heartbeat as watch
+from splitppo.job import nodes, runtime
+from splitppo.job.nodes import Launch, Peer, attempt, check_alike, choose_interface, facts_of
+from splitppo.job.runtime import Runtime
 from splitppo.placement import place
-from splitppo.runtime import Runtime
 
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--timeout=8"]
 SHORT = timedelta(seconds=10)

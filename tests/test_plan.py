@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from splitppo import bench, plan
-from splitppo.cost import (
+from splitppo.errors import UserError
+from splitppo.models.build import count_parameters, read_config
+from splitppo.models.tiny import build_tiny
+from splitppo.tools import bench, plan
+from splitppo.tools.cost import (
     Split,
     Traffic,
     Work,
@@ -24,10 +27,7 @@ from splitppo.cost import (
     splits,
     waiting,
 )
-from splitppo.errors import UserError
-from splitppo.models import count_parameters, read_config
-from splitppo.plan import plan_lines
-from splitppo.tiny import build_tiny
+from splitppo.tools.plan import plan_lines
 
 # 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is twice the mean
 WORK = Work(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from splitppo.errors import UserError
-from splitppo.rewards.pool import Failure, Scored, Scorer, failure_line
+from splitppo.rewards.scorer import Failure, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt
 
 # what each response makes the functions do
@@ -100,7 +100,7 @@ def worker_pids(of: int) -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"splitppo.rewards.worker" in command and str(of).encode() in command:
+            if b"splitppo.rewards.worker_main" in command and str(of).encode() in command:
                 found.add(int(folder.name))
     return found
 
@@ -295,7 +295,7 @@ def test_workers_do_not_see_the_ranks_variables_but_the_rest(tmp_path: Path, mon
 def test_a_killed_parent_leaves_no_worker(file: Path, text: str) -> None:
     code = f"""
 import signal
-from splitppo.rewards.pool import Scorer
+from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
 scorer = Scorer(["{file}:trouble"], [], {{"echo"}}, workers=2, timeout=60, failed_score=0)
 pending = scorer.submit([(Prompt("", [1], "echo", "1", {{}}), "{text}")])
@@ -313,7 +313,8 @@ signal.pause()
 
 
 def test_a_worker_starts_without_torch(file: Path) -> None:
-    code = "import sys, splitppo.rewards.worker; print(*sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    heavy = "{'torch', 'numpy', 'transformers'}"
+    code = f"import sys, splitppo.rewards.worker_main as _; print({heavy} & {{*sys.modules}} or '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

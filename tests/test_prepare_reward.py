@@ -31,11 +31,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from splitppo import data, prepare
 from splitppo.config import DataConfig
+from splitppo.data import prompts as data
 from splitppo.errors import UserError
-from splitppo.prepare import Package
-from splitppo.tiny import build_tokenizer
+from splitppo.models.tiny import build_tokenizer
+from splitppo.tools import prepare
+from splitppo.tools.prepare import Package
 
 NEUTRAL = [f"w{i}" for i in range(20)]
 GOOD, BAD = ["fine", "lovely", "superb"], ["awful", "dull", "poor"]

@@ -18,16 +18,17 @@ import tyro
 from ranks import run_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from splitppo import bench, train
+from splitppo import train
 from splitppo.config import Config
-from splitppo.engine import start
-from splitppo.flags import parse
-from splitppo.limits import check
-from splitppo.presets import leaves
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.config.toml import leaves
+from splitppo.engine import build as start
+from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rewards.functions import find_function
-from splitppo.rewards.pool import Scorer
+from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
-from splitppo.tiny import VOCABULARY, build_tokenizer
+from splitppo.tools import bench
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -196,7 +197,7 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
     assert f"{3 * gpus // 4}+{gpus // 4}/critic" in jobs
     rows = []
     for i, args in enumerate(tables):
-        assert args[:2] == ["-m", "splitppo.bench"]
+        assert args[:2] == ["-m", "splitppo", "bench"]
         given, extra = tyro.cli(bench.Bench, args=args[2:], return_unknown_args=True)
         assert (given.gpus, given.jobs, given.warmup) == (gpus, (), 4)
         rows.append(extra[extra.index("--rollout.batch-size") + 1])

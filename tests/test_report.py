@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from splitppo.chrome import trace_events
 from splitppo.errors import UserError
-from splitppo.report import main
-from splitppo.timeline import SPAN_COLOURS, Span, Step, build_timeline, choose_step, overlap, read_column
+from splitppo.tools.chrome import trace_events
+from splitppo.tools.report import main
+from splitppo.tools.timeline import SPAN_COLOURS, Span, Step, build_timeline, choose_step, overlap, read_column
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +44,7 @@ def write_run(run: Path, steps: int = 8, critic: bool = True) -> Path:
 
 
 def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "splitppo.report", *map(str, args)]
+    line = [sys.executable, "-m", "splitppo", "report", *map(str, args)]
     return subprocess.run(
         line, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
@@ -202,5 +202,5 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_report_needs_no_torch():
-    line = "import sys, splitppo.report; sys.exit('torch' in sys.modules)"
+    line = "import sys, splitppo.tools.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, timeout=120).returncode == 0

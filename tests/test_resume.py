@@ -21,15 +21,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_run import figures, made_up, names
 
-from splitppo import checkpoint, lock, run_files, train
+from splitppo import train
 from splitppo.config import Config
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.lock import Lock
-from splitppo.metrics import ColumnLog
-from splitppo.nodes import Launch, Peer, started
-from splitppo.progress import Progress, find_checkpoint
-from splitppo.tiny import build_tiny
+from splitppo.job.nodes import Launch, Peer, started
+from splitppo.models.tiny import build_tiny
+from splitppo.run import checkpoint, lock
+from splitppo.run import folder as run_files
+from splitppo.run.lock import Lock
+from splitppo.run.metrics import ColumnLog
+from splitppo.run.progress import Progress, find_checkpoint
 
 FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
 FLAGS += ["--rollout.max-new-tokens=4"]

@@ -20,13 +20,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from splitppo import models as ours
-from splitppo import train, weights
+from splitppo import train
 from splitppo.learner import Runner
-from splitppo.parallel import parallelize
+from splitppo.models import build as ours
+from splitppo.models import weights
+from splitppo.models.sharding import parallelize
+from splitppo.models.tiny import build_tiny
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rollout import Prompt, Sample
-from splitppo.tiny import build_tiny
 
 CPU = torch.device("cpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789=+?! "

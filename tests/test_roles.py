@@ -11,13 +11,13 @@ import torch
 from ranks import run_threads
 
 from splitppo.actor import Actor
+from splitppo.config.cli import parse
+from splitppo.context import Shared, learning_metrics
 from splitppo.critic import Critic, Scored
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.rewards.pool import Failure
-from splitppo.roles import Shared, learning_metrics
+from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Rollout, Sample
-from splitppo.setup import Run
+from splitppo.run.build import Run
 
 CPU = torch.device("cpu")
 HELD = [[0, 1], [2, 3]]  # rows of each rank

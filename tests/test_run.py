@@ -20,23 +20,25 @@ from ranks import run_ranks
 from test_checkpoint import made_up, names
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from splitppo import checkpoint, export, train
+from splitppo import train
 from splitppo.actor import Actor
 from splitppo.channel import RolloutLink
+from splitppo.config.cli import parse
+from splitppo.config.toml import to_toml
 from splitppo.critic import Critic, Scored
-from splitppo.device import pick_device
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
-from splitppo.flags import parse
-from splitppo.models import build, read_config
-from splitppo.nodes import Launch
+from splitppo.job.device import pick_device
+from splitppo.job.nodes import Launch
+from splitppo.models.build import build, read_config
+from splitppo.models.weights import fill
 from splitppo.placement import Placement
-from splitppo.preflight import check_run_folder, warnings
-from splitppo.presets import to_toml
-from splitppo.profiler import Profiler
 from splitppo.rollout import Rollout, Sample
-from splitppo.run_files import check_same_run, write_run_files
-from splitppo.weights import fill
+from splitppo.run import checkpoint
+from splitppo.run.checks import check_run_folder, warnings
+from splitppo.run.folder import check_same_run, write_run_files
+from splitppo.run.profiler import Profiler
+from splitppo.tools import export
 
 SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
 
@@ -226,7 +228,7 @@ def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
 
 
 def test_export_loads_with_from_pretrained(whole, tmp_path):
-    command = [sys.executable, "-m", "splitppo.export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
+    command = [sys.executable, "-m", "splitppo", "export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
     done = subprocess.run(command, check=True, capture_output=True)
     assert b"Warning" not in done.stderr
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)

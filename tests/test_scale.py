@@ -20,12 +20,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from splitppo import channel, nodes, runtime, train
+from splitppo import channel, train
 from splitppo.channel import Hop, Wire
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
+from splitppo.job import nodes, runtime
+from splitppo.models.tiny import build_tiny
 from splitppo.placement import Ownership, Placement, Role, own, place
-from splitppo.tiny import build_tiny
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
 WORLDS = [8, 16, 128, 512, 1024]

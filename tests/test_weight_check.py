@@ -17,10 +17,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from splitppo.engine import weight_check
-from splitppo.engine.vllm import weight_names
-from splitppo.engine.vllm_process import vllm_version
-from splitppo.engine.weight_check import Received, checksum, gaps, judge
+from splitppo.engine.vllm import weight_check
+from splitppo.engine.vllm.client import weight_names
+from splitppo.engine.vllm.process import vllm_version
+from splitppo.engine.vllm.weight_check import Received, checksum, gaps, judge
 
 Told = dict[str, tuple[int, int]]
 

@@ -23,12 +23,14 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, Gemma2Config, LlamaConfig
 
-from splitppo import models, trackers, train
+from splitppo import train
 from splitppo.config import Config
-from splitppo.engine.vllm_process import vllm_version
+from splitppo.config.rules import RULES, check
+from splitppo.engine.vllm.process import vllm_version
 from splitppo.errors import UserError
-from splitppo.limits import RULES, check
-from splitppo.tiny import build_tiny
+from splitppo.models import build as models
+from splitppo.models.tiny import build_tiny
+from splitppo.run import trackers
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
 

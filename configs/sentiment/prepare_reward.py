@@ -22,9 +22,9 @@ import tyro
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from splitppo import models
+from splitppo.data.files import KINDS, raw_rows
 from splitppo.errors import UserError, command, words
-from splitppo.reading import KINDS, raw_rows
+from splitppo.models import build as models
 
 FIGURES = "reward_training.json"
 """The file beside the model that says how it was trained and what it reached."""

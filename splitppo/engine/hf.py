@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.initialization import no_init_weights
 
 from splitppo.engine import Sampling, check_requests
-from splitppo.models import known_ids
+from splitppo.models.build import known_ids
 from splitppo.rollout import Request, Sample
 
 THREAD_NAME = "splitppo-generate"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from splitppo.learner import Runner, padded
-from splitppo.parallel import all_max
+from splitppo.models.sharding import all_max
 from splitppo.rollout import Prompt, Sample, cut_lengths, pad_rows
 
 

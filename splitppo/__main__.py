@@ -1,0 +1,35 @@
+"""`splitppo COMMAND ...` or `python -m splitppo COMMAND ...`: the trainer, and the tools beside it."""
+
+import importlib
+import sys
+
+from splitppo.errors import UserError, command
+
+COMMANDS = {  # name: (module with a `main`, what it does)
+    "train": ("splitppo.train", "train on this process alone; several ranks: torchrun -m splitppo.train"),
+    "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
+    "plan": ("splitppo.tools.plan", "predict from a run which placement is the fastest"),
+    "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
+    "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
+    "prepare": ("splitppo.tools.prepare", "make a real policy where there is no model hub"),
+}
+
+
+@command
+def main() -> int:
+    """Returns the exit status of the command that the first argument names."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: splitppo COMMAND ...   (each has its own --help)\n")
+        print("\n".join(f"  {known:<8} {what}" for known, (_, what) in COMMANDS.items()))
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"splitppo {name}: no such command; use one of {', '.join(COMMANDS)}")
+    sys.argv = [f"splitppo {name}", *rest]
+    if name == "train" and {"-h", "--help"} & set(rest):
+        importlib.import_module("splitppo.config.cli").parse(rest)  # without torch, which takes seconds to import
+    return importlib.import_module(COMMANDS[name][0]).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What torchrun started: the ranks, the store, the process groups, failures and signals."""

@@ -1,0 +1,1 @@
+"""Policy, value and reward models: built, sharded, filled, run."""

@@ -1,0 +1,1 @@
+"""A run: its checks, its folder, its checkpoints and metrics."""

@@ -1,0 +1,1 @@
+"""Commands beside the trainer; nothing in the trainer imports them."""
