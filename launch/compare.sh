@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
-# How fast is a node: the embedded default, then Qwen2.5's shapes in every split that makes sense, each a table of
-# splitppo.bench.
+# Measures the speed of one node: the embedded model, then models of Qwen2.5's sizes in every useful split. Each model
+# gives a table of `splitppo bench`.
 #   [sbatch --gpus-per-node GPUS] launch/compare.sh GPUS MODELS [WHAT ...]
-# WHAT is default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic; without any, default, 1.5b and 7b.
-# MODELS/Qwen2.5-1.5B-Instruct (-0.5B- and -7B- where named) needs a config.json and the tokenizer: weights are drawn.
-# All that comes out is in the folder OUT (compare). BENCH holds further flags of splitppo.bench, such as
+# WHAT is default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic; the default is: default 1.5b 7b.
+# MODELS/Qwen2.5-1.5B-Instruct (also -0.5B- and -7B-, if used) needs config.json and the tokenizer. Weights are random.
+# The environment variable OUT names the output folder (compare). BENCH holds more flags of `splitppo bench`, such as
 # "--warmup 3 --jobs colocated 5+3/critic".
 #SBATCH --job-name=splitppo-bench --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 set -euo pipefail
-gpus=${1:?GPUS, of this node}; models=${2:?MODELS, the folder of the models}; shift 2
+gpus=${1:?give GPUS, the number of GPUs of this node}; models=${2:?give MODELS, the folder of the models}; shift 2
 (($#)) || set -- default 1.5b 7b
 for what in "$@"; do
     case $what in
         default | 1.5b | small-critic | long | fixed | 7b | 7b-small-critic) ;;
-        *) echo "error: $what: write default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic" >&2; exit 2 ;;
+        *) echo "error: $what: use default, 1.5b, small-critic, long, fixed, 7b or 7b-small-critic" >&2; exit 2 ;;
     esac
 done
 out=${OUT:-compare}; mkdir "$out"
-# a digit is a token, and a chat template adds about 30: prompts of 128 tokens
+# prompts of 128 tokens: each digit is a token, and the chat template adds about 30
 python -c 'import random
 for i in range(4096): print("{\"question\": \"%099d\", \"answer\": \"%d\"}" % (random.Random(i).randrange(10**99), i))' > "$out/prompts.jsonl"
 
-table() { # of what: responses, size of the model, rows of a step for each GPU, tokens of a micro-batch, further flags
-    # shellcheck disable=SC2086 # BENCH is several words
+table() { # arguments: response lengths, model size, rows per step and GPU, tokens of a micro-batch, more flags
+    # shellcheck disable=SC2086 # BENCH holds several words
     splitppo bench --gpus "$gpus" --out "$out/$what" --lengths "$1" --policy.path "$models/Qwen2.5-$2-Instruct" \
         --policy.random-init --value.random-init --rollout.batch-size $(($3 * gpus)) --ppo.mini-batches 4 \
         --compute.micro-batch-tokens "$4" --ppo.kl-coef 0.01 --data.files "$out/prompts.jsonl" \
         --data.prompt-key question --data.answer-key answer --reward.function exact_match "${@:5}" ${BENCH:-} || status=1
 }
 
-status=0 # a job that fails costs its line of the table
+status=0 # after a failed job the others run all the same
 
 for what in "$@"; do
     case $what in

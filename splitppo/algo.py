@@ -264,6 +264,26 @@ def policy_loss(
     return aggregate_loss(losses, mask, aggregate), metrics
 
 
+def importance_weights(
+    old: Sequence[Tensor], engine: Sequence[Tensor], kind: str, cap: float
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Truncated importance weights of rows that an engine sampled a little off the trainer's policy.
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training": min(pi_trainer /
+    pi_engine, cap), of each token, or (`sequence`) of the whole response for each of its tokens.
+
+    `old`, `engine`: log-probs `[T_i]` of each row. Returns weights `[T_i]`, and sums over tokens: `importance_mean`,
+    `importance_capped`.
+    """
+    logs = [row - other for row, other in zip(old, engine, strict=True)]
+    if kind == "sequence":
+        logs = [log.sum().expand_as(log) for log in logs]
+    ratios = [clamp_log_ratio(log).exp() for log in logs]
+    weights = [ratio.clamp(max=cap) for ratio in ratios]
+    capped = sum(float((ratio > cap).sum()) for ratio in ratios)
+    return weights, {"importance_mean": sum(float(w.sum()) for w in weights), "importance_capped": capped}
+
+
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None, aggregate: Aggregate
 ) -> tuple[Tensor, dict[str, Tensor]]:

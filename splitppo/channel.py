@@ -28,17 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitppo.placement import Ownership, Placement, Role
-from splitppo.rollout import Rollout, Sample
-
-
-class WireError(RuntimeError):
-    """A wait for another rank ran out of time, or what came is not what was due."""
+from splitppo.errors import WireError
+from splitppo.job.collectives import Group
+from splitppo.placement import Ownership, Placement, Role, chunk_sizes
+from splitppo.rollout import Rollout, Sample, pack_rows, packed_sizes, unpack_rows
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One message: from one global rank to another, in a step; `chunk` counts a pair's messages on the channel."""
+    """One message between two global ranks in a step; `chunk` counts the pair's messages on the channel."""
 
     channel: str
     step: int
@@ -55,15 +53,15 @@ class Hop:
 
 
 class Wire:
-    """Moves one tensor a hop; what the channels share.
+    """Moves one tensor a message, for all channels.
 
     Args:
         rank: this process's global rank.
         group: process group of all ranks, used for nothing else.
-        store: for the handshake; its connection is the wire's own, since a wait holds it up.
-        device: where payloads cross; the tensors given and returned are on the CPU.
+        store: for the handshake. The connection is the wire's own, since a wait blocks it.
+        device: where payloads cross. Tensors given and returned are on the CPU.
         timeout: seconds that a wait may take.
-        describe: global rank -> what to call it in an error, with its host and what it was last doing.
+        describe: global rank -> its name in an error, with its host and what it was last doing.
     """
 
     def __init__(
@@ -74,13 +72,13 @@ class Wire:
         # a stream of its own: a batch must not queue behind the decode steps or updates already launched
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         begin = partial(torch.cuda.set_device, device) if self.stream else None
-        # copies run in a thread: NCCL can't cancel one whose peer does not come, but the wait for the thread ends
+        # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
         self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
-        self.bytes, self.seconds = 0, 0.0  # that crossed here since `spent` was asked
+        self.bytes, self.seconds = 0, 0.0  # that crossed here since the last `spent`
 
     def is_clear(self, hop: Hop) -> bool:
-        """Sender: whether the receiver has said so. Doesn't wait."""
+        """Sender: whether the receiver has given its clear-to-send. Doesn't wait."""
         return self.store.check([f"{hop.key}/clear"])
 
     def send(self, hop: Hop, payload: Tensor, header: Sequence[int] = ()) -> None:
@@ -92,12 +90,12 @@ class Wire:
             self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
-        """Receiver: says that it is ready, waits for the sender's go, then receives.
+        """Receiver: gives its clear-to-send, waits for the sender's go, then receives.
 
-        One hop at a time: a second sender that were clear to send would post, and wait for this one on its GPU.
+        One message at a time: a second sender that is clear to send would post, and its GPU would wait.
 
         Args:
-            check: header -> number of elements that it stands for; held against the number announced.
+            check: header -> the number of elements that must come.
 
         Returns:
             The header and a 1-D CPU tensor.
@@ -116,7 +114,7 @@ class Wire:
         return header, payload
 
     def spent(self) -> dict[str, float]:
-        """What crossed at this rank since the last call: MB, and seconds in which it was under way."""
+        """Metrics of what crossed at this rank since the last call: MB, and seconds of copying."""
         figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
         self.bytes, self.seconds = 0, 0.0
         return figures
@@ -128,12 +126,12 @@ class Wire:
         self.bytes, self.seconds = self.bytes + size, self.seconds + time.monotonic() - start
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:
-        """Posts the send; both sides are here at once."""
+        """Posts the send; the receiver posts at the same time."""
         if payload.numel():
             dist.send(payload.to(self.device), receiver, group=self.group)
 
     def transfer_in(self, numel: int, dtype: torch.dtype, sender: int) -> Tensor:
-        """Posts the recv and returns what came, on the CPU."""
+        """Posts the recv; returns a CPU tensor."""
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
         if numel:
             dist.recv(buffer, sender, group=self.group)
@@ -144,19 +142,19 @@ class Wire:
             self.store.wait([f"{hop.key}/{word}"], timedelta(seconds=self.timeout))
         except dist.DistStoreError as error:
             what = "a clear-to-send" if word == "clear" else "a message"
-            raise self._late(hop, f"{what} from", peer) from error
+            raise self._timed_out(hop, f"{what} from", peer) from error
 
     def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
-        """Returns `transfer(*args)` once the copy is over on the GPU, too; a failure names both ranks."""
+        """Returns `transfer(*args)` once the GPU has finished the copy; a failure names both ranks."""
         try:
             return self._copier.submit(self._on_stream, transfer, *args).result(self.timeout)
         except TimeoutError as error:
-            raise self._late(hop, f"the copy {'to' if peer == hop.receiver else 'from'}", peer) from error
+            raise self._timed_out(hop, f"the copy {'to' if peer == hop.receiver else 'from'}", peer) from error
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
-            raise WireError(f"{hop}: the copy {both} broke off: {error}") from error
+            raise WireError(f"{hop}: the copy {both} failed: {error}") from error
 
     def _on_stream(self, transfer: Callable[..., Any], *args: Any) -> Any:
         with torch.cuda.stream(self.stream):
@@ -165,39 +163,55 @@ class Wire:
             self.stream.synchronize()
         return found
 
-    def _late(self, hop: Hop, what: str, peer: int) -> WireError:
-        told = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
-        return WireError(f"{hop}: {told}; raise --timeout if that is only slow")
+    def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
+        waited = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
+        return WireError(f"{hop}: {waited}; raise --timeout if that rank is only slow")
 
     def _trace(self, what: str, hop: Hop) -> None:
         if self.trace:
-            # one write a line: several ranks share the screen
+            # one write a line, since all ranks write to one screen
             sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")
 
 
 class _Link:
-    """One channel as one rank sees it: who its peers are and which rows it shares with them in a step."""
+    """One channel as one rank sees it: its peers, and the rows it has in common with each of them in a step.
+
+    Args:
+        ends: the role that sends and the one that receives.
+        group: this rank's. The first rank of a set of ranks with the same rows sends and receives for all of it.
+    """
 
     def __init__(
-        self, name: str, sender: Role, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership]
+        self,
+        name: str,
+        ends: tuple[Role, Role],
+        wire: Wire,
+        placement: Placement,
+        ownership: Callable[[int], Ownership],
+        group: Group,
     ):
-        self.name, self.sender, self.wire, self.placement, self.ownership = name, sender, wire, placement, ownership
-        self.rank = wire.rank
+        self.name, self.ends, self.wire, self.ownership, self.group = name, ends, wire, ownership, group
+        self.sends = wire.rank in placement.groups[ends[0]]
+        self.role: Role = ends[0] if self.sends else ends[1]
+        self.other: Role = ends[1] if self.sends else ends[0]
+        self.ranks = placement.groups[self.other]
 
     def _peers(self, step: int) -> list[tuple[int, list[int]]]:
-        """(global rank of the peer, rows shared with it) for each peer with rows, in the order of their ranks."""
-        own, actor, critic = self.ownership(step), self.placement.actor, self.placement.critic
-        if self.rank in actor:
-            me = actor.index(self.rank)
-            peers = [(rank, own.shared(me, i)) for i, rank in enumerate(critic)]
-        else:
-            me = critic.index(self.rank)
-            peers = [(rank, own.shared(i, me)) for i, rank in enumerate(actor)]
-        return [(rank, rows) for rank, rows in peers if rows]
+        """(global rank of the peer, rows in common with it) for each peer with rows, in the order of their ranks."""
+        own, size = self.ownership(step), self.ownership(step).sizes[self.other]
+        speakers = self.ranks[:: len(self.ranks) // size]
+        found = [own.between(self.role, self.group.dp_rank, self.other, peer) for peer in range(size)]
+        return [(rank, rows) for rank, rows in zip(speakers, found, strict=True) if rows]
 
     def _hop(self, step: int, peer: int, *, chunk: int = 0) -> Hop:
-        sends = self.rank in (self.placement.actor if self.sender == "actor" else self.placement.critic)
-        return Hop(self.name, step, chunk, *((self.rank, peer) if sends else (peer, self.rank)))
+        both = (self.wire.rank, peer) if self.sends else (peer, self.wire.rank)
+        return Hop(self.name, step, chunk, *both)
+
+    def _recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
+        """`Wire.recv` for all ranks of a set."""
+        header, payload = self.wire.recv(hop, dtype, check) if self.group.speaks else (None, None)
+        numbers = self.group.broadcast(None if header is None else torch.tensor(header), torch.int64)
+        return numbers.tolist(), self.group.broadcast(payload, dtype)
 
 
 class RolloutLink(_Link):
@@ -207,6 +221,7 @@ class RolloutLink(_Link):
         super().__init__(*args)
         self.chunks = chunks
         self._step = 0
+        self._peer_of: dict[int, int] = {}
         self._filling: dict[int, list[Sample]] = {}
         self._due: dict[int, deque[tuple[int, int]]] = {}
         self._ready: deque[tuple[Hop, list[Sample]]] = deque()
@@ -216,9 +231,8 @@ class RolloutLink(_Link):
         """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive; never waits."""
         if step != self._step:
             self._begin(step)
-        own = self.ownership(step)
-        for sample in finished:
-            peer = self.placement.critic[own.critic_of[sample.row]]
+        for sample in finished if self.group.speaks else ():
+            peer = self._peer_of[sample.row]
             rows, due = self._filling[peer], self._due[peer]
             rows.append(sample)
             if len(rows) == due[0][1]:
@@ -232,13 +246,13 @@ class RolloutLink(_Link):
                 self._ready.append((hop, samples))
 
     def flush(self, step: int) -> Future[None]:
-        """Actor: has a thread post what is left, which waits for each critic rank in turn. Every row must have been
-        offered. The wire is the thread's until the result is there."""
+        """Actor: a thread posts what is left and waits for each critic rank in turn. Every row must have been offered.
+        The wire is the thread's until the result is there."""
         if step != self._step:
             self._begin(step)
-        missing = sum(count for due in self._due.values() for _, count in due)
+        missing = sum(count for due in self._due.values() for _, count in due) if self.group.speaks else 0
         if missing:
-            raise WireError(f"step {step} {self.name}: rank {self.rank} was not offered {missing} of its rows")
+            raise WireError(f"step {step} {self.name}: rank {self.wire.rank} was not offered {missing} of its rows")
         # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
         self._ready.clear()
@@ -246,45 +260,36 @@ class RolloutLink(_Link):
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
-        own, me = self.ownership(step), self.placement.critic.index(self.rank)
-        senders = [rank for i, rank in enumerate(self.placement.actor) if own.message_rows(i, me, self.chunks)[chunk]]
+        senders = [rank for rank, rows in self._peers(step) if chunk_sizes(len(rows), self.chunks)[chunk]]
         return [sample for rank in senders for sample in self._receive(self._hop(step, rank, chunk=chunk))]
 
     def _begin(self, step: int) -> None:
-        own, me = self.ownership(step), self.placement.actor.index(self.rank)
-        self._step, self._filling, self._due = step, defaultdict(list), {}
-        for i, rank in enumerate(self.placement.critic):
-            counts = own.message_rows(me, i, self.chunks)
-            self._due[rank] = deque((chunk, count) for chunk, count in enumerate(counts) if count)
+        self._step, self._filling, self._due, self._peer_of = step, defaultdict(list), {}, {}
+        for peer, rows in self._peers(step):
+            sizes = chunk_sizes(len(rows), self.chunks)
+            self._due[peer] = deque((chunk, count) for chunk, count in enumerate(sizes) if count)
+            self._peer_of |= dict.fromkeys(rows, peer)
 
     def _post_all(self, left: Sequence[tuple[Hop, list[Sample]]]) -> None:
         for hop, samples in left:
             self._post(hop, samples)
 
     def _post(self, hop: Hop, samples: list[Sample]) -> None:
-        header = [len(samples)]
-        for sample in samples:
-            header += [sample.row, len(sample.prompt), len(sample.response), int(sample.finished)]
-        tokens = [token for sample in samples for token in (*sample.prompt, *sample.response)]
-        self.wire.send(hop, torch.tensor(tokens, dtype=torch.int32), header)
+        header, ids = pack_rows(samples)
+        self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
 
     def _receive(self, hop: Hop) -> list[Sample]:
-        header, payload = self.wire.recv(hop, torch.int32, lambda head: sum(head[2::4]) + sum(head[3::4]))
-        samples, tokens, at = [], payload.tolist(), 0
-        for row, prompt, response, finished in zip(*(header[1 + i :: 4] for i in range(4)), strict=True):
-            middle, end = at + prompt, at + prompt + response
-            samples.append(Sample(row, tokens[at:middle], tokens[middle:end], [], bool(finished)))
-            at = end
-        return samples
+        header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
+        return unpack_rows(header, ids.tolist())
 
 
 class TensorLink(_Link):
     """`logprobs` (actor -> critic) or `advantages` (critic -> actor): packed per-token tensors, one message a pair."""
 
     def send(self, step: int, rollout: Rollout, *packed: Tensor) -> None:
-        """Sends the shared rows of float32 tensors `[N]`."""
+        """Sends the rows in common of float32 tensors `[N]`."""
         stacked = torch.stack(packed)
-        for peer, rows in self._peers(step):
+        for peer, rows in self._peers(step) if self.group.speaks else ():
             self.wire.send(self._hop(step, peer), rollout.select(stacked, rows).float().flatten())
 
     def recv(self, step: int, rollout: Rollout, *, fields: int) -> list[Tensor]:
@@ -292,7 +297,7 @@ class TensorLink(_Link):
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         for peer, rows in self._peers(step):
             lengths = [rollout.lengths[rollout.index[row]] for row in rows]
-            _, payload = self.wire.recv(self._hop(step, peer), torch.float32, lambda _, n=lengths: fields * sum(n))
+            _, payload = self._recv(self._hop(step, peer), torch.float32, lambda _, n=lengths: fields * sum(n))
             for field, values in zip(by_row, payload.view(fields, -1), strict=True):
                 field.update(zip(rows, values.split(lengths), strict=True))
         return [rollout.pack(field) for field in by_row]
@@ -301,8 +306,11 @@ class TensorLink(_Link):
 class Links:
     """The three channels, in the order in which a step uses them."""
 
-    def __init__(self, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership], *, chunks: int):
+    def __init__(
+        self, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership], group: Group, *, chunks: int
+    ):
         self.wire, self.chunks = wire, chunks
-        self.rollouts = RolloutLink("rollouts", "actor", wire, placement, ownership, chunks=chunks)
-        self.logprobs = TensorLink("logprobs", "actor", wire, placement, ownership)
-        self.advantages = TensorLink("advantages", "critic", wire, placement, ownership)
+        where: Any = (wire, placement, ownership, group)
+        self.rollouts = RolloutLink("rollouts", ("actor", "critic"), *where, chunks=chunks)
+        self.logprobs = TensorLink("logprobs", ("actor", "critic"), *where)
+        self.advantages = TensorLink("advantages", ("critic", "actor"), *where)

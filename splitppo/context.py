@@ -1,18 +1,18 @@
-"""What both roles know of a run, and how they tell what they learnt."""
+"""What both roles know of a run, and the metrics that they have in common."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.placement import Ownership
+from splitppo.placement import Ownership, Placement, own
 from splitppo.rollout import Prompt, Rollout
 
-WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut
+WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
 
 
 @dataclass(frozen=True)
-class Shared:
+class Context:
     """What both roles know of the run.
 
     Attributes:
@@ -20,7 +20,7 @@ class Shared:
         batch: step -> the prompts of its rows.
         held_out: prompts of the validation.
         decode: token ids of a response -> its text.
-        vocabulary: ids from 0 that a policy may sample.
+        vocabulary_size: ids from 0 that a policy may sample.
         lengths: of the responses, in the order in which rows come, in a benchmark; else empty.
     """
 
@@ -29,15 +29,41 @@ class Shared:
     batch: Callable[[int], Sequence[Prompt]]
     held_out: Sequence[Prompt]
     decode: Callable[[list[int]], str]
-    vocabulary: int
+    vocabulary_size: int
     lengths: Sequence[int] = ()
 
-    def learnt(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    def trainable_rows(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """The rows that the losses are over."""
-        left_out = set()
-        if self.config.ppo.mask_truncated:
-            left_out = {sample.row for sample in rollout.samples if not sample.finished}
-        return [[row for row in rows if row not in left_out] for rows in mini_batches]
+        if not self.config.ppo.mask_truncated:
+            return [list(rows) for rows in mini_batches]
+        truncated = {sample.row for sample in rollout.samples if sample.truncated}
+        return [[row for row in rows if row not in truncated] for rows in mini_batches]
+
+
+def ownership(config: Config, placement: Placement, step: int) -> Ownership:
+    """Who owns which row of a step."""
+    return own(
+        seed=config.seed,
+        step=step,
+        batch_size=config.rollout.batch_size,
+        samples=config.rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        sizes={role: len(ranks) for role, ranks in placement.groups.items()},
+    )
+
+
+def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str) -> dict[str, Any]:
+    """A scored row as it is written to the run's folder."""
+    return {
+        "step": step,
+        "row": row,
+        "score": round(score, 6),
+        "prompt": prompt.text,
+        "response": response,
+        "end": end,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+    }
 
 
 def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, Any]:
@@ -52,8 +78,7 @@ def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]], 
     for name in figures[0] if figures else (*names, "loss", "grad_norm", "skipped", *WORK):
         total = sum((figure[name] for figure in figures), 0.0)
         short = loss if name == "loss" else name
-        # how the work was cut depends on the placement, as all of perf does, and nothing else here
-        name_there = f"perf/{name}" if name in WORK else f"{role}/{short}"
-        metrics[name_there] = total if name == "skipped" else total / max(1, len(figures))
+        full = f"perf/{name}" if name in WORK else f"{role}/{short}"
+        metrics[full] = total if name == "skipped" else total / max(1, len(figures))
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
     return metrics

@@ -1,4 +1,4 @@
-"""What is the user's to mend is shown as one line, without a traceback: by every command, in one way."""
+"""Errors that the user can fix: every command shows them as one line, without a traceback."""
 
 import errno
 import functools
@@ -15,6 +15,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without
 
 class UserError(Exception):
     """Wrong input: its message says the value, the rule and the remedy."""
+
+
+class WireError(RuntimeError):
+    """A wait for another rank ran out of time, or a message is not what was due."""
+
+
+def warn(message: str) -> None:
+    """Prints a warning. Only one rank should call this: the first of the job, or of the group."""
+    print(f"warning: {message}", flush=True)
 
 
 def one_line(text: str) -> str:
@@ -37,9 +46,9 @@ def words() -> list[str]:
     return [re.sub(r"^(--[\w-]+=)?(~.*)", lambda m: (m[1] or "") + os.path.expanduser(m[2]), w) for w in sys.argv[1:]]
 
 
-def as_users(error: BaseException) -> UserError | None:
-    """The error as the user's own: a UserError, what the disk says of a path, numbers that training cannot go on with,
-    a closed standard output, or what was raised from one of these; None for all others."""
+def to_user_error(error: BaseException) -> UserError | None:
+    """The error as one that the user can fix: a UserError, an error of the disk, numbers that are not finite, a closed
+    standard output, or what was raised from one of these. None for all others."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, BrokenPipeError):
@@ -47,53 +56,57 @@ def as_users(error: BaseException) -> UserError | None:
             print(flush=True)  # or it is another pipe's
         except BrokenPipeError:
             return UserError("standard output was closed by what read it; write it to a file (> run.log)")
-    if isinstance(error, FloatingPointError) or any(
-        f"(os error {n})" in str(error) for n in FULL
-    ):  # the latter: Rust's
+    by_rust = any(f"(os error {n})" in str(error) for n in FULL)
+    if by_rust or isinstance(error, FloatingPointError):
         return UserError(str(error))
     if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
         path = "the disk" if error.filename is None else os.fsdecode(error.filename)
         shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
-        return UserError(f"{shown}: {error.strerror}; mend that, or name another path")
+        return UserError(f"{shown}: {error.strerror}; fix that, or name another path")
     under = error.__cause__ or error.__context__
     while under and under is not error.__cause__ and getattr(under, "errno", 0) not in FULL:
         under = under.__context__  # of a crash while another error was handled, a full disk alone is the cause
-    told = under and as_users(under)
-    return UserError(f"{error}: {told}") if told else None
+    cause = under and to_user_error(under)
+    return UserError(f"{error}: {cause}") if cause else None
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
-    """A command's `main` that returns the exit status: 2 after the line of a user's error, 130 after Ctrl-C, 141 if
-    nobody reads the output any more (`| head`). What a screen cannot encode is shown as escapes."""
+    """Makes a command's `main` return an exit status: 2 after an error that the user can fix, 130 after Ctrl-C, 141 if
+    the reader of its output is gone (`| head`). What a screen cannot encode is shown as escapes."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        try:
-            try:
-                status = main(*args, **kwargs) or 0
-            except SystemExit as stop:
-                if stop.code:
-                    raise
-                status = 0  # --help
-            if not status:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            status = 141
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            status = 130
-        except Exception as error:
-            if not (told := as_users(error)):
-                raise
-            print(f"error: {one_line(str(told))}", file=sys.stderr)
-            status = 2
+        status = _status_of(functools.partial(main, *args, **kwargs))
         try:
             sys.stdout.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try again when it exits
         return status
 
     return run
+
+
+def _status_of(main: Callable[[], int | None]) -> int:
+    try:
+        try:
+            status = main() or 0
+        except SystemExit as stop:
+            if stop.code:
+                raise
+            status = 0  # --help
+        if not status:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not (users := to_user_error(error)):
+            raise
+        print(f"error: {one_line(str(users))}", file=sys.stderr)
+        return 2

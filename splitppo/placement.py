@@ -2,42 +2,46 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from splitppo.config import PlacementConfig, ShardSize
 from splitppo.errors import UserError
 
 Role = Literal["actor", "critic"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The global ranks of the two groups; equal if the placement is colocated.
+    """Which global ranks play which role; `colocated`: every rank plays all of them.
 
     Attributes:
         mode: `per_node`, `by_node` or `colocated`.
-        actor, critic: global ranks in ascending order; a rank's index in the tuple is its rank in the group.
+        groups: role -> its global ranks in ascending order. A rank's index there is its rank in the group.
     """
 
     mode: str
-    actor: tuple[int, ...]
-    critic: tuple[int, ...]
+    groups: Mapping[Role, tuple[int, ...]]
 
     @property
     def colocated(self) -> bool:
         return self.mode == "colocated"
 
+    @property
+    def world(self) -> int:
+        return len({rank for ranks in self.groups.values() for rank in ranks})
+
     def roles(self, rank: int) -> tuple[Role, ...]:
         """The roles that a global rank plays."""
-        actors, critics = self._members
-        return (("actor",) if rank in actors else ()) + (("critic",) if rank in critics else ())
+        return tuple(role for role, ranks in self._members.items() if rank in ranks)
 
     @cached_property
-    def _members(self) -> tuple[frozenset[int], frozenset[int]]:
-        return frozenset(self.actor), frozenset(self.critic)
+    def _members(self) -> dict[Role, frozenset[int]]:
+        return {role: frozenset(ranks) for role, ranks in self.groups.items()}
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement:
@@ -56,7 +60,7 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
                 raise UserError(
                     f"placement.{name}={size}: all {world} ranks play both roles; {remedy} or leave it unset"
                 )
-        return Placement(mode, tuple(range(world)), tuple(range(world)))
+        return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
     if world == 1:
         remedy = "use colocated or start more ranks (a dry run: --world-size)"
         raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; {remedy}")
@@ -66,14 +70,10 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
     unit = nodes if mode == "per_node" else local_world
     actor = _actor_size(config, world, unit, mode)
     if mode == "by_node":
-        return Placement(mode, tuple(range(actor)), tuple(range(actor, world)))
+        return Placement(mode, {"actor": tuple(range(actor)), "critic": tuple(range(actor, world))})
     cut = actor // nodes
-    ranks = range(world)
-    return Placement(
-        mode,
-        tuple(rank for rank in ranks if rank % local_world < cut),
-        tuple(rank for rank in ranks if rank % local_world >= cut),
-    )
+    actors = tuple(rank for rank in range(world) if rank % local_world < cut)
+    return Placement(mode, {"actor": actors, "critic": tuple(sorted({*range(world)} - {*actors}))})
 
 
 def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> int:
@@ -98,21 +98,21 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
     return actor
 
 
-def copies(role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int) -> list[list[int]]:
-    """The ranks of a group in sets that each hold one copy of its weights, in ascending order.
+def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int) -> list[list[int]]:
+    """The ranks of a group in sets, each of which holds the weights once, in ascending order.
 
     Raises:
         UserError: the size doesn't divide the group, or a set would take a part of one node and a part of another.
     """
-    ranks = placement.actor if role == "actor" else placement.critic
+    ranks = placement.groups[role]
     on_node = Counter(rank // local_world for rank in ranks)
     wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
     size = min(wanted or len(ranks), len(ranks))
     fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _keeps_nodes(n, list(on_node.values()))]
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
-        told = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole copies"
-        raise UserError(f"{told}; use one of {fits}")
+        wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
+        raise UserError(f"{wrong}; use one of {fits}")
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
@@ -123,34 +123,32 @@ def _keeps_nodes(size: int, on_node: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Rows of one step -> mini-batch, actor rank, critic rank.
+    """Rows of one step -> mini-batch, and of each group the data-parallel rank that holds them.
 
-    Both groups cut each mini-batch into contiguous pieces of the same order: a rank then talks to few ranks of the
-    other group (all pairs together: at most actor + critic - 1 a mini-batch), and n samples of a prompt sit together.
+    All groups cut each mini-batch into contiguous pieces of the same order. So a rank exchanges rows with few ranks of
+    another group (all pairs together: at most the sum of the sizes, less 1, a mini-batch), and the samples of a prompt
+    stay together.
 
     Attributes:
         mini_batches: the rows of each mini-batch, in the order in which they are cut over ranks.
-        actor_size, critic_size: ranks of the groups.
+        sizes: role -> data-parallel ranks of its group.
     """
 
     mini_batches: tuple[tuple[int, ...], ...]
-    actor_size: int
-    critic_size: int
+    sizes: Mapping[Role, int]
 
-    def rows(self, role: Role, rank: int) -> list[list[int]]:
-        """The rows that a group rank owns, by mini-batch; a list may be empty."""
-        size = self.actor_size if role == "actor" else self.critic_size
-        return [list(rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]) for rows in self.mini_batches]
+    def rows(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
+        """The rows that a group's rank owns, by mini-batch; a list may be empty.
 
-    def critic_rows(self, rank: int, count: int) -> list[list[int]]:
-        """The rows that a critic rank owns, by mini-batch, for a value model with `count` mini-batches of its own.
-
-        `count` divides the mini-batches, whose neighbours are then joined, or is a multiple of them: each is then dealt
-        out in turn, so that every rank has its part of each. Which rows are together does not depend on the ranks.
+        Args:
+            count: mini-batches of a model with another number of them than the policy. It divides the policy's, and
+                neighbours are joined, or it is a multiple, and each is cut further, so that every rank has its part
+                of each. Which rows are together does not depend on the ranks.
         """
-        own = self.rows("critic", rank)
-        joined = len(own) // count
-        if joined:
+        size = self.sizes[role]
+        own = [list(rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]) for rows in self.mini_batches]
+        count = count or len(own)
+        if joined := len(own) // count:
             return [[row for rows in own[i * joined : (i + 1) * joined] for row in rows] for i in range(count)]
         parts = count // len(own)
         place = [{row: i for i, row in enumerate(rows)} for rows in self.mini_batches]
@@ -161,36 +159,43 @@ class Ownership:
         ]
 
     def all_rows(self, role: Role, rank: int) -> list[int]:
-        """The rows that a group rank owns, ascending."""
+        """The rows that a group's rank owns, ascending."""
         return sorted(row for rows in self.rows(role, rank) for row in rows)
 
+    def owner(self, role: Role) -> dict[int, int]:
+        """row -> the group's rank that owns it."""
+        return self._owners[role]
+
+    def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
+        """The rows, ascending, that a rank of one group and a rank of another both own."""
+        return [row for row in self.all_rows(role, rank) if self._owners[other][row] == peer]
+
+    def pairs(self, role: Role, other: Role) -> list[tuple[int, int]]:
+        """The ranks of two groups that own rows in common."""
+        first, second = self._owners[role], self._owners[other]
+        return sorted({(first[row], second[row]) for row in first})
+
     @cached_property
-    def critic_of(self) -> dict[int, int]:
-        """row -> critic group rank."""
-        return {row: rank for rank in range(self.critic_size) for row in self.all_rows("critic", rank)}
+    def _owners(self) -> dict[Role, dict[int, int]]:
+        return {
+            role: {row: rank for rank in range(size) for row in self.all_rows(role, rank)}
+            for role, size in self.sizes.items()
+        }
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The group ranks, actor and critic, between which rows go."""
-        return sorted({(i, self.critic_of[row]) for i in range(self.actor_size) for row in self.all_rows("actor", i)})
 
-    def shared(self, actor: int, critic: int) -> list[int]:
-        """The rows, ascending, that go from an actor group rank to a critic group rank."""
-        return [row for row in self.all_rows("actor", actor) if self.critic_of[row] == critic]
+def chunk_sizes(rows: int, chunks: int) -> list[int]:
+    """How many of a pair's rows each of its messages holds; 0 where no message is sent.
 
-    def message_rows(self, actor: int, critic: int, chunks: int) -> list[int]:
-        """How many rows each of the pair's `chunks` messages holds; 0 where no message is sent.
-
-        Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand. Each
-        takes half of what is left: the last rows are the longest, and what the critic does with them no longer fits
-        under the rollout.
-        """
-        n = len(self.shared(actor, critic))
-        left = [n // 2**k for k in range(chunks)] + [0]
-        return [before - after for before, after in pairwise(left)]
+    Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand. Each takes
+    half of the rows that remain. So the last message is small: its rows finish last, and the critic cannot score them
+    during the rollout.
+    """
+    left = [rows // 2**k for k in range(chunks)] + [0]
+    return [before - after for before, after in pairwise(left)]
 
 
 def own(
-    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, actor_size: int, critic_size: int
+    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int]
 ) -> Ownership:
     """The ownership of a step's rows: row `p * samples + s` is sample s of the step's prompt p."""
     prompts = list(range(batch_size // samples))
@@ -198,4 +203,4 @@ def own(
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, actor_size, critic_size)
+    return Ownership(cut, sizes)

@@ -1,13 +1,20 @@
-"""Rows: what crosses between data, engine, wire and learner. Packed, never padded, never pickled."""
+"""Rows: what crosses between data, engine, channels and learner.
+
+A row is one episode: the prompt, then what the policy sampled and, between its turns, what an environment answered.
+The *response tokens* are those that the policy sampled. Losses, GAE and KL are over these alone, so the packed tensors
+`[N]` hold nothing else.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-ROUND = 64  # tokens of a packed micro-batch are a multiple of this
+End = Literal["eos", "stop", "limit", "environment"]
+ENDS: tuple[End, ...] = get_args(End)
+HEADER = 6  # numbers that describe a row in `pack_rows`
 
 
 @dataclass(frozen=True)
@@ -50,29 +57,83 @@ class Sample:
 
     Attributes:
         row: index in the step's batch.
-        prompt, response: token ids; the response holds its end-of-sequence token or stop string, if it ended.
+        prompt, response: token ids. The response holds its end-of-sequence token or stop string, if it ended by one,
+            and, between two turns, what an environment answered.
         logprobs: the engine's log-probs of the response tokens at the sampling temperature.
-        finished: False if the response was cut at max_new_tokens.
+        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment.
+        mask: of each id of `response`, whether the policy sampled it; None: all.
+        turns: where each turn ends, counted in response tokens; empty: one turn.
     """
 
     row: int
     prompt: list[int]
     response: list[int]
     logprobs: list[float]
-    finished: bool
+    end: End
+    mask: list[bool] | None = None
+    turns: tuple[int, ...] = ()
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the row was cut at max_new_tokens."""
+        return self.end == "limit"
+
+    @property
+    def tokens(self) -> int:
+        """The number of response tokens."""
+        return len(self.response) if self.mask is None else sum(self.mask)
+
+    @property
+    def places(self) -> Tensor:
+        """Where in `response` the response tokens stand; `[T_i]` int64."""
+        return torch.arange(len(self.response)) if self.mask is None else torch.tensor(self.mask).nonzero()[:, 0]
+
+
+def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Rows, without their log-probs, as two lists of integers: `HEADER` numbers for each row, and all ids."""
+    header, ids = [], []
+    for sample in samples:
+        masked, end = sample.mask is not None, ENDS.index(sample.end)
+        header += [sample.row, len(sample.prompt), len(sample.response), end, len(sample.turns), masked]
+        ids += [*sample.prompt, *sample.response, *map(int, sample.mask or ()), *sample.turns]
+    return [int(number) for number in header], ids
+
+
+def packed_sizes(header: Sequence[int]) -> list[int]:
+    """How many ids each row of `pack_rows` has, by its header."""
+    parts = zip(*(header[i::HEADER] for i in (1, 2, 4, 5)), strict=True)
+    return [prompt + response * (1 + masked) + turns for prompt, response, turns, masked in parts]
+
+
+def unpack_rows(header: Sequence[int], ids: Sequence[int]) -> list[Sample]:
+    """The rows of `pack_rows`; their log-probs are empty."""
+    samples, at = [], 0
+    for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
+        row, prompt, response, end, _, masked = header[first : first + HEADER]
+        own = list(ids[at : at + size])
+        both = prompt + response
+        mask = [bool(flag) for flag in own[both : both + response]] if masked else None
+        turns = tuple(own[both + response * masked :])
+        samples.append(Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns))
+        at += size
+    return samples
 
 
 class Rollout:
     """The rows that one rank holds in a step, given in any order and kept in ascending order of rows.
 
-    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors `[N]` on the CPU,
-    N = the sum of the response lengths.
+    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors `[N]` on the CPU: the
+    response tokens of one row after the other.
+
+    Attributes:
+        lengths: response tokens of each row.
+        totals: all tokens of each row: prompt, response tokens, observations.
     """
 
     def __init__(self, samples: Sequence[Sample]):
         self.samples = sorted(samples, key=lambda sample: sample.row)
         self.rows = [sample.row for sample in self.samples]
-        self.lengths = [len(sample.response) for sample in self.samples]
+        self.lengths = [sample.tokens for sample in self.samples]
         self.totals = [len(sample.prompt) + len(sample.response) for sample in self.samples]
         self.index = {row: i for i, row in enumerate(self.rows)}
 
@@ -111,105 +172,3 @@ class Rollout:
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     """Tensors `[T_i]` to one `[B, T]`, right-padded with 0."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one forward pass, prompt and response together.
-
-    Packed: one after the other, with what the library's flash attention calls for (`cu_seq_lens_q` and so on).
-    Padded: on the right; under causal attention no token sees the padding behind it, so there is no attention mask.
-
-    Attributes:
-        inputs: what the model is called with; `input_ids` are `[1, L]` if packed, `[B, L]` if padded, int64.
-        before: `[N]` int64, where in the flattened ids the N response tokens were chosen: one before each.
-        responses: `[N]` int64, the response tokens.
-        mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
-        places: `[N]` int64, where in the flattened mask the response tokens are.
-    """
-
-    inputs: dict[str, Any]
-    before: Tensor
-    responses: Tensor
-    mask: Tensor
-    places: Tensor
-
-    def pad(self, packed: Tensor) -> Tensor:
-        """`[N]` -> `[B, T]`, 0 where padded."""
-        # by index: the gradient through a mask would make the host wait for the GPU to count it
-        return packed.new_zeros(self.mask.numel()).index_copy(0, self.places, packed).view(self.mask.shape)
-
-
-def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
-    """The rows of one forward pass. No rows: some ids whose response nobody asks for, for a rank that must take part in
-    a forward of its group without having rows."""
-    rows = [torch.tensor(sample.prompt + sample.response) for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
-    lengths = torch.tensor([len(sample.response) for sample in samples] or [0])
-    if packed:
-        inputs, starts = _packed_inputs(rows)
-    else:
-        inputs: dict[str, Any] = {"input_ids": pad_rows(rows)}
-        starts = [i * inputs["input_ids"].shape[1] for i in range(len(rows))]
-    ends = [start + len(row) - 1 for start, row in zip(starts, rows, strict=True)]
-    before = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, lengths.tolist(), strict=True)])
-    responses = torch.tensor([token for sample in samples for token in sample.response], dtype=torch.int64)
-    mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
-    places = mask.flatten().nonzero()[:, 0]
-    inputs = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return MicroBatch(inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places)))
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor there, without waiting for what the GPU has under way."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
-    """The inputs, and where each row begins. Filled up with a row of zeros: matrices of a round size are faster."""
-    count, lengths = len(rows), [len(row) for row in rows]
-    if short := -sum(lengths) % ROUND:
-        rows, lengths = [*rows, torch.zeros(short, dtype=torch.int64)], [*lengths, short]
-    begins = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    longest = max(lengths)
-    names = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": longest, "max_length_k": longest}
-    return {"input_ids": torch.cat(list(rows))[None], "position_ids": positions[None]} | names, begins[:count].tolist()
-
-
-def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) -> list[list[int]]:
-    """Cuts rows of these lengths into micro-batches of at most `budget` tokens, padding counted: indices.
-
-    Rows of like length go together if they are padded (longest first, so that memory peaks at once); a row over the
-    budget goes alone.
-    """
-    cut: list[list[int]] = []
-    left: list[int] = []  # of the budget of each, if they are packed
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if packed:
-            at = next((k for k, room in enumerate(left) if room >= lengths[i]), len(cut))
-        else:  # the first row of a micro-batch is its longest
-            at = len(cut) - 1 if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget else len(cut)
-        if at == len(cut):
-            cut.append([])
-            left.append(budget)
-        cut[at].append(i)
-        left[at] -= lengths[i]
-    return cut
-
-
-def deal(costs: Sequence[float], count: int, *, sizes: Sequence[int] = (), room: int = 0) -> list[list[int]] | None:
-    """Deals things out into `count` lots of about the same cost, dearest first into the cheapest lot: indices.
-
-    With `sizes`, a lot's are at most `room` together, unless it is one thing alone; None if they don't go in.
-    """
-    lots: list[list[int]] = [[] for _ in range(count)]
-    cost, filled = [0.0] * count, [0] * count
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        fit = [k for k in range(count) if not sizes or not lots[k] or filled[k] + sizes[i] <= room]
-        if not fit:
-            return None
-        k = min(fit, key=lambda k: (cost[k], k))
-        lots[k].append(i)
-        cost[k] += costs[i]
-        filled[k] += sizes[i] if sizes else 0
-    return lots

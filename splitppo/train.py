@@ -1,40 +1,34 @@
 """The program: `torchrun --nproc_per_node N -m splitppo.train [--config preset.toml] [--flags]`.
 
-Every rank runs this module; its rank says which of the loops below it plays. Read `actor_loop` and `critic_loop`
-side by side: they meet in the three channels of `links`, and nowhere else. `colocated_loop` is the same algorithm
-in one column. There is no barrier between the columns: the actor starts step t+1 while the critic still learns
-from step t, and takes the first rows of t+1 when it is through.
+Every rank runs this module, and its rank decides which loop it plays:
+
+    actor ranks                                  critic ranks
+    sync: weights into the engine                value.update of the step before still runs here
+    generate; finished rows leave as chunks ---> score(chunk): values, scores
+    old and reference log-probs             ---> KL rewards, GAE, whitening over the whole batch
+                                            <--- advantages
+    policy.update                                value.update (both at once)
+
+The groups exchange rows and tensors over the three channels of `links`, and nowhere else. No barrier joins them: the
+actor starts step t+1 while the critic still trains on step t. `colocated_loop` is the same algorithm with both roles on
+every rank.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-import transformers
-
 from splitppo.actor import Actor
 from splitppo.channel import Links
-from splitppo.config.cli import parse
-from splitppo.config.rules import check
 from splitppo.critic import Critic, join
-from splitppo.engine.build import launch_engine
-from splitppo.errors import as_users, command
-from splitppo.job.device import pick_device
-from splitppo.job.failure import report_failure
-from splitppo.job.nodes import Launch, facts_of
-from splitppo.job.runtime import Runtime
-from splitppo.job.signals import RESUMABLE, StopSignals, note_early, tell_launcher
-from splitppo.models.sharding import meet
-from splitppo.placement import place
+from splitppo.errors import command
 from splitppo.rollout import Rollout
-from splitppo.run.build import Run, prepare
-from splitppo.run.checks import preflight
-from splitppo.run.dry_run import preview
+from splitppo.run.life import Run
+from splitppo.run.main import run_rank
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:
-    """Generates, sends finished rows, takes advantages back, updates the policy."""
+    """Generates and sends finished rows, receives advantages, updates the policy."""
     log = run.log("actor")
     for step in run.progress.steps():
         with log.span("sync"):
@@ -44,20 +38,22 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
             for finished in actor.generate(step):
                 samples += finished
                 links.rollouts.offer(step, finished)
+            actor.release_engine()
         posted = links.rollouts.flush(step)
-        with log.span("stragglers"):
-            meet(actor.mesh)
+        with log.span("barrier_wait"):
+            actor.group.barrier()
         rollout = Rollout(samples)
         run.may_stop(step)
         with log.span("logprobs"):
-            logprobs = actor.logprobs(rollout)
+            logprobs, metrics = actor.logprobs(rollout)
+            actor.release_reference()
         with log.span("wait_critic"):
             posted.result()
         with log.span("wait_advantages"):
             links.logprobs.send(step, rollout, *logprobs)
             (advantages,) = links.advantages.recv(step, rollout, fields=1)
         with log.span("update"):
-            metrics = actor.update(step, rollout, logprobs, advantages)
+            metrics |= actor.update(step, rollout, logprobs, advantages)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
@@ -66,7 +62,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
 
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
-    """Scores rows as they come, sends advantages back, updates the value model under the actor's next rollout."""
+    """Scores rows as they arrive, sends advantages, updates the value model during the actor's next rollout."""
     log = run.log("critic")
     for step in run.progress.steps():
         parts = []
@@ -74,19 +70,20 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             with log.span("wait_rollouts"):
                 rollout = Rollout(links.rollouts.recv(step, chunk))
             with log.span("score"):
-                pending = critic.submit(step, rollout)
+                pending = critic.submit(step, rollout)  # reward functions run while this rank waits for its group
             with log.span("wait_rollouts"):
-                meet(critic.mesh)
+                critic.group.barrier()
             with log.span("score"):
                 parts.append(critic.score(step, rollout, pending))
+        critic.release_frozen()
         scored = join(parts)
         with log.span("wait_logprobs"):
-            logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprobs)
+            logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprob_fields)
         with log.span("advantages"):
-            advantages, returns = critic.judge(scored, logprobs)
+            advantages, returns, metrics = critic.advantages(scored, logprobs)
             links.advantages.send(step, scored.rollout, advantages)
         with log.span("update"):
-            metrics = critic.update(step, scored, returns)
+            metrics |= critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
             run.progress.save("critic", step, critic)
@@ -94,28 +91,31 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
 
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
-    """The same algorithm in one column: every rank plays both roles, one after the other."""
+    """The same algorithm on ranks that play both roles, one after the other."""
     log, critic_log = run.log("actor"), run.log("critic")
     for step in run.progress.steps():
         with log.span("sync"):
             actor.sync()
         with log.span("rollout"):
             rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
+            actor.release_engine()
         with critic_log.span("score"):
             pending = critic.submit(step, rollout)
-        with log.span("stragglers"):
-            meet(critic.mesh)
+        with log.span("barrier_wait"):
+            critic.group.barrier()
         with critic_log.span("score"):
             scored = critic.score(step, rollout, pending)
+            critic.release_frozen()
         run.may_stop(step)
         with log.span("logprobs"):
-            logprobs = actor.logprobs(rollout)
+            logprobs, metrics = actor.logprobs(rollout)
+            actor.release_reference()
         with critic_log.span("advantages"):
-            advantages, returns = critic.judge(scored, logprobs)
+            advantages, returns, critic_metrics = critic.advantages(scored, logprobs)
         with log.span("update"):
-            metrics = actor.update(step, rollout, logprobs, advantages)
+            metrics |= actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):
-            critic_metrics = critic.update(step, scored, returns)
+            critic_metrics |= critic.update(step, scored, returns)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
@@ -126,90 +126,32 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         run.finish("critic", step, critic_metrics)
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after a failure, 2 for wrong input, 75 after a stop that the run can go on from,
-    130 after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    launch, runtime, run = Launch(), None, None
-    if "RANK" in os.environ:
-        note_early()
-    transformers.logging.disable_progress_bar()
-    try:
-        launch = Launch.from_env()
-        if launch.world > 1:
-            # Ctrl-C ends the rank where it is: a wait in C++ would not hear of it, and torchrun gives it 30 s
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # under torchrun a wrong flag is told as every other error is, once and last on the screen
-        config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
-        check(config)
-        if config.dry_run:
-            print(preview(config, launch))
-            return 0
-        launch.check_nodes()
-        placement = place(config.placement, world=launch.world, local_world=launch.local_world)
-        device = pick_device(config, launch)
-        preflight(config, placement, device.type, launch.local_world, rank=launch.rank)
-        engine = launch_engine(config, placement, launch, device)
-        runtime = Runtime(
-            launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, facts=facts_of(config)
-        )
-        signals = StopSignals(runtime)
-        if runtime.stopped_before():
-            print("not started anew: the run was told to stop", flush=True)
-            return RESUMABLE
-        run = prepare(config, runtime, engine)
-        train(run)
-        signals.close()
-    except KeyboardInterrupt:
-        told = "before the run began"
-        if run:
-            run.progress.settle()
-            good = run.progress.last_good()
-            told = f"the last good checkpoint is {good}" if good else "nothing is saved"
-        print(f"interrupted: {told}", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an engine that ends from here on is a consequence
-        if run:
-            run.progress.settle()
-        elif isinstance(error, BrokenPipeError):
-            raise  # nobody reads the help, or the dry run, to its end
-        if (told := as_users(error)) and told is not error:
-            if runtime and run:
-                told.add_note(f"on {runtime.describe(launch.rank)}")
-            error = told
-        if run and (good := run.progress.last_good()):
-            error.add_note(f"the last good checkpoint is {good}")
-        return report_failure(error, runtime, launch)
-    if run.progress.stopped and launch.rank == 0:
-        tell_launcher()
-    runtime.close()
-    return RESUMABLE if run.progress.stopped else 0
-
-
 def train(run: Run) -> None:
     """Plays this rank's part of the run."""
-    runtime = run.runtime
-    if runtime.placement.colocated:
-        actor, critic = run.actor(), run.critic()
+    if run.runtime.placement.colocated:
+        actor, critic = run.build.actor(), run.build.critic()
         run.begin(actor=actor, critic=critic)
         colocated_loop(run, actor, critic)
         actor.close()
         critic.close()
-    elif "actor" in runtime.mesh:
-        actor = run.actor()
+    elif "actor" in run.runtime.groups:
+        actor, run.links = run.build.actor(), run.build.links()
         run.begin(actor=actor)
-        actor_loop(run, actor, run.links())
+        actor_loop(run, actor, run.links)
         actor.close()
     else:
-        critic = run.critic()
+        critic, run.links = run.build.critic(), run.build.links()
         run.begin(critic=critic)
-        critic_loop(run, critic, run.links())
+        critic_loop(run, critic, run.links)
         critic.close()
-    run.end()
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains; returns the exit status (`run_rank`)."""
+    return run_rank(train, argv)
 
 
 if __name__ == "__main__":
     # leaves at once: after a failure, threads of the communication libraries may wait for a peer that never comes
-    os._exit(main())
+    os._exit(main(sys.argv[1:]))

@@ -1,33 +1,26 @@
 """Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`, RUN/validation.
 
-Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise is that of step 0, which no training step
-has, so that every validation draws with the same noise and its curves compare.
+Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise is that of step 0. No training step has this
+noise and every validation has it, so their results can be compared.
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from math import comb
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from splitppo.config import Config
+from splitppo.context import Context, record
 from splitppo.engine import RolloutEngine, Sampling
-from splitppo.models.sharding import all_objects
+from splitppo.job.collectives import Group
 from splitppo.rewards import rules
 from splitppo.rewards.scorer import Pending, Scored, Scorer, failure_line
-from splitppo.rollout import Prompt, Request, Sample
+from splitppo.rollout import Request, Sample
 
 VALIDATION_STEP = 0  # training's steps count from 1
-FILE_ROWS = 256  # rows in the .jsonl file of a validation at most, the first
-TABLE_ROWS = 16  # rows in a table at most, the first
-CELL = 120  # characters of a table's cell at most, before escapes
+FILE_ROWS = 256  # rows that a validation writes at most, the first
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Answered:
     Attributes:
         prompt: its index. source: its data_source.
         scores, figures: of each response, in order.
-        tokens, cut, failed: tokens of all responses; how many were cut at max_new_tokens; how many a reward failed on.
+        tokens, cut, failed: tokens of all responses; responses cut at max_new_tokens; responses whose reward failed.
         majority: mean score of the responses that give the most frequent answer.
     """
 
@@ -52,27 +45,24 @@ class Answered:
 
 
 class Validator:
-    """Scores the held-out prompts: one rank's part of them, as each of the actor group does.
+    """Scores the held-out prompts; each rank of the actor group takes a part of them.
 
     Args:
-        prompts: the held-out ones; the same on every rank.
-        decode: token ids of a response -> its text.
-        mesh: the actor group's.
-        folder: the run's.
+        context: holds the held-out prompts.
+        group: the actors.
+        write: (step, rows) -> writes them to the run's folder.
     """
 
     def __init__(
         self,
-        config: Config,
-        prompts: Sequence[Prompt],
-        decode: Callable[[list[int]], str],
+        context: Context,
         engine: RolloutEngine,
-        mesh: DeviceMesh,
+        group: Group,
         scorer: Scorer,
-        folder: Path,
+        write: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ):
-        self.config, self.prompts, self.decode, self.engine = config, prompts, decode, engine
-        self.mesh, self.rank, self.scorer, self.folder = mesh, mesh.get_local_rank(), scorer, folder
+        self.config, self.prompts, self.decode = context.config, context.held_out, context.decode
+        self.engine, self.group, self.scorer, self.write = engine, group, scorer, write
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -86,13 +76,13 @@ class Validator:
             The group's metrics, the same on every rank and under any number of ranks; see `metrics`.
         """
         n = self.config.log.validate_samples
-        mine = range(self.rank, len(self.prompts), self.mesh.size())
+        mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
         for finished in self.engine.generate(requests, self._sampling(), seed=self.config.seed, step=VALIDATION_STEP):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]
-                # the scorer may work while the engine goes on
+                # the scorer works while the engine generates
                 rows = [(self.prompts[sample.row // n], text) for sample, text in zip(finished, texts, strict=True)]
                 batches.append((finished, texts, self.scorer.submit(rows)))
         done: dict[int, tuple[Sample, str, Scored]] = {}
@@ -100,13 +90,13 @@ class Validator:
             for sample, text, outcome in zip(samples, texts, pending.result(), strict=True):
                 done[sample.row] = (sample, text, outcome)
         answered = [self._answered(prompt, [done[prompt * n + j] for j in range(n)]) for prompt in mine]
-        # the prompts' side of a row is known to every rank
-        written = [(row, text, out.score, s.finished) for row, (s, text, out) in done.items() if row < FILE_ROWS]
+        # every rank has the prompts, so only responses are gathered
+        written = [(row, text, out.score, s.end) for row, (s, text, out) in done.items() if row < FILE_ROWS]
         failures = [(row, failure) for row, (_, _, outcome) in sorted(done.items()) for failure in outcome.failures]
-        gathered = all_objects((answered, written, failures), self.mesh)
-        if self.rank == 0:
+        gathered = self.group.all_gather((answered, written, failures))
+        if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)
-            write_rows(self.folder / "validation", step, [self._record(step, *row) for row in rows])
+            self.write(step, [self._record(step, *row) for row in rows])
             if failed := [failure for *_, part in gathered for failure in part]:
                 print(f"[actor] step {step}, held-out rows, {failure_line(failed)}", flush=True)
         return metrics(sorted((prompt for part, *_ in gathered for prompt in part), key=lambda answer: answer.prompt))
@@ -127,36 +117,23 @@ class Validator:
             scores,
             figures=tuple(dict(outcome.figures) for outcome in outcomes),
             tokens=sum(len(sample.response) for sample in samples),
-            cut=sum(not sample.finished for sample in samples),
+            cut=sum(sample.truncated for sample in samples),
             failed=sum(bool(outcome.failures) for outcome in outcomes),
             majority=majority_score(texts, scores),
         )
 
-    def _record(self, step: int, row: int, text: str, score: float, finished: bool) -> dict[str, Any]:
-        """A row as it is written."""
+    def _record(self, step: int, row: int, text: str, score: float, end: str) -> dict[str, Any]:
         index, sample = divmod(row, self.config.log.validate_samples)
-        prompt = self.prompts[index]
-        return {
-            "step": step,
-            "row": row,
-            "sample": sample,
-            "score": round(score, 6),
-            "prompt": prompt.text,
-            "response": text,
-            "finished": finished,
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-        }
+        return record(step, row, score, self.prompts[index], text, end) | {"sample": sample}
 
 
 def metrics(answered: Sequence[Answered]) -> dict[str, float]:
     """The metrics of a validation, from at least one prompt; each has the same number n of responses.
 
     Returns:
-        `val/score/mean`: over all responses. `val/rows`: how many there are. `val/response_length/mean`: tokens.
-        `val/clip_ratio`: share cut at max_new_tokens. `val/KEY/mean`: of each further figure of the functions, over
-        the responses that have it. `val/failures`: responses that a function failed on, if there are any. With n > 1,
-        what `score_metrics` adds. With several data sources, `score_metrics` of each.
+        `val/rows`: responses. `val/response_length/mean`: tokens. `val/clip_ratio`: share cut at max_new_tokens.
+        `val/KEY/mean`: of each further figure of the functions, over the responses that have it. `val/failures`:
+        responses whose reward failed, if any. What `score_metrics` returns, over all and for each of several sources.
     """
     rows = sum(len(prompt.scores) for prompt in answered)
     figures = [figures for prompt in answered for figures in prompt.figures]
@@ -179,11 +156,11 @@ def metrics(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def score_metrics(answered: Sequence[Answered], infix: str = "") -> dict[str, float]:
-    """What follows from the scores alone; `infix` goes into the names: `val/score{infix}/mean`.
+    """The metrics of the scores; `infix` goes into their names: `val/score{infix}/mean`.
 
-    With n > 1 responses a prompt, means over the prompts of: the best score (`val/best/mean`), the score of the most
-    frequent answer (`val/majority/mean`), and `val/pass@K` for K = 1, 2, 4, ... up to n. A response passes if its
-    score is at least 1, so pass@K is left out if a score lies outside [0, 1], where 1 need not mean right.
+    With n > 1 responses a prompt, also means over the prompts of the best score (`val/best/mean`), the score of the
+    most frequent answer (`val/majority/mean`), and `val/pass@K` for K = 1, 2, 4, ... up to n. A response passes if its
+    score is at least 1; pass@K is left out if a score lies outside [0, 1], where 1 need not mean right.
     """
     n, scores = len(answered[0].scores), [score for prompt in answered for score in prompt.scores]
     found = {f"val/score{infix}/mean": fmean(scores)}
@@ -199,7 +176,7 @@ def score_metrics(answered: Sequence[Answered], infix: str = "") -> dict[str, fl
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k responses passes, without bias from n responses of which c passed; 1 <= k <= n.
+    """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1 <= k <= n.
 
     Chen et al. 2021, "Evaluating large language models trained on code", eq. 1: 1 - C(n - c, k) / C(n, k).
     """
@@ -212,42 +189,11 @@ def majority_score(texts: Sequence[str], scores: Sequence[float]) -> float:
     verl's maj@n takes the score of the first of these responses, and averages over resampled sets of n.
     """
     answers = [answer(text) for text in texts]
-    chosen = Counter(answers).most_common(1)[0][0]  # counts that are equal stay in the order first seen
+    chosen = Counter(answers).most_common(1)[0][0]  # equal counts stay in the order first seen
     return fmean(score for said, score in zip(answers, scores, strict=True) if said == chosen)
 
 
 def answer(text: str) -> Decimal | str:
-    """What a response says, to compare it with others: its last number by value, else its text without white space at
-    both ends."""
+    """The answer of a response, to compare it with others: the value of its last number, else its stripped text."""
     numbers = list(rules._ANY_NUMBER.finditer(text))
     return rules._value(numbers[-1]) if numbers else text.strip()
-
-
-def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table beside it (.md), over what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    write_table(path.with_suffix(".md"), rows)
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the first 16 rows as a Markdown table with the first row's keys as columns; no rows: an empty file.
-
-    A cell shows the beginning and the end of what is longer than 120 characters, and `↵` for a new line.
-    """
-    names = list(rows[0]) if rows else []
-    cells = [names, ["---"] * len(names)] if names else []
-    cells += [[_cell(row[name]) for name in names] for row in rows[:TABLE_ROWS]]
-    path.write_text("".join(f"| {' | '.join(line)} |\n" for line in cells), encoding="utf-8")
-
-
-def _cell(value: Any) -> str:
-    text = str(value)
-    if len(text) > CELL:
-        half = (CELL - 3) // 2
-        text = f"{text[:half]} … {text[-half:]}"
-    text = "".join(char if char.isprintable() else " " for char in "↵".join(text.splitlines()))
-    # what Markdown, or the HTML in it, would take for its own
-    return re.sub(r"([\\`*_<>\[\]|~&$])", r"\\\1", text)

@@ -671,3 +671,26 @@ def test_learning_rate_at_the_ends(schedule):
 def test_learning_rate_refuses_an_unknown_schedule():
     with pytest.raises(ValueError, match="'wsd'"):
         algo.learning_rate(1, steps=2, peak=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.0)  # pyright: ignore
+
+
+def test_importance_weights_are_of_clamped_log_ratios():
+    old, engine = [torch.tensor([-1.0, -9.0, -2.0])], [torch.tensor([-60.0, -1.0, -42.0])]  # off by 59, -8, 40: 91
+    weights, _ = algo.importance_weights(old, engine, "token", math.inf)
+    assert weights[0].tolist() == pytest.approx([math.exp(20), math.exp(-8), math.exp(20)])
+    weights, _ = algo.importance_weights(old, engine, "sequence", math.inf)
+    assert weights[0].tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+def test_importance_weights_of_tokens_and_of_whole_responses():
+    old = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    engine = [torch.tensor([-1.5, -1.9]), torch.tensor([-4.0])]
+    weights, sums = algo.importance_weights(old, engine, "token", 2.0)
+    assert weights[0].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.1)])
+    assert weights[1].tolist() == pytest.approx([2.0])
+    assert sums["importance_capped"] == 1
+    assert sums["importance_mean"] == pytest.approx(math.exp(0.5) + math.exp(-0.1) + 2.0)
+    at_the_cap = algo.importance_weights(old, old, "token", 1.0)[1]
+    assert (at_the_cap["importance_mean"], at_the_cap["importance_capped"]) == (3.0, 0.0)
+    weights, sums = algo.importance_weights(old, engine, "sequence", 2.0)
+    assert weights[0].tolist() == pytest.approx([math.exp(0.4)] * 2)
+    assert weights[1].tolist() == pytest.approx([2.0])

@@ -8,18 +8,20 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, thread_collectives, thread_groups
 
-from splitppo.channel import Hop, Links, Wire, WireError
+from splitppo.channel import Hop, Links, Wire
 from splitppo.config import PlacementConfig
-from splitppo.job.nodes import Launch
+from splitppo.errors import WireError
+from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.placement import Placement, own, place
+from splitppo.placement import Placement, Role, own, place
 from splitppo.rollout import Rollout, Sample
 
 
@@ -58,40 +60,49 @@ class QueueWire(Wire):
 
 
 def make_samples(rows, step):
+    """Every third row has two turns with an environment's answer between them."""
     samples = []
     for row in rows:
         generator = random.Random(f"{row}/{step}")
         prompt = [generator.randrange(1000) for _ in range(generator.randint(1, 5))]
         response = [generator.randrange(1000) for _ in range(generator.randint(1, 9))]
-        samples.append(Sample(row, prompt, response, [0.0] * len(response), row % 2 == 0))
+        sample = Sample(row, prompt, response, [0.0] * len(response), "eos" if row % 2 else "limit")
+        if row % 3 == 0 and len(response) > 2:
+            mask = [True, False, *[True] * (len(response) - 2)]
+            sample = replace(sample, mask=mask, turns=(1, len(response) - 1), end="environment")
+        samples.append(sample)
     return samples
 
 
-def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="none"):
-    """Runs both columns' wire for some steps; returns what each side saw, and the record of posts."""
-    placement = Placement("per_node", tuple(range(actor_size)), tuple(range(actor_size, actor_size + critic_size)))
+def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="none", sets=(1, 1)):
+    """Runs both columns' wire for some steps; returns what each side saw, and the record of posts.
+
+    Args:
+        actor_size, critic_size: data-parallel ranks. sets: how many ranks hold the same rows, of each group.
+    """
+    sizes: dict[Role, int] = {"actor": actor_size, "critic": critic_size}
+    first_critic, world = actor_size * sets[0], actor_size * sets[0] + critic_size * sets[1]
+    ranks = tuple(range(world))
+    placement = Placement("per_node", {"actor": ranks[:first_critic], "critic": ranks[first_critic:]})
     store, record = dist.HashStore(), []
-    world = actor_size + critic_size
     queues = {(a, b): queue.Queue() for a in range(world) for b in range(world)}
+    shapes = [(size,) if width == 1 else (size, width) for size, width in zip(sizes.values(), sets, strict=True)]
+    groups, frees = zip(*(thread_groups(*shape) for shape in shapes), strict=True)
+    groups = [group for part in groups for group in part]  # by global rank
 
     @lru_cache
     def ownership(step):
-        return own(
-            seed=3,
-            step=step,
-            batch_size=batch,
-            samples=1,
-            mini_batches=mini,
-            actor_size=actor_size,
-            critic_size=critic_size,
-        )
+        return own(seed=3, step=step, batch_size=batch, samples=1, mini_batches=mini, sizes=sizes)
 
     seen, errors = {}, []
 
+    def links_of(rank):
+        return Links(QueueWire(rank, store, queues, record), placement, ownership, groups[rank], chunks=chunks)
+
     def actor(rank):
-        links = Links(QueueWire(rank, store, queues, record), placement, ownership, chunks=chunks)
+        links = links_of(rank)
         for step in range(1, steps + 1):
-            rows = ownership(step).all_rows("actor", rank)
+            rows = ownership(step).all_rows("actor", groups[rank].dp_rank)
             finishing = make_samples(rows, step)
             random.Random(f"{rank}/{step}").shuffle(finishing)
             time.sleep(0.8 if slow == "first actor" and rank == 0 else 0)
@@ -107,7 +118,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             seen[rank, step] = torch.equal(advantages, index.float() + 0.5)
 
     def critic(rank):
-        links = Links(QueueWire(rank, store, queues, record), placement, ownership, chunks=chunks)
+        links = links_of(rank)
         for step in range(1, steps + 1):
             samples = []
             for chunk in range(chunks):
@@ -116,10 +127,12 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             rollout = Rollout(samples)
             old, ref = links.logprobs.recv(step, rollout, fields=2)
             links.advantages.send(step, rollout, old + 0.5)
-            due = make_samples(ownership(step).all_rows("critic", rank - actor_size), step)
-            plain = [(s.row, s.prompt, s.response, s.finished) for s in rollout.samples]
-            seen[rank, step] = plain == [(s.row, s.prompt, s.response, s.finished) for s in due] and torch.equal(
-                old, -ref
+            due = make_samples(ownership(step).all_rows("critic", groups[rank].dp_rank), step)
+            index = [float(sample.row) for sample in due for _ in range(sample.tokens)]
+            seen[rank, step] = (
+                rollout.samples == [replace(sample, logprobs=[]) for sample in due]
+                and old.tolist() == index
+                and torch.equal(old, -ref)
             )
 
     def guarded(function, rank):
@@ -127,15 +140,18 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             function(rank)
         except BaseException as error:
             errors.append(error)
+            for free in frees:
+                free()
 
     threads = [
-        threading.Thread(target=guarded, args=(actor if rank < actor_size else critic, rank), daemon=True)
-        for rank in range(world)
+        threading.Thread(target=guarded, args=(actor if rank < first_critic else critic, rank), daemon=True)
+        for rank in ranks
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=40)
+    with thread_collectives():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=40)
     assert not any(thread.is_alive() for thread in threads), "dead-lock"
     if errors:
         raise errors[0]
@@ -150,6 +166,21 @@ def test_sends_and_receives_match_for_any_sizes(actor, critic, chunks):
     assert all(seen.values())
     sends = sorted(hop[1:] for hop in record if hop[0] == "send")
     assert sends == sorted(hop[1:] for hop in record if hop[0] == "recv")
+    assert store.num_keys() <= 1, "the handshake's keys are left in the store"
+
+
+@pytest.mark.parametrize(("actor", "critic", "sets"), [(1, 1, (2, 2)), (2, 1, (2, 2)), (2, 3, (2, 2)), (3, 2, (1, 2))])
+def test_the_first_of_a_set_speaks_and_all_of_it_have_the_same(actor, critic, sets):
+    """Whatever the set, every rank has its rows and tensors; messages are as many as without sets."""
+    seen, record, store = play(actor, critic, chunks=3, sets=sets)
+    assert len(seen) == 2 * (actor * sets[0] + critic * sets[1])
+    assert all(seen.values())
+    _, plain, _ = play(actor, critic, chunks=3)
+    sends = [hop for hop in record if hop[0] == "send"]
+    assert len(sends) == len([hop for hop in plain if hop[0] == "send"])
+    first_critic = actor * sets[0]
+    speakers = {*range(0, first_critic, sets[0]), *range(first_critic, first_critic + critic * sets[1], sets[1])}
+    assert {rank for hop in sends for rank in hop[1:3]} == speakers
     assert store.num_keys() <= 1, "the handshake's keys are left in the store"
 
 
@@ -169,14 +200,16 @@ def test_random_sizes_never_dead_lock():
 
 def pair(batch, *, chunks, timeout=20.0):
     """The links of an actor and a critic rank that share all rows, and the record of posts."""
-    placement, store, record = Placement("per_node", (0,), (1,)), dist.HashStore(), []
+    placement, store, record = Placement("per_node", {"actor": (0,), "critic": (1,)}), dist.HashStore(), []
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
 
     def ownership(step):
-        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=1, actor_size=1, critic_size=1)
+        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=1, sizes={"actor": 1, "critic": 1})
 
     wires = [QueueWire(rank, store, queues, record, timeout=timeout) for rank in range(2)]
-    return *(Links(wire, placement, ownership, chunks=chunks) for wire in wires), record
+    groups = [thread_groups(1)[0][0] for _ in wires]
+    links = (Links(wire, placement, ownership, group, chunks=chunks) for wire, group in zip(wires, groups, strict=True))
+    return *links, record
 
 
 def test_chunks_leave_before_the_rollout_is_over():
@@ -228,7 +261,7 @@ def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_i
     with pytest.raises(due) as caught:
         receiver.rollouts.recv(7, 0)
     if due is WireError:
-        said = "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') broke off: closed by peer"
+        said = "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') failed: closed by peer"
         assert said in str(caught.value)
     else:
         assert caught.value is broken
@@ -297,11 +330,11 @@ def stopping_rank(rank):
     runtime = Runtime(Launch(rank, 2, rank, 2), place(PlacementConfig(), world=2, local_world=2), cpu, 30.0)
     large = torch.zeros(10**7)  # more than the kernel takes off a sender's hands
     for step, (victim, at) in enumerate(STOPS):
-        runtime.phase(f"phase {step} of {rank}")
+        runtime.status.set_phase(f"phase {step} of {rank}")
         at = at if rank == victim else ""
-        wire = StoppingWire(at, rank, dist.new_group(), runtime.post, cpu, 0.4, runtime.describe)
+        wire = StoppingWire(at, rank, dist.new_group(), runtime.wire_store, cpu, 0.4, runtime.status.describe)
         hop = Hop("rollouts", step, 3, 0, 1)
-        runtime.meet(f"stop {step}")
+        runtime.barrier(f"stop {step}")
         began = time.monotonic()
         try:
             if rank == 0:
@@ -313,10 +346,10 @@ def stopping_rank(rank):
             pass
         except WireError as error:
             took = time.monotonic() - began
-            while not (stopped := runtime.stopped()) and time.monotonic() < began + 20:
+            while not (stopped := runtime.status.suspended_ranks()) and time.monotonic() < began + 20:
                 time.sleep(0.01)
-            found.append((str(error), took, stopped, runtime.phases()))
-            os.kill(runtime.pids[victim], signal.SIGCONT)
+            found.append((str(error), took, stopped, runtime.status.phases()))
+            os.kill(runtime.status.pids[victim], signal.SIGCONT)
     return found
 
 
@@ -328,6 +361,6 @@ def test_a_rank_that_is_stopped_anywhere_on_the_wire_is_named_with_the_other_in_
             assert part in text, (victim, at)
         assert re.search(f"(from|to) {('actor', 'critic')[victim]} rank {victim} on ", text), (victim, at)
         assert took < 10, (victim, at)
-        assert re.fullmatch(rf"\w+ rank {victim} on \S+ \(in 'phase {step} of {victim}'\) is stopped", stopped)
+        assert re.fullmatch(rf"\w+ rank {victim} on \S+ \(in 'phase {step} of {victim}'\) is suspended .*", stopped)
         assert phases == f"rank 0 in 'phase {step} of 0'; rank 1 in 'phase {step} of 1'"
     assert said == [[], []]

@@ -15,9 +15,8 @@ import pytest
 from splitppo import train
 from splitppo.config.cli import PATHS, parse
 from splitppo.config.toml import leaves, toml_value
-from splitppo.errors import UserError, as_users, check_text, command, one_line, words
-from splitppo.job.nodes import Launch
-from splitppo.placement import own
+from splitppo.errors import UserError, check_text, command, one_line, to_user_error, words
+from splitppo.job.launch import Launch
 from splitppo.run.metrics import ColumnLog
 
 LATIN = os.fsdecode(b"caf\xe9")  # as Python has a word that is not UTF-8
@@ -62,29 +61,29 @@ def test_a_line_of_any_text_can_be_shown_anywhere():
 def test_what_the_disk_says_of_a_path_is_the_users(tmp_path):
     with pytest.raises(OSError, match="File name too long") as caught:
         (tmp_path / ("x" * 5000)).open()
-    assert str(as_users(caught.value)).endswith("xxx: File name too long; mend that, or name another path")
-    assert len(str(as_users(caught.value))) < 300
-    assert "No space left" in str(as_users(OSError(errno.ENOSPC, "No space left on device")))
-    assert "os error 28" in str(as_users(RuntimeError("I/O error: No space left on device (os error 28)")))
-    assert "not finite" in str(as_users(FloatingPointError("weights are not finite")))
+    assert str(to_user_error(caught.value)).endswith("xxx: File name too long; fix that, or name another path")
+    assert len(str(to_user_error(caught.value))) < 300
+    assert "No space left" in str(to_user_error(OSError(errno.ENOSPC, "No space left on device")))
+    assert "os error 28" in str(to_user_error(RuntimeError("I/O error: No space left on device (os error 28)")))
+    assert "not finite" in str(to_user_error(FloatingPointError("weights are not finite")))
     crash, bug, disk = (
         RuntimeError("not written"),
         KeyError("in a handler"),
         NotADirectoryError(20, "Not a directory", "a"),
     )
     crash.__cause__ = bug.__context__ = disk
-    assert str(as_users(crash)).startswith("not written: a: Not a directory")
-    assert as_users(bug) is None
+    assert str(to_user_error(crash)).startswith("not written: a: Not a directory")
+    assert to_user_error(bug) is None
     bug.__context__ = RuntimeError("unexpected position")
     bug.__context__.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    assert "No space left" in str(as_users(bug))
+    assert "No space left" in str(to_user_error(bug))
     for ours in (
         OSError(errno.EBADF, "Bad file descriptor"),
         ConnectionResetError(),
         ValueError("a bug"),
         KeyError("a"),
     ):
-        assert as_users(ours) is None
+        assert to_user_error(ours) is None
 
 
 def test_a_command_shows_the_users_error_and_no_other(capsys, monkeypatch):
@@ -99,7 +98,7 @@ def test_a_command_shows_the_users_error_and_no_other(capsys, monkeypatch):
     assert raising(KeyboardInterrupt())() == 130
     assert capsys.readouterr().err.splitlines() == [
         "error: a b",
-        "error: x: No such file or directory; mend that, or name another path",
+        "error: x: No such file or directory; fix that, or name another path",
         "interrupted",
     ]
     with pytest.raises(ZeroDivisionError):
@@ -147,13 +146,6 @@ def test_a_clock_that_is_set_back_gives_no_negative_seconds(tmp_path, monkeypatc
 def test_control_characters_come_back_out_of_toml():
     text = "".join(map(chr, range(1, 0x2100)))
     assert tomllib.loads(f"a = {toml_value(text)}")["a"] == text
-
-
-def test_the_pairs_between_which_rows_go():
-    ownership = own(seed=1, step=1, batch_size=24, samples=2, mini_batches=3, actor_size=3, critic_size=4)
-    pairs = [(i, j) for i in range(3) for j in range(4) if ownership.shared(i, j)]
-    assert ownership.pairs() == pairs
-    assert len(pairs) < 12
 
 
 def test_a_dry_run_of_100_000_ranks_is_short(tmp_path: Path, capsys):

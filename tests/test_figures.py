@@ -13,31 +13,33 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
 from splitppo.critic import Critic, Scored
-from splitppo.learner import Learner, Runner
+from splitppo.job.collectives import Group
+from splitppo.learner import Learner
+from splitppo.models.runner import Runner
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import End, Rollout, Sample
 
 CPU = torch.device("cpu")
 
 
-def sample(row: int, prompt: int, *logprobs: float, finished: bool = True) -> Sample:
-    return Sample(row, [5] * prompt, [7] * len(logprobs), list(logprobs), finished)
+def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Sample:
+    return Sample(row, [5] * prompt, [7] * len(logprobs), list(logprobs), end)
 
 
 # The critic: two ranks with a row each
 
 
-def make_critic(mesh: Any, config: Config) -> Critic:
-    value = SimpleNamespace(runner=SimpleNamespace(mesh=mesh))
+def make_critic(group: Group, config: Config) -> Critic:
+    value = SimpleNamespace(runner=SimpleNamespace(group=group))
     return Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
 
 
-def judge(mesh: Any, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:
+def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:
     """What each step gave: metrics, advantages, returns; and the critic."""
-    critic, found = make_critic(mesh, config), []
+    critic, found = make_critic(group, config), []
     for parts in steps:
-        white, returns = critic.judge(parts[mesh.rank], logprobs[mesh.rank])
-        found.append((critic.metrics, white.tolist(), returns.tolist()))
+        white, returns, metrics = critic.advantages(parts[group.dp_rank], logprobs[group.dp_rank])
+        found.append((metrics, white.tolist(), returns.tolist()))
     return found, critic
 
 
@@ -56,7 +58,7 @@ def test_rewards_returns_and_explained_variance_by_hand():
     ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", gamma=1.0, lam=1.0, whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
     for (((found, white, returns),), _), row in zip(
-        run_threads(2, judge, config, [STEP], OLD_AND_REF), (0, 1), strict=True
+        run_threads(2, advantages, config, [STEP], OLD_AND_REF), (0, 1), strict=True
     ):
         assert white == [[0.5, 2.0], [-1.0]][row]
         assert returns == [[2.5, 3.0], [0.0]][row]
@@ -78,18 +80,18 @@ def test_without_a_spread_of_returns_none_of_it_is_explained():
     config = Config(ppo=PPOConfig(kl_coef=0.0, gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
     same = [scored(0, [2.0], 1.0), scored(1, [3.0], 1.0)]
     no_kl = [[torch.zeros(1)], [torch.zeros(1)]]
-    (((found, _, _),), _), _ = run_threads(2, judge, config, [same], no_kl)
+    (((found, _, _),), _), _ = run_threads(2, advantages, config, [same], no_kl)
     assert found["critic/vf_explained_var"] == 0.0
     assert "critic/ref_kl" not in found  # there is no reference
 
 
-def test_a_steered_coefficient_counts_from_the_next_step_on():
+def test_an_adaptive_coefficient_counts_from_the_next_step_on():
     ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", kl_target=1.0, kl_horizon=10)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
-    for found, critic in run_threads(2, judge, config, [STEP, STEP], OLD_AND_REF):
+    for found, critic in run_threads(2, advantages, config, [STEP, STEP], OLD_AND_REF):
         # KL of a row 1.5, which is 0.5 too much; at most 0.2 counts, for 2 rows of 10
         assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx([0.5, 0.5 * 1.04])
-        assert critic.steering.kl_coef == pytest.approx(0.5 * 1.04**2)
+        assert critic.kl.coef == pytest.approx(0.5 * 1.04**2)
 
 
 # The learner: a matrix and a bias of one number each
@@ -102,9 +104,9 @@ class Two(nn.Module):
         self.matrix, self.bias = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
 
 
-def make_learner(mesh: Any, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any) -> Learner:
+def make_learner(group: Group, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any) -> Learner:
     settings = replace(OptimConfig(lr=0.1, max_grad_norm=0.0), **optim)
-    return Learner(Two(), Runner(mesh, CPU, 8), settings, steps=steps, aggregate=aggregate)
+    return Learner(Two(), Runner(group, CPU, 8), settings, steps=steps, aggregate=aggregate)
 
 
 def learn(learner: Learner, rollout: Rollout, x: list[float], step: int = 1) -> tuple[dict[str, float], list[float]]:
@@ -125,8 +127,8 @@ ROLLOUT = Rollout([sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)])  # 1 and 3 t
 
 
 def test_the_scheduled_rate_is_the_optimizers():
-    def weights(mesh: Any) -> list[list[float]]:
-        learner = make_learner(mesh, steps=5, schedule="linear")
+    def weights(group: Group) -> list[list[float]]:
+        learner = make_learner(group, steps=5, schedule="linear")
         return [learn(learner, ROLLOUT, [1.0] * 4, step)[1] for step in (3, 5, 1)]
 
     (found,) = run_threads(1, weights)  # an AdamW step along one direction is as long as the rate, here half, none, all
@@ -136,8 +138,8 @@ def test_the_scheduled_rate_is_the_optimizers():
 def test_two_steps_of_adamw_by_hand():
     """Gradients 1, then 3; betas 1/2 and 3/4. Decay takes 0.1 * 0.5 of the matrix in each step, nothing of the bias."""
 
-    def weights(mesh: Any) -> list[list[float]]:
-        learner = make_learner(mesh, betas=(0.5, 0.75), weight_decay=0.5)
+    def weights(group: Group) -> list[list[float]]:
+        learner = make_learner(group, betas=(0.5, 0.75), weight_decay=0.5)
         return [learn(learner, ROLLOUT, [gradient] * 4)[1] for gradient in (1.0, 3.0)]
 
     (found,) = run_threads(1, weights)
@@ -148,8 +150,8 @@ def test_two_steps_of_adamw_by_hand():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_as_they_were(bad):
-    def found(mesh: Any) -> list[tuple[dict[str, float], list[float]]]:
-        learner = make_learner(mesh, max_grad_norm=1.0)
+    def found(group: Group) -> list[tuple[dict[str, float], list[float]]]:
+        learner = make_learner(group, max_grad_norm=1.0)
         return [learn(learner, ROLLOUT, [1.0, bad, 1.0, 1.0]), learn(learner, ROLLOUT, [-3.0] * 4)]
 
     ((first, still), (second, moved)) = run_threads(1, found)[0]
@@ -162,8 +164,8 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_as_they_were(b
     [("token_mean", 2 * 7 / 4), ("seq_mean_token_sum", 2 * 7 / 2), ("seq_mean_token_mean", 2 * 5 / 2)],
 )
 def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
-    def found(mesh: Any) -> dict[str, float]:  # the two rows don't go into one micro-batch
-        return learn(make_learner(mesh, aggregate), ROLLOUT, [4.0, 1.0, 1.0, 1.0])[0]
+    def found(group: Group) -> dict[str, float]:  # the two rows don't go into one micro-batch
+        return learn(make_learner(group, aggregate), ROLLOUT, [4.0, 1.0, 1.0, 1.0])[0]
 
     (figures,) = run_threads(1, found)
     assert (figures["x"], figures["loss"]) == pytest.approx((7 / 4, loss))
@@ -172,11 +174,11 @@ def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
 def test_imbalance_and_padding_by_hand():
     """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 + 2 are run for 8."""
 
-    def shares(mesh: Any) -> dict[str, float]:
-        rollout = Rollout([sample(0, 1, 0.0), sample(1, 3, 0.0)] if mesh.rank == 0 else [sample(2, 1, 0.0)])
-        learner = make_learner(mesh)
+    def shares(group: Group) -> dict[str, float]:
+        rollout = Rollout([sample(0, 1, 0.0), sample(1, 3, 0.0)] if group.dp_rank == 0 else [sample(2, 1, 0.0)])
+        learner = make_learner(group)
         plans, _ = learner._plan(rollout, [rollout.rows])
-        return learner._shares(rollout, plans, 3)
+        return learner._work_metrics(rollout, plans, 3)
 
     due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}  # 4 tokens, 3 epochs, 2 weights
     assert run_threads(2, shares) == [pytest.approx(due)] * 2

@@ -97,7 +97,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
 
     def actor_generate(self: Any, step: int) -> Any:
         """Rows of an engine that is a little off."""
-        first, *_ = self.shared.ownership(step).mini_batches
+        first, *_ = self.context.ownership(step).mini_batches
         cut = {2: range(BATCH), 3: first}.get(step, ()) if odd == "cut" else ()
         far = {0: -30.0, 2: 30.0} if odd == "far" else {}
         actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
@@ -105,28 +105,28 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
             for s in finished:
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
                 s.logprobs[:] = [p + o for p, o in zip(s.logprobs, off, strict=True)]
-            ends = [(s.finished or (odd == "cut" and s.row % 3 == 0)) and s.row not in cut for s in finished]
-            yield [replace(s, finished=end) for s, end in zip(finished, ends, strict=True)]
+            by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
+            yield [replace(s, end="eos" if by_itself[s.row] and s.row not in cut else "limit") for s in finished]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
-        rows = {s.row: (s.prompt, s.response, s.logprobs, s.finished) for s in rollout.samples}
-        torch.save(rows, record / f"rows_{step}_{self.rank}.pt")
+        rows = {s.row: (s.prompt, s.response, s.logprobs, not s.truncated) for s in rollout.samples}
+        torch.save(rows, record / f"rows_{step}_{self.group.dp_rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)
         weights = dict(self.policy.weights(torch.float32))
-        if step == STEPS and self.rank == 0:
+        if step == STEPS and self.group.dp_rank == 0:
             torch.save(weights, record / "policy.pt")
         return metrics
 
     def critic_update(self, step, scored, returns):
         torch.save(
             dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
-            record / f"scores_{step}_{self.rank}.pt",
+            record / f"scores_{step}_{self.group.dp_rank}.pt",
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
         weights = dict(self.value.weights(torch.float32))
-        if step == STEPS and self.rank == 0:
+        if step == STEPS and self.group.dp_rank == 0:
             torch.save(weights, record / "value.pt")
         return metrics
 
@@ -186,12 +186,12 @@ def reference(
     steps = []
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
-        cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, actor_size=1, critic_size=1)
+        cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, sizes={"actor": 1, "critic": 1})
         made = [
             Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
             for row, (prompt, response, engine, finished) in sorted(rows.items())
         ]
-        value_rows = cut.critic_rows(0, value_mini_batches)
+        value_rows = cut.rows("critic", 0, value_mini_batches)
         steps.append(Step(made, [list(mini) for mini in cut.mini_batches], value_rows))
     hyper = Hyper(
         **HYPER | changes,
@@ -248,15 +248,12 @@ def test_one_rank_is_the_paper(baseline):
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        (2, {"placement__actor": 1}),
-        (3, {"placement__actor": 2}),
+        (2, {"placement__actor": 1, "slow": "critic"}),
+        (3, {"placement__actor": 2, "slow": "actor"}),
         (3, {"placement__actor": 1}),
         (4, {"placement__actor": 3}),
         (2, {"placement__mode": "colocated"}),
-        (3, {"placement__actor": 2, "rollout__chunks": 1}),
-        (2, {"placement__actor": 1, "slow": "critic"}),
-        (3, {"placement__actor": 2, "slow": "actor"}),
-        (3, {"placement__actor": 2, "compute__activation_checkpointing": ""}),
+        (3, {"placement__actor": 2, "compute__activation_checkpointing": "", "rollout__chunks": 1}),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
         (4, {"placement__actor": 2, "compute__gather": "mini_batch"}),
         (4, {"placement__mode": "colocated", "fsdp__shard_size": 2}),
@@ -272,15 +269,9 @@ def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes
     compare(seen, baseline[1])
 
 
-@pytest.mark.parametrize("aggregate", ["seq_mean_token_sum", "seq_mean_token_mean"])
-def test_aggregates(inputs, tmp_path, aggregate):
-    seen = run(inputs, tmp_path, 3, placement__actor=2, ppo__aggregate=aggregate)
-    compare(seen, reference(inputs, seen, fresh_head(inputs), aggregate=aggregate))
-
-
 def test_options_that_are_not_the_default(inputs, tmp_path):
-    """Dual clip on, whitening off, other KL estimators, the reference moved away between its uses."""
-    changes = {"dual_clip": 1.05, "kl_kind": "k3", "kl_loss_kind": "k2"}
+    """Sums over rows, dual clip on, whitening off, other KL estimators, the reference moved away between its uses."""
+    changes = {"dual_clip": 1.05, "kl_kind": "k3", "kl_loss_kind": "k2", "aggregate": "seq_mean_token_sum"}
     argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
     compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
@@ -301,11 +292,19 @@ def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
         assert ours["actor/ratio_clamped"] == pytest.approx(sum(far) / len(far), rel=0.2)
 
 
-@pytest.mark.parametrize(("actor", "chunks", "offload"), [(2, 4, {}), (1, 2, {"reference__offload": ""})])
-def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, chunks, offload):
-    argv = {"placement__reference": "critic", "ppo__kl_loss_coef": 0.0, "rollout__chunks": chunks}
-    seen = run(inputs, tmp_path, 3, placement__actor=actor, **argv, **offload)
-    compare(seen, reference(inputs, seen, fresh_head(inputs), kl_loss_coef=0.0))
+@pytest.mark.parametrize(
+    ("actor", "argv", "changes"),
+    [
+        (2, {"rollout__chunks": 4}, {}),
+        (1, {"rollout__chunks": 2, "reference__offload": ""}, {"aggregate": "seq_mean_token_mean"}),
+    ],
+)
+def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, changes):
+    """The second time with means over rows."""
+    changes = changes | {"kl_loss_coef": 0.0}
+    argv = argv | {"placement__reference": "critic"} | {f"ppo__{name}": value for name, value in changes.items()}
+    seen = run(inputs, tmp_path, 3, placement__actor=actor, **argv)
+    compare(seen, reference(inputs, seen, fresh_head(inputs), **changes))
 
 
 def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
@@ -338,14 +337,13 @@ PRACTICE = {
     ("world", "placement", "value_mini_batches", "changes"),
     [
         (1, {}, 1, {}),
-        (3, {"placement__actor": 2}, 1, {}),
         (3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
         (2, {"placement__mode": "colocated"}, 1, {"importance": "sequence", "mask_truncated": False}),
     ],
 )
 def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement, value_mini_batches, changes):
     """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head start, truncated
-    importance weights, truncated rows left out, a KL coefficient that is steered, a penalty for rows without an end."""
+    importance weights, truncated rows left out, an adaptive KL coefficient, a penalty for rows without an end."""
     practice = PRACTICE | changes
     argv = {f"ppo__{name}": value for name, value in practice.items() if value is not True and value is not False}
     argv |= {"ppo__mask_truncated": ""} if practice["mask_truncated"] else {}

@@ -16,18 +16,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from splitppo import algo
+from splitppo import learner as learning
 from splitppo.config import OptimConfig, PlacementConfig
-from splitppo.job.nodes import Launch
+from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner, Runner
+from splitppo.learner import Learner
 from splitppo.models.attention import PACKED
-from splitppo.models.build import build, read_config
+from splitppo.models.batching import cut_lengths, micro_batch, partition
+from splitppo.models.build import Kind, build, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.runner import Runner
 from splitppo.models.sharding import COMPILER, local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill, materialize
 from splitppo.placement import own, place
-from splitppo.rollout import Rollout, Sample, cut_lengths, deal, micro_batch
+from splitppo.rollout import Rollout, Sample
 from splitppo.run import checkpoint
 from splitppo.run import saver as saving
 from splitppo.run.saver import Saver, load
@@ -51,7 +54,7 @@ def samples(rows: Iterable[int] = range(BATCH)):
         generator = torch.Generator().manual_seed(row)
         prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
         response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
-        made.append(Sample(row, prompt, response, [0.0] * len(response), True))
+        made.append(Sample(row, prompt, response, [0.0] * len(response), "eos"))
     return made
 
 
@@ -87,20 +90,20 @@ def make_learner(folder, kind, world, rank, runtime=None, *, packed=False):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = runtime or Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
     model = build(read_config(str(folder)), kind, packed=packed)
-    parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
+    parallelize(model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
-    runner = Runner(runtime.mesh["actor"], CPU, 40)
+    runner = Runner(runtime.groups["actor"], CPU, 40)
     return Learner(model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"), runtime
 
 
 def mine(world, rank):
-    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, actor_size=world, critic_size=world)
+    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": world, "critic": world})
     return cut.rows("actor", rank)
 
 
-def train_rank(rank, world, folder, kind, packed=False):
+def train_rank(rank, world, folder, kind, runtime=None, *, packed=False):
     """Forward, one update, weights: what the test compares."""
-    learner, _ = make_learner(folder, kind, world, rank, packed=packed)
+    learner, _ = make_learner(folder, kind, world, rank, runtime, packed=packed)
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     outputs = (
@@ -112,6 +115,13 @@ def train_rank(rank, world, folder, kind, packed=False):
     figures = learner.update(rollout, rows, fields(rollout), objective, step=1, epochs=1)
     by_row = dict(zip(rollout.rows, [t.tolist() for t in rollout.split(out)], strict=True))
     return by_row, figures, before, full_weights(learner)
+
+
+def train_both_rank(rank, world, folder, packed):
+    placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
+    runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
+    kinds: tuple[Kind, Kind] = ("policy", "value")
+    return {kind: train_rank(rank, world, folder, kind, runtime, packed=packed) for kind in kinds}
 
 
 def plain(folder, kind, weights):
@@ -148,10 +158,15 @@ def plain(folder, kind, weights):
     return outs, float(loss.detach()), float(norm), model.state_dict()
 
 
+@pytest.fixture(scope="module", params=[(1, False), (2, False), (3, False), (1, True), (3, True)], ids=str)
+def both_kinds(folder, request):
+    world, packed = request.param
+    return run_ranks(world, train_both_rank, world, folder, packed)
+
+
 @pytest.mark.parametrize("kind", ["policy", "value"])
-@pytest.mark.parametrize(("world", "packed"), [(1, False), (2, False), (3, False), (1, True), (3, True)])
-def test_ranks_are_one_module(folder, world, kind, packed):
-    parts = run_ranks(world, train_rank, world, folder, kind, packed)
+def test_ranks_are_one_module(folder, both_kinds, kind):
+    parts = [part[kind] for part in both_kinds]
     before = parts[0][2]
     outs, loss, norm, after = plain(folder, kind, before)
     seen = {row: out for part in parts for row, out in part[0].items()}
@@ -200,7 +215,7 @@ def by_value_rank(rank, folder):
     optim = OptimConfig(lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2)
     runner = replace(learner.runner, budget=10**6)
     learner = Learner(learner.model, runner, optim, steps=6, aggregate="seq_mean_token_mean")
-    learner._balanced = lambda *given: given  # type: ignore[method-assign]
+    learning.balance = lambda *given: given[:3]  # in this process alone
     rollout = Rollout(samples([row for rows in WORK[rank] for row in rows]))
     given = fields(rollout)
     (new,) = runner.forward(learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]], fields=1)
@@ -336,9 +351,9 @@ def draw_rank(rank, world, folder):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
     model = build(read_config(str(folder)), "policy")
-    parallelize(model, runtime.mesh["actor"], dtype=torch.float32, activation_checkpointing=False)
-    fill(model, str(folder), device=CPU, random_seed=4)
-    learner = Learner(model, Runner(runtime.mesh["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
+    parallelize(model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False)
+    fill(model, str(folder), device=CPU, random_init=True, seed=4)
+    learner = Learner(model, Runner(runtime.groups["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
     return full_weights(learner)
 
 
@@ -360,15 +375,15 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed):
     assert len(cut) - 1 == -(-sum(lengths) // 30) if packed else len(cut) > 3
 
 
-def test_dealing_evens_the_lots_out():
+def test_dealing_evens_the_bins_out():
     costs = [7.0, 1, 1, 5, 3, 2, 8, 4, 6, 2, 9]
-    lots = deal(costs, 3)
-    assert lots is not None
-    assert sorted(i for lot in lots for i in lot) == list(range(len(costs)))
-    assert {sum(costs[i] for i in lot) for lot in lots} == {16.0}
-    assert deal([3, 3, 3], 2, sizes=[3, 3, 3], room=5) is None
-    assert deal([9, 1], 2, sizes=[9, 1], room=5) == [[0], [1]]
-    assert deal([], 2) == [[], []]
+    bins = partition(costs, 3)
+    assert bins is not None
+    assert sorted(i for lot in bins for i in lot) == list(range(len(costs)))
+    assert {sum(costs[i] for i in lot) for lot in bins} == {16.0}
+    assert partition([3, 3, 3], 2, sizes=[3, 3, 3], room=5) is None
+    assert partition([9, 1], 2, sizes=[9, 1], room=5) == [[0], [1]]
+    assert partition([], 2) == [[], []]
 
 
 def warm_rank(rank, folder):
@@ -415,9 +430,9 @@ def compiled_rank(rank, folder, checkpointing):
     runtime = Runtime(Launch(rank, 1, rank, 1), placement, CPU, 60.0)
     model = build(read_config(str(folder)), "policy", packed=True)
     how: Any = {"dtype": torch.float32, "activation_checkpointing": checkpointing, "compiled": True}
-    parallelize(model, runtime.mesh["actor"], **how)
+    parallelize(model, runtime.groups["actor"].mesh, **how)
     fill(model, str(folder), device=CPU, seed=9)
-    runner = Runner(runtime.mesh["actor"], CPU, 4096)
+    runner = Runner(runtime.groups["actor"], CPU, 4096)
     learner = Learner(model, runner, OptimConfig(), steps=4, aggregate="token_mean")
     outputs = PolicyOutputs(TEMPERATURE, VOCABULARY, compiled=True)
 

@@ -21,8 +21,9 @@ def compare(
 ) -> Any:
     of: Any = Actor.__new__(Actor)
     settings = {"top_p": 1.0, "top_k": 0, **rollout}
-    of.shared = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(**settings)))
-    of.mesh, of.rank, of.engine_dtype, of.compared = SimpleNamespace(size=lambda: 1), rank, dtype, False
+    of.context = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(**settings)))
+    of.group = SimpleNamespace(all_sum=lambda sums: sums.double(), is_first=rank == 0)
+    of.engine_dtype, of.compared = dtype, False
     of._compare(torch.tensor(engine), torch.tensor(trainer))
     return of
 
@@ -37,9 +38,9 @@ def test_precision_sets_what_is_worth_a_warning_and_what_ends_the_run(dtype: tor
         assert capsys.readouterr().out == "", "one rank says it"
         compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * much], dtype=dtype)
         assert f"{str(dtype)[6:]} explains {much:g}" in capsys.readouterr().out
-        with pytest.raises(UserError, match=rf"apart; {str(dtype)[6:]} explains {most:g}: .*--engine.kind hf"):
+        with pytest.raises(UserError, match=rf"{str(dtype)[6:]} explains {most:g}: .*--engine.kind hf"):
             compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * most], dtype=dtype)
-    with pytest.raises(UserError, match="are nan nats"):
+    with pytest.raises(UserError, match="nan nats"):
         compare([-1.0], [math.nan], dtype=dtype)
     assert compare([], [], dtype=dtype).compared
 
@@ -91,5 +92,5 @@ def test_an_engine_with_other_weights_ends_the_run_on_all_ranks(
     for status, compared in run_ranks(ranks, other_weights_rank, argv):
         assert (status, len(compared)) == (2, 1)
     said = capfd.readouterr().err
-    assert said.count("error: log-probs of engine and trainer are") == 1
+    assert said.count("error: log-probs of engine and trainer differ by") == 1
     assert "they run different models; try --engine.kind hf or --compute.packing off" in said

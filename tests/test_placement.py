@@ -6,16 +6,15 @@ import pytest
 
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.placement import Ownership, Role, copies, own, place
+from splitppo.placement import Ownership, Role, chunk_sizes, own, place, replicas
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
 
 
 def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
-    return own(
-        seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, actor_size=actor, critic_size=critic
-    )
+    size: dict[Role, int] = {"actor": actor, "critic": critic}
+    return own(seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, sizes=size)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
 )
 def test_groups(config, world, local, actor, critic):
     placement = place(config, world=world, local_world=local)
-    assert (list(placement.actor), list(placement.critic)) == (actor, critic)
+    assert (list(placement.groups["actor"]), list(placement.groups["critic"])) == (actor, critic)
     assert placement.mode == (config.mode if config.mode != "auto" else "colocated" if world == 1 else "per_node")
     assert placement.colocated == (actor == critic)
     for rank in range(world):
@@ -76,15 +75,15 @@ def test_wrong_sizes_say_what_to_do(config, world, local, says):
         (PlacementConfig(mode="colocated"), 1, [[rank] for rank in range(8)]),
     ],
 )
-def test_copies_of_the_weights_keep_to_nodes(config, size, due):
-    assert copies("actor", place(config, world=8, local_world=4), size, local_world=4) == due
+def test_replicas_keep_to_nodes(config, size, due):
+    assert replicas("actor", place(config, world=8, local_world=4), size, local_world=4) == due
 
 
-def test_a_copy_a_node_fits_any_split():
+def test_a_replica_a_node_fits_any_split():
     placement = place(PlacementConfig(actor=10), world=16, local_world=8)
-    assert copies("actor", placement, "node", local_world=8) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
-    assert copies("critic", placement, "node", local_world=8) == [[5, 6, 7], [13, 14, 15]]
-    assert copies("actor", place(PlacementConfig(), world=2, local_world=2), "node", local_world=2) == [[0]]
+    assert replicas("actor", placement, "node", local_world=8) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
+    assert replicas("critic", placement, "node", local_world=8) == [[5, 6, 7], [13, 14, 15]]
+    assert replicas("actor", place(PlacementConfig(), world=2, local_world=2), "node", local_world=2) == [[0]]
 
 
 @pytest.mark.parametrize(
@@ -92,12 +91,12 @@ def test_a_copy_a_node_fits_any_split():
     [
         (PlacementConfig(mode="colocated"), 8, 3, "fsdp.shard_size=3 does not cut the 8 actor ranks on 2 nodes"),
         (PlacementConfig(actor=6, critic=2), 8, 2, r"6 actor ranks on 2 nodes .*; use one of \[1, 3, 6\]"),
-        (PlacementConfig(actor=3), 4, 2, r"the 3 actor ranks into whole copies; use one of \[1, 3\]"),
+        (PlacementConfig(actor=3), 4, 2, r"the 3 actor ranks into whole replicas; use one of \[1, 3\]"),
     ],
 )
-def test_sizes_that_would_cut_a_copy_over_parts_of_nodes_are_refused(config, world, size, says):
+def test_sizes_that_would_cut_a_replica_over_parts_of_nodes_are_refused(config, world, size, says):
     with pytest.raises(UserError, match=says):
-        copies("actor", place(config, world=world, local_world=4), size, local_world=4)
+        replicas("actor", place(config, world=world, local_world=4), size, local_world=4)
 
 
 @pytest.mark.parametrize(("actor", "critic"), SIZES)
@@ -106,7 +105,7 @@ def test_every_row_has_one_owner_in_each_group(actor, critic):
     for role, size in zip(ROLES, (actor, critic), strict=True):
         rows = [row for rank in range(size) for row in own_.all_rows(role, rank)]
         assert sorted(rows) == list(range(24))
-    shared = [row for a in range(actor) for c in range(critic) for row in own_.shared(a, c)]
+    shared = [row for a in range(actor) for c in range(critic) for row in own_.between("actor", a, "critic", c)]
     assert sorted(shared) == list(range(24))
 
 
@@ -128,13 +127,13 @@ def test_ranks_are_even_within_each_mini_batch(actor, critic):
 
 def test_samples_of_a_prompt_stay_together():
     own_ = ownership(2, 2, batch=24, samples=4)
-    owners = [{own_.critic_of[p * 4 + s] for s in range(4)} for p in range(6)]
+    owners = [{own_.owner("critic")[p * 4 + s] for s in range(4)} for p in range(6)]
     assert all(len(ranks) == 1 for ranks in owners)
 
 
 def test_few_pairs_talk():
     own_ = ownership(5, 3, batch=60)
-    pairs = [(a, c) for a, c in itertools.product(range(5), range(3)) if own_.shared(a, c)]
+    pairs = [(a, c) for a, c in itertools.product(range(5), range(3)) if own_.between("actor", a, "critic", c)]
     assert len(pairs) <= 5 + 3 - 1
 
 
@@ -142,25 +141,33 @@ def test_few_pairs_talk():
 def test_messages_hold_every_shared_row_once(chunks):
     own_ = ownership(3, 2, batch=23)
     for a, c in itertools.product(range(3), range(2)):
-        rows = own_.message_rows(a, c, chunks)
+        count = len(own_.between("actor", a, "critic", c))
+        rows = chunk_sizes(count, chunks)
         assert len(rows) == chunks
-        assert sum(rows) == len(own_.shared(a, c))
+        assert sum(rows) == count
 
 
 def test_the_last_rows_to_finish_are_few_in_a_message():
-    assert ownership(1, 1, batch=90).message_rows(0, 0, 4) == [45, 23, 11, 11]
-    assert ownership(1, 1, batch=2).message_rows(0, 0, 4) == [1, 1, 0, 0]
+    assert chunk_sizes(90, 4) == [45, 23, 11, 11]
+    assert chunk_sizes(2, 4) == [1, 1, 0, 0]
 
 
 def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
     """By hand; and the same rows are together whatever the number of ranks."""
-    four = Ownership(((0, 1), (2, 3), (4, 5), (6, 7)), 1, 1)
-    assert four.critic_rows(0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert four.critic_rows(0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    four = Ownership(((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
+    assert four.rows("critic", 0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert four.rows("critic", 0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     shuffled = ((7, 1, 3, 0, 8), (5, 2, 6, 4))
-    one, two = Ownership(shuffled, 1, 1), Ownership(shuffled, 1, 2)
-    assert one.critic_rows(0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
-    assert two.critic_rows(0, 4) == [[7], [1], [5], [2]]
-    assert two.critic_rows(1, 4) == [[3, 8], [0], [6], [4]]
-    assert one.critic_rows(0, 6) == [[7, 0], [1, 8], [3], [5, 4], [2], [6]]
-    assert two.critic_rows(1, 1) == [[3, 0, 8, 6, 4]]
+    one, two = (Ownership(shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
+    assert one.rows("critic", 0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
+    assert two.rows("critic", 0, 4) == [[7], [1], [5], [2]]
+    assert two.rows("critic", 1, 4) == [[3, 8], [0], [6], [4]]
+    assert one.rows("critic", 0, 6) == [[7, 0], [1, 8], [3], [5, 4], [2], [6]]
+    assert two.rows("critic", 1, 1) == [[3, 0, 8, 6, 4]]
+
+
+def test_the_pairs_between_which_rows_go():
+    ownership = own(seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4})
+    pairs = [(i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)]
+    assert ownership.pairs("actor", "critic") == pairs
+    assert len(pairs) < 12

@@ -1,5 +1,6 @@
 """The verbs of actor and critic by value, on two ranks, with models and engines that only hand out numbers."""
 
+import json
 import math
 import threading
 from dataclasses import replace
@@ -10,19 +11,21 @@ import pytest
 import torch
 from ranks import run_threads
 
+from splitppo import algo
 from splitppo.actor import Actor
 from splitppo.config.cli import parse
-from splitppo.context import Shared, learning_metrics
+from splitppo.context import Context, learning_metrics
 from splitppo.critic import Critic, Scored
 from splitppo.errors import UserError
+from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import Rollout, Sample
-from splitppo.run.build import Run
+from splitppo.rollout import End, Rollout, Sample
+from splitppo.run.life import Run
 
 CPU = torch.device("cpu")
 HELD = [[0, 1], [2, 3]]  # rows of each rank
 LENGTHS, PROMPTS = [2, 1, 3, 2], [1, 2, 3, 4]
-FINISHED = [True, False, True, True]
+ENDS: list[End] = ["eos", "limit", "eos", "stop"]
 SCORES = [[1.0, 3.0, -5.0, 2.5], [0.0, 2.0, 4.0, 40.0]]  # of two steps
 PARSING = threading.Lock()  # ranks are threads, and tyro's cache is not made for them
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
@@ -45,28 +48,28 @@ def packed(figures: list[list[float]], rank: int) -> torch.Tensor:
 
 
 def rollout_of(rank: int) -> Rollout:
-    return Rollout([Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], FINISHED[r]) for r in HELD[rank]])
+    return Rollout([Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], ENDS[r]) for r in HELD[rank]])
 
 
-def shared_of(*argv: str) -> Shared:
+def context_of(*argv: str) -> Context:
     with PARSING:
         config = parse(["--rollout.batch-size=4", "--ppo.mini-batches=1", *argv])
-    return Shared(config, cast(Any, None), cast(Any, None), (), cast(Any, None), 10)
+    return Context(config, cast(Any, None), cast(Any, None), (), cast(Any, None), 10)
 
 
-def judge_rank(mesh: Any) -> list:
-    rank, found = mesh.rank, []
+def advantages_rank(group: Group) -> list:
+    rank, found = group.dp_rank, []
     for how in ("batch", "running"):
         ppo = [f"--ppo.gamma={GAMMA}", f"--ppo.lam={LAM}", f"--ppo.kl-coef={KL_COEF}", "--ppo.kl-kind=k1"]
-        shared = shared_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
-        value: Any = SimpleNamespace(runner=SimpleNamespace(mesh=mesh))
-        critic = Critic(shared, value, cast(Any, None), None)
+        context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
+        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+        critic = Critic(context, value, cast(Any, None), None)
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
             scored = Scored(rollout, packed(VALUES, rank), mine, extra, [])
-            advantages, returns = critic.judge(scored, [packed(OLD, rank), packed(REF, rank)])
-            found.append((advantages.tolist(), returns.tolist(), critic.metrics))
+            advantages, returns, metrics = critic.advantages(scored, [packed(OLD, rank), packed(REF, rank)])
+            found.append((advantages.tolist(), returns.tolist(), metrics))
     return found
 
 
@@ -75,7 +78,7 @@ def variance(xs: list[float]) -> float:
     return sum((x - mean) ** 2 for x in xs) / (len(xs) - 1)
 
 
-def judged(scores: list[float], seen: list[float]) -> tuple[list[float], list[float], dict[str, float]]:
+def expected(scores: list[float], seen: list[float]) -> tuple[list[float], list[float], dict[str, float]]:
     """What a critic should make of it, over all rows in plain numbers; `seen`: the scores that normalise."""
     shaped = [(s - sum(seen) / len(seen)) / math.sqrt(variance(seen)) for s in scores]
     advantages, returns, rewards = [], [], []
@@ -102,26 +105,26 @@ def judged(scores: list[float], seen: list[float]) -> tuple[list[float], list[fl
 
 
 def test_what_the_critic_makes_of_scores_kl_and_values():
-    both = run_threads(2, judge_rank)
+    both = run_threads(2, advantages_rank)
     seen = [SCORES[0], SCORES[1], SCORES[0], SCORES[0] + SCORES[1]]  # batch, batch, running, running
     for first, second, scores, of in zip(*both, SCORES * 2, seen, strict=True):
-        advantages, returns, figures = judged(scores, of)
+        advantages, returns, figures = expected(scores, of)
         assert first[0] + second[0] == pytest.approx(advantages, rel=1e-4, abs=1e-5)
         assert first[1] + second[1] == pytest.approx(returns, rel=1e-4, abs=1e-5)
         for _, _, metrics in (first, second):
             assert {name: metrics[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5)
 
 
-def failing_rank(mesh: Any) -> list[str]:
+def failing_rank(group: Group) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3."""
-    rank, value = mesh.rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(mesh=mesh)))
-    critic, said = Critic(shared_of(), value, cast(Any, None), None), []
+    rank, value = group.dp_rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group)))
+    critic, said = Critic(context_of(), value, cast(Any, None), None), []
     for step in range(1, 7):
         failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
         scored = Scored(rollout_of(rank), torch.zeros(0), torch.zeros(2), {}, failed)
         try:
-            told = critic._failed(scored)
+            told = critic._failures(scored)
             said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']}")
         except UserError as error:
             said.append(str(error))
@@ -132,7 +135,8 @@ def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
     said = run_threads(2, failing_rank)
     assert said[0] == said[1]
     assert said[0][:5] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0"]
-    assert said[0][5] == "reward all failed on all rows of the last 3 steps: step 6; mend it"
+    for part in ("reward all ", "every row", "3 steps", "step 6", "fix it"):
+        assert part in said[0][5]
     assert capfd.readouterr().out.count("[critic] rewards that failed") == 6  # told by the first rank alone
 
 
@@ -147,15 +151,15 @@ class Engine:
         self.calls.append(weights)
 
 
-def act_rank(mesh: Any) -> tuple:
-    rank, engine, bad = mesh.rank, Engine([4.0, 0.0][mesh.rank]), []
+def act_rank(group: Group) -> tuple:
+    rank, engine, bad = group.dp_rank, Engine([4.0, 0.0][group.dp_rank]), []
 
     def check_finite() -> None:
         if bad:
             raise FloatingPointError
 
     forward = lambda *_, **__: [packed(OLD, rank), packed(ENTROPY, rank)]  # noqa: E731
-    runner = SimpleNamespace(mesh=mesh, forward=forward)
+    runner = SimpleNamespace(group=group, forward=forward)
     steps = [{"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0}, {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0}]
     given: list[Any] = []
 
@@ -165,13 +169,13 @@ def act_rank(mesh: Any) -> tuple:
 
     policy: Any = SimpleNamespace(runner=runner, model=None, updates=0, check_finite=check_finite, update=update)
     policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
-    reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), rest=lambda: None)
+    reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
     scores = iter([0.3, 0.5, 0.4])
     validator: Any = SimpleNamespace(due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)})
-    shared = shared_of("--ppo.critic-warmup=1", "--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
+    context = context_of("--ppo.critic-warmup=1", "--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
     rows = lambda _, rank: [HELD[rank]]  # noqa: E731
-    shared = replace(shared, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
-    actor = Actor(shared, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
+    context = replace(context, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
+    actor = Actor(context, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
                   validator=validator)  # fmt: skip
     rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's
     actor.sync()  # neither engine has weights
@@ -182,10 +186,10 @@ def act_rank(mesh: Any) -> tuple:
     with pytest.raises(FloatingPointError):
         actor.sync()
     calls, bad[:] = list(engine.calls), []
-    logprobs = actor.logprobs(rollout)
-    told = [actor.update(step, rollout, logprobs, packed(OLD, rank)) for step in (1, 2)]
+    logprobs, noted = actor.logprobs(rollout)
+    told = [noted | actor.update(step, rollout, logprobs, packed(OLD, rank)) for step in (1, 2)]
     trained = [actor.trained]
-    told.append(actor.update(3, rollout, logprobs, packed(OLD, rank)))
+    told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
     trained.append(actor.trained)
     best = [actor.validate(step) for step in (0, 1, 2, 3)]
     return calls, told, given, trained, best
@@ -242,9 +246,33 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     done: list[Any] = []
     run: Any = object.__new__(Run)
     log = SimpleNamespace(first=False, finish=lambda step, metrics: done.append(("line", step, metrics)))
-    run.logs, run.wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
+    run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
+    run.links = SimpleNamespace(wire=wire)
     run.config, run.start = parse([]), 0
     run.progress = SimpleNamespace(finish=lambda role, step, metrics: done.append(("counts", role, step, metrics)))
     run.profiler = SimpleNamespace(boundary=lambda step: done.append(step))
     run.finish("critic", 3, {"x": 1.0})
     assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", "critic", 3, {"x": 1.0}), 4]
+
+
+def test_the_critics_state_goes_through_json():
+    def state_rank(group: Group) -> None:
+        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2"]
+        before, after, other = (
+            Critic(context_of(*ppo), value, cast(Any, None), None) for ppo in (adaptive, adaptive, fixed)
+        )
+        assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0]}
+        before.kl.coef = 0.37
+        before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
+        state = json.loads(json.dumps(before.state()))
+        after.load_state(state)
+        assert after.kl.coef == 0.37
+        assert after.state() == before.state()
+        other.load_state(state)
+        assert other.kl.coef == 0.2  # it does not adapt: what is configured now
+        for critic in (after, other):  # float32 would count no further than to 2^24 scores
+            past = critic.past_scores
+            assert {part.dtype for part in (past.count, past.mean, past.variance)} == {torch.float64}
+
+    run_threads(1, state_rank)

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -14,10 +15,13 @@ from ranks import run_ranks, run_threads
 
 from splitppo import train
 from splitppo.config import Config, LogConfig, RolloutConfig
+from splitppo.context import Context
 from splitppo.engine import Sampling, row_seed
+from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Prompt, Sample
-from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k, write_rows, write_table
+from splitppo.run.samples import table, write_rows
+from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
 
@@ -34,7 +38,8 @@ class FakeEngine:
     def generate(self, requests, sampling, *, seed, step):
         self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed, step))
         waiting = [
-            Sample(r.row, r.prompt, self.response(sampling, seed, step, r.row), [], r.row % 3 > 0) for r in requests
+            Sample(r.row, r.prompt, self.response(sampling, seed, step, r.row), [], "eos" if r.row % 3 else "limit")
+            for r in requests
         ]
         while waiting:
             self.events.append("rows")
@@ -46,7 +51,7 @@ class FakeEngine:
         return [ord(char) for char in f"it is {said}" + "." * (row % 4)]
 
     def load_weights(self, weights): ...
-    def rest(self, *, trained): ...
+    def release_memory(self, *, trained): ...
     def close(self): ...
 
 
@@ -96,13 +101,15 @@ def held_out(count: int) -> list[Prompt]:
     return [Prompt(f"ask {i}", [i, i + 1], "odd" if i % 2 else "even", i % 3, {}) for i in range(count)]
 
 
-def make_validator(mesh: Any, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
+def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
     config = Config(
         seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",)), log=log
     )
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
-    return Validator(config, held_out(count), decode, engine, mesh, cast(Any, scorer), folder)
+    nothing: Any = None
+    context = Context(config, nothing, nothing, held_out(count), decode, 10)
+    return Validator(context, engine, group, cast(Any, scorer), partial(write_rows, folder / "validation"))
 
 
 def on_one_rank(function, *args) -> Any:
@@ -194,8 +201,8 @@ def test_the_trainers_own_figure_wins_over_a_rewards_of_the_same_name():
     assert (found["val/response_length/mean"], found["val/best/mean"]) == (10, 1)
 
 
-def validate(mesh: Any, folder: Path, count: int) -> dict[str, float]:
-    return make_validator(mesh, folder / f"rank_{mesh.rank}" if mesh.rank else folder, count).run(5)
+def validate(group: Group, folder: Path, count: int) -> dict[str, float]:
+    return make_validator(group, folder / f"rank_{group.dp_rank}" if group.dp_rank else folder, count).run(5)
 
 
 @pytest.mark.parametrize("count", [7, 2])  # 2: a rank without prompts
@@ -217,16 +224,16 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     found = on_one_rank(validate, tmp_path, 20)
     rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
-    names = ["step", "row", "sample", "score", "prompt", "response", "finished", "data_source", "ground_truth"]
+    names = ["step", "row", "score", "prompt", "response", "end", "data_source", "ground_truth", "sample"]
     assert list(rows[0]) == names
     for row in rows:
         said = row_seed(14, 0, row["row"]) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
         assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
-        assert (row["prompt"], row["finished"]) == (f"ask {row['row'] // 4}", row["row"] % 3 > 0)
+        assert (row["prompt"], row["end"]) == (f"ask {row['row'] // 4}", "eos" if row["row"] % 3 else "limit")
     assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
     assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
-    assert found["val/clip_ratio"] == pytest.approx(fmean(not row["finished"] for row in rows))
+    assert found["val/clip_ratio"] == pytest.approx(fmean(row["end"] == "limit" for row in rows))
     assert found["val/failures"] == 20
     told = "[actor] step 5, held-out rows, rewards that failed: judge: 20 x timeout, first of row 3: took long"
     assert told in capfd.readouterr().out.splitlines()
@@ -236,8 +243,8 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
 
 
-def validate_twice(mesh: Any, folder: Path, log: LogConfig) -> Any:
-    validator = make_validator(mesh, folder, 3, log)
+def validate_twice(group: Group, folder: Path, log: LogConfig) -> Any:
+    validator = make_validator(group, folder, 3, log)
     results = [validator.run(step) for step in (0, 5)]
     assert isinstance(validator.engine, FakeEngine)
     return results, validator.engine.calls, validator.engine.events
@@ -267,8 +274,8 @@ def test_rows_are_scored_while_others_are_generated(tmp_path):
     assert events == [*["rows", "submit"] * 6, *["result"] * 6] * 2
 
 
-def due_steps(mesh: Any, folder: Path, every: int, count: int) -> list[int]:
-    validator = make_validator(mesh, folder, count, LogConfig(validate_every=every))
+def due_steps(group: Group, folder: Path, every: int, count: int) -> list[int]:
+    validator = make_validator(group, folder, count, LogConfig(validate_every=every))
     return [step for step in range(13) if validator.due(step)]
 
 
@@ -298,40 +305,39 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
 
 
 def test_a_score_is_written_to_six_places(tmp_path):
-    record = run_threads(1, lambda mesh: make_validator(mesh, tmp_path, 1)._record(5, 3, "said", 2 / 3, True))[0]
+    record = run_threads(1, lambda group: make_validator(group, tmp_path, 1)._record(5, 3, "said", 2 / 3, "eos"))[0]
     assert (record["score"], record["sample"], record["prompt"]) == (0.666667, 3, "ask 0")
 
 
-def test_120_characters_fit_into_a_cell(tmp_path):
-    write_table(tmp_path / "table.md", [{"whole": "z" * 120, "cut": "a" * 61 + "z" * 60}])
-    assert table_cells(tmp_path / "table.md")[2] == ["z" * 120, "a" * 58 + " … " + "z" * 58]
-
-
-def table_cells(path: Path) -> list[list[str]]:
+def table_cells(text: str) -> list[list[str]]:
     """The cells as a reader of Markdown sees them."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = text.splitlines()
     return [[re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", f" {line} ")[1:-1]] for line in lines]
 
 
+def test_120_characters_fit_into_a_cell():
+    cells = table_cells(table([{"whole": "z" * 120, "cut": "a" * 61 + "z" * 60}]))
+    assert cells[2] == ["z" * 120, "a" * 58 + " … " + "z" * 58]
+
+
 def test_table_shows_the_first_16_rows(tmp_path):
-    write_table(tmp_path / "table.md", [{"row": i, "score": 0.5} for i in range(20)])
-    names, rule, *rows = table_cells(tmp_path / "table.md")
+    write_rows(tmp_path, 1, [{"row": i, "score": 0.5} for i in range(20)])
+    names, rule, *rows = table_cells((tmp_path / "step_000001.md").read_text())
     assert (names, rule) == (["row", "score"], ["---", "---"])
     assert rows == [[str(i), "0.5"] for i in range(16)]
-    write_table(tmp_path / "table.md", [])
-    assert (tmp_path / "table.md").read_text() == ""
+    write_rows(tmp_path, 2, [])
+    assert (tmp_path / "step_000002.md").read_text() == ""
 
 
-def test_table_keeps_its_shape_whatever_a_cell_holds(tmp_path):
+def test_table_keeps_its_shape_whatever_a_cell_holds():
     odd = "a | b\\| <|im_end|>\r\n*x* `y` _z_ &amp; [l](m) ~~s~~ $e$\tt\x00\u2028end"
-    write_table(tmp_path / "table.md", [{"prompt": odd, "response": "z" * 60 + "m" * 500 + "y" * 60, "truth": None}])
-    (prompt, response, truth) = table_cells(tmp_path / "table.md")[2]
+    raw = table([{"prompt": odd, "response": "z" * 60 + "m" * 500 + "y" * 60, "truth": None}])
+    (prompt, response, truth) = table_cells(raw)[2]
     assert prompt == "a | b\\| <|im_end|>↵*x* `y` _z_ &amp; [l](m) ~~s~~ $e$ t ↵end"
     assert re.fullmatch("z+ … y+", response)
     assert len(response) <= 120
     assert truth == "None"
-    raw = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()[2]
-    assert not re.search(r"(?<!\\)[*`<>_~&$\[\]]", raw)
+    assert not re.search(r"(?<!\\)[*`<>_~&$\[\]]", raw.splitlines()[2])
 
 
 def run_main(rank: int, argv: list[str]) -> None:

@@ -24,7 +24,8 @@ from transformers import AutoModelForSequenceClassification
 
 from splitppo.data.files import KINDS, raw_rows
 from splitppo.errors import UserError, command, words
-from splitppo.models import build as models
+from splitppo.models.build import read_config
+from splitppo.models.tokenizer import read_tokenizer
 
 FIGURES = "reward_training.json"
 """The file beside the model that says how it was trained and what it reached."""
@@ -246,8 +247,8 @@ def _example(columns: Any, training: Training, where: str) -> Example:
 
 def _load_body(folder: Path, max_tokens: int) -> tuple[Any, Any]:
     """Tokenizer and model; the head is drawn from torch's random state, and every dropout is off."""
-    config = models.read_config(str(folder))
-    tokenizer = models.read_tokenizer(str(folder))
+    config = read_config(str(folder))
+    tokenizer = read_tokenizer(str(folder))
     kinds: Any = AutoModelForSequenceClassification
     if type(config) not in kinds._model_mapping:
         raise UserError(

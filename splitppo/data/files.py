@@ -1,6 +1,6 @@
-"""Rows from files: .parquet, .json, .jsonl and folders that `datasets` wrote; verl's schema as it is, or plain columns.
+"""Rows from files: .parquet, .json, .jsonl and folders of the library `datasets`, with verl's columns or plain ones.
 
-Whatever is wrong in a file is a UserError that names the file and the row, counting from 1 (in .jsonl: the line).
+Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
 """
 
 import json
@@ -14,14 +14,16 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from splitppo.config import DataConfig, RolloutConfig
+from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
 KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
+Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row before tokenising; `where` names it in errors, `prompt` is a string or a list of messages."""
+    """A row before tokenising. `where` names the row in errors; `prompt` is a string or a list of messages."""
 
     where: str
     prompt: str | list[dict[str, Any]]
@@ -31,30 +33,33 @@ class Row:
 
 
 def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
-    """The rows of one file or folder, checked as they come: at least one, or an error.
+    """The rows of a file or folder, each checked when it is read. No rows: a UserError.
 
     Args:
         setting: the setting that names the file, for errors.
     """
     path = Path(file)
     source = path.name if path.is_dir() else path.stem
+    keys = {config.prompt_key, config.answer_key} - {""}
     number = 0
-    for number, columns in raw_rows(file, setting, _used_columns(config)):
+    for number, columns in raw_rows(
+        file, setting, {"data_source", "extra_info", *keys, *(k.split(".")[0] for k in keys)}
+    ):
         yield _check_row(config, source, f"{file} row {number}", columns)
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
 
 
-def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Iterator[tuple[int, Any]]:
-    """(row number, row as parsed) for each row of a file or folder.
+def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
+    """(row number, row as parsed) of each row of a file or folder.
 
     Args:
         setting: the setting that names the file, for errors.
-        used: the columns that are looked at.
-        kinds: what the caller can read, for errors.
+        used: the columns that the caller reads.
+        kinds: the kinds of file that the caller can read, for errors.
     """
     path = Path(file)
-    if not (path.is_file() or path.is_dir()):  # a pipe would be read once, and waited for
+    if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
     kind = "folder" if path.is_dir() else path.suffix
@@ -63,17 +68,11 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Ite
     return readers[kind](path, file, used)
 
 
-def _used_columns(config: DataConfig) -> set[str]:
-    names = {key: key.split(".")[0] for key in (config.prompt_key, config.answer_key) if key}
-    return {"data_source", "extra_info", *names, *names.values()}
-
-
-# The readers give (row number, row as parsed).
-def _read_parquet(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
     return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
 
 
-def _read_folder(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, Any]]:
+def _read_folder(path: Path, file: str, used: set[str]) -> Numbered:
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(f"{file.rstrip('/')}/{state.parent.name}" for state in sorted(path.glob("*/state.json")))
         raise UserError(f"{file} is a DatasetDict; name one of its splits: {splits or 'it holds none'}")
@@ -90,19 +89,18 @@ def _read_folder(path: Path, file: str, used: set[str]) -> Iterator[tuple[int, A
             f"{file} keeps the order of its rows apart (_indices_data_files), which is not read here; write it again: "
             "datasets.load_from_disk(...).flatten_indices().save_to_disk(...)"
         )
-    parts = ((path / name, f"{file}/{name}") for name in names)
-    rows = (row for part, told in parts for row in _table_rows(_arrow_batches(part), f"{told} is broken", file, used))
-    return enumerate(rows, 1)
+    tables = (_table_rows(_arrow_batches(path / name), f"{file}/{name} is broken", file, used) for name in names)
+    return enumerate((row for table in tables for row in table), 1)
 
 
-def _read_jsonl(path: Path, file: str, _used: set[str]) -> Iterator[tuple[int, Any]]:
+def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
     with path.open("rb") as lines:  # bytes: json finds the encoding, and says where it is broken
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, _parse_json(line, f"{file} row {number}")
 
 
-def _read_json(path: Path, file: str, _used: set[str]) -> Iterator[tuple[int, Any]]:
+def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
     content = path.read_bytes()
     rows = _parse_json(content, file) if content.strip() else []
     if not isinstance(rows, list):
@@ -121,9 +119,7 @@ def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
         yield from stream
 
 
-def _table_rows(
-    batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]
-) -> Iterator[dict[str, Any]]:
+def _table_rows(batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]) -> Iterator[Any]:
     while True:
         try:
             batch = next(batches, None)
@@ -133,11 +129,11 @@ def _table_rows(
         if batch is None:
             return
         for column in batch.schema:
-            # there "7" the text and 7 the number are the same bytes
+            # in such a column, "7" the text and 7 the number are the same bytes
             if column.name in used and "arrow.json" in str(column.type):
                 raise UserError(
-                    f"{file} has a column {column.name} of JSON texts (values of mixed types), whose strings cannot be "
-                    "told from numbers; give it one type, or write the rows as .jsonl"
+                    f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
+                    "numbers look the same; give it one type, or write the rows as .jsonl"
                 )
         yield from rows
 
@@ -149,7 +145,7 @@ def _parse_json(content: bytes, where: str) -> Any:
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, or bytes that are no text
-        raise UserError(f"{where}: broken JSON ({error}); mend it") from error
+        raise UserError(f"{where}: broken JSON ({error}); fix it") from error
 
 
 def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
@@ -163,9 +159,9 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
         raise UserError(f"data.answer_key={config.answer_key}: {where} has null there; {remedy}")
     source, extra = columns.get("data_source"), columns.get("extra_info")
     if not isinstance(source, str | None):
-        raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: mend the row")
+        raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row")
     if not isinstance(extra, dict | None):
-        raise UserError(f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: mend the row")
+        raise UserError(f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: fix the row")
     if not isinstance(prompt, str):
         # parquet fills the fields that a message lacks with null, and templates ask whether they are there
         prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
@@ -173,13 +169,13 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
 
 
 def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
-    """The value of column `key`; a dot goes into a nested column, unless the name with its dot is a column itself."""
+    """The value of column `key`. A dot names a field of a nested column, unless a column's own name has the dot."""
     if key in columns:
         return columns[key]
     value: Any = columns
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            known = ", ".join(_column_names(columns))
+            known = ", ".join(name for name, _ in leaves(columns))
             none = ", or '' if the reward needs no answer" if field == "answer_key" else ""
             raise UserError(
                 f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}{none}"
@@ -188,35 +184,27 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     return value
 
 
-def _column_names(columns: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in columns.items():
-        if isinstance(value, dict) and value:
-            yield from _column_names(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 def _check_prompt(prompt: Any, where: str) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list):
-        wanted = "it must be a string or a list of {role, content} messages: choose another column or mend the row"
-        raise UserError(f"{where} has a prompt of type {type(prompt).__name__}; {wanted}")
+        use = "it must be a string or a list of {role, content} messages: choose another column or fix the row"
+        raise UserError(f"{where} has a prompt of type {type(prompt).__name__}; {use}")
     for number, message in enumerate(messages, 1):
+        if isinstance(message, int):
+            raise UserError(f"{where} has token ids for a prompt; set data.prompt_key to a column of text")
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            if isinstance(message, int):
-                raise UserError(f"{where} has token ids for a prompt; set data.prompt_key to a column of text")
-            wanted = "{role: string, content: string}"
-            raise UserError(f"{where} has a prompt whose message {number} is not {wanted}; mend the row")
+            use = "{role: string, content: string}; fix the row"
+            raise UserError(f"{where} has a prompt whose message {number} is not {use}")
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:
-    """The response lengths of a benchmark; [] without one.
+    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset.
 
     Raises:
-        UserError: the file isn't there, or a line isn't a length that `rollout.max_new_tokens` allows.
+        UserError: there is no such file, or a number in it is no length up to `rollout.max_new_tokens`.
     """
     file, most = config.lengths, config.max_new_tokens
     if file is None:

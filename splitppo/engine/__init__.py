@@ -1,28 +1,32 @@
-"""What a rollout engine is: full weights in, finished rows out, one after the other while it goes on generating."""
+"""The rollout engine: it takes the policy's weights, generates rows in the background and yields each when it ends."""
 
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
 from splitppo.rollout import Request, Sample
 
+TICK = 0.005  # seconds between two empty lists of `generate`
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; `limits.check` has seen to the ranges.
+    """How responses are drawn. The configuration's rules have checked the ranges.
 
     Attributes:
-        temperature: the logits are divided by it; above 0. Greedy rows have log-probs at temperature 1.
-        max_new_tokens: a response is cut here if it has not ended; at least 1.
-        stop: strings that end a response and stay part of it; looked for in the response alone, never in the prompt.
-        greedy: take the likeliest token in place of drawing one.
-        top_p: draw from the fewest likeliest tokens that have this probability together; 1: from all.
-        top_k: draw from this many likeliest tokens; 0: from all. Applied before top_p. Log-probs are those of the
-            distribution that was drawn from.
+        temperature: divides the logits; above 0. Greedy rows have log-probs at temperature 1.
+        max_new_tokens: the limit of a response, in tokens; at least 1.
+        stop: strings that end a response and stay part of it. Only the response is searched, never the prompt.
+        greedy: take the likeliest token instead of drawing one.
+        top_p: draw from the smallest set of likeliest tokens with this total probability; 1: from all tokens.
+        top_k: draw from this many likeliest tokens; 0: from all tokens. Applied before top_p. Log-probs are those of
+            the truncated distribution.
     """
 
     temperature: float
@@ -34,68 +38,102 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "Sampling":
-        """How a run's rollouts draw."""
-        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k}
-        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, **limits)
+        """The sampling of a run's rollouts."""
+        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, top_p=rollout.top_p, top_k=rollout.top_k)
 
 
 def row_seed(seed: int, step: int, row: int) -> int:
-    """The seed of a row's noise, 63 bits, for engines that take one a row."""
+    """The 63-bit seed of a row's noise, for engines that take one seed per row."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def check_requests(requests: Sequence[Request], *, loaded: bool) -> None:
-    """What every engine refuses: to generate without weights (RuntimeError), a row without a prompt (ValueError)."""
+    """Raises RuntimeError if the engine has no weights, ValueError if a row has no prompt."""
     if not loaded:
         raise RuntimeError("generate before a complete load_weights")
     if empty := [request.row for request in requests if not request.prompt]:
         raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
 
 
+def check_logprobs(row: int, logprobs: Sequence[float]) -> None:
+    """Raises FloatingPointError if a log-prob of the row is NaN or infinite."""
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(f"row {row}: the policy's logits are not finite")
+
+
+def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
+    """Maps each weight and persistent buffer to its tensor's first name (tied weights share a tensor) and its shape."""
+    first: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True).items()
+    return {name: (first.setdefault(id(tensor), name), tensor.shape) for name, tensor in named}
+
+
+def check_weights(
+    weights: Iterable[tuple[str, Tensor]], names: Mapping[str, tuple[str, torch.Size]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`.
+
+    Raises:
+        ValueError: a name is unknown, a shape is wrong, or at the end a tensor is missing.
+    """
+    missing = {first for first, _ in names.values()}
+    for name, tensor in weights:
+        if name not in names:
+            raise ValueError(f"unknown weight {name}: the policy has no tensor of this name")
+        first, shape = names[name]
+        if shape != tensor.shape:
+            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
+        if first in missing:
+            missing.remove(first)
+            yield first, tensor
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing, among them {', '.join(sorted(missing)[:5])}")
+
+
 class RolloutEngine(Protocol):
     """Generates the rows of one actor rank.
 
     Attributes:
-        loaded: whether it has a complete set of weights; generating gives them up where memory is short.
-        step_ms: milliseconds of a step of the last `generate` that came to its end, on average: a token of each row
-            that was alive. 0 if it had no rows.
+        loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
+        step_ms: mean milliseconds of a decode step (one token for each open row) in the last complete `generate`;
+            0 if that had no rows.
     """
 
     loaded: bool
     step_ms: float
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
-        the engine's dtype.
+        """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
+        the engine's dtype. Of tied weights, the stream may hold any of the names or all.
 
-        An unknown name, a missing name or another shape is a ValueError; the engine then waits for a whole new load.
+        Raises:
+            ValueError: a name is unknown or missing, or a shape is wrong. The engine then needs a complete new load.
         """
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
-        """Generate every request exactly once, in the background, from the first `next` on.
+        """Generates every request once, in the background. The work starts with the first `next`.
 
-        The noise follows from (seed, step, row, position) alone: neither the other rows nor the rank change a row.
+        A row's noise is a function of (seed, step, row, position) alone. Other rows and the rank do not change it.
 
         Yields:
-            the rows that have just finished, or an empty list as a tick (every few milliseconds), so that the caller
-            can do other work meanwhile. Closing the iterator stops the background work before `close` returns; so does
-            dropping it, for instance by an exception in a `for` loop over it.
+            the rows that have just ended. Every few milliseconds an empty list, so that the caller can do other work.
+            Closing or dropping the iterator (an exception in a `for` loop drops it) stops the background work first.
 
         Raises:
-            RuntimeError: no weights have been loaded.
-            Exception: whatever went wrong in the background, with its own traceback.
+            RuntimeError: no weights are loaded.
+            Exception: any error of the background work, with its traceback.
         """
         ...
 
-    def rest(self, *, trained: bool) -> None:
-        """The trainer needs the device now: give back what memory it will need. Afterwards `loaded` may be False.
+    def release_memory(self, *, trained: bool) -> None:
+        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False.
 
         Args:
-            trained: the trainer's peak so far holds an update.
+            trained: whether the trainer's memory peak so far includes an update.
         """
 
     def close(self) -> None:
-        """Give the memory back; the engine can't be used after it."""
+        """Frees all memory. The engine cannot be used afterwards."""

@@ -1,10 +1,11 @@
-"""The embedded engine: an unsharded copy of the policy and the library's own generate(), in a thread of this process.
+"""The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
 
-The library runs the model, the cache and the loop. Two hooks of it are ours: a logits processor that draws the token
-(so that the noise of a row is a function of the row) and a stopping criterion that hands a row over when it finishes.
+The library runs the model, the cache and the loop. Two hooks are ours: a logits processor draws the token, so that a
+row's noise depends on the row alone, and a stopping criterion hands each row over when it ends.
 """
 
 import copy
+import functools
 import json
 import math
 import queue
@@ -21,37 +22,38 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import Sampling, check_requests
-from splitppo.models.build import known_ids
+from splitppo.engine import TICK, Sampling, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import Request, Sample
 
 THREAD_NAME = "splitppo-generate"
-# Not cuDNN's: it plans anew for each length of the cache, that is at each token, and a new thread has no plans yet
-# (H200, torch 2.11, 28 layers, 8 rows: 0.9 ms a call, 0.05 with the plans at hand). Process-wide while rows come.
+# cuDNN is left out: it plans again for each length of the cache, so at each token, and a new thread has no plans yet
+# (H200, torch 2.11, 28 layers, 8 rows: 0.9 ms a call, 0.05 ms with plans). Applies to the process during `generate`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-DRAW_ROWS = 128  # rows drawn at once: bounds the float64 work to 128 V numbers (156 MB at V = 152k)
+DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
 
 
 def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> set[int]:
-    """Every id that ends a response: the model config's, the tokenizer's, generation_config.json's in `folder`.
+    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json.
 
-    Chat models need them all: one names the end of a turn, another the end of a text.
+    Chat models need all of them: one is the end of a turn, another the end of a text.
     """
-    owners = (config, config.get_text_config(decoder=True), tokenizer)
-    named = [getattr(owner, "eos_token_id", None) for owner in owners]
+    sources = (config, config.get_text_config(decoder=True), tokenizer)
+    found = [getattr(source, "eos_token_id", None) for source in sources]
     if folder is not None and (file := folder / "generation_config.json").is_file():
-        named.append(json.loads(file.read_text()).get("eos_token_id"))
-    return {token for ids in named for token in ([ids] if isinstance(ids, int) else ids or [])}
+        found.append(json.loads(file.read_text()).get("eos_token_id"))
+    return {token for ids in found for token in ([ids] if isinstance(ids, int) else ids or [])}
 
 
 def uniforms(seed: int, step: int, rows: np.ndarray, position: int) -> np.ndarray:
-    """One number in [0, 1) with 53 random bits for each row, a pure function of its four coordinates.
+    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of the four arguments.
 
-    `rows` is [R], indices in the step's batch; `position` is the token's in the response. Returns [R] float64.
+    Args:
+        rows: `[R]` indices in the step's batch. position: of the token in the response.
     """
     word = np.zeros(1, dtype=np.uint64)
     for part in (seed, step, rows, position):
@@ -64,17 +66,21 @@ def uniforms(seed: int, step: int, rows: np.ndarray, position: int) -> np.ndarra
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw a token a row by inverting the cumulative distribution, or take the likeliest if greedy.
+    """Draws a token for each row by inverting the cumulative distribution; if greedy, takes the likeliest.
 
-    `logits` are [R, V] float32, `noise` [R] float64 in [0, 1). Returns [R] int64 tokens and [R] float32 log-probs of
-    them under the distribution drawn from: softmax(logits / temperature) of the tokens that top-k and top-p leave.
+    Args:
+        logits: `[R, V]` float32. noise: `[R]` float64 in [0, 1).
+
+    Returns:
+        `[R]` int64 tokens and their `[R]` float32 log-probs under softmax(logits / temperature), truncated by top-k
+        and top-p.
     """
     if sampling.greedy:
         tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
     else:
         logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
         probs = logprobs.exp()
-        # A parallel sum need not be monotone to the last bit: without the fill, a token of probability 0 could win.
+        # A parallel sum may be non-monotone in the last bit. Without the fill, a token of probability 0 could win.
         cdf = probs.cumsum(dim=-1, dtype=torch.float64).masked_fill_(probs == 0, 0.0)
         passed = cdf > noise[:, None] * cdf.amax(dim=-1, keepdim=True)
         tokens = passed.to(torch.uint8).argmax(dim=-1)  # the first of the ones
@@ -82,14 +88,14 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
 
 
 def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """-inf for the tokens that top-k and top-p leave out; `[R, V]`."""
+    """Sets the logits `[R, V]` of the tokens outside top-k and top-p to -inf."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # of the likelier ones: the token that passes top_p is still in
+        before = probs.cumsum(dim=-1) - probs  # of the likelier tokens: the token that passes top_p is kept
         ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return logits
@@ -97,7 +103,7 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class _Job:
-    """One call of `generate`: what its thread reads, the queue it fills, and the flag that nobody wants the rest."""
+    """One call of `generate`: what its thread reads, the queue that it fills, and whether the caller has left."""
 
     requests: Sequence[Request]
     sampling: Sampling
@@ -107,46 +113,48 @@ class _Job:
     halt: threading.Event = field(default_factory=threading.Event)
 
 
-class _Draw(LogitsProcessor):
-    """Draws each row's token and lets the library's argmax find it: score 0 there, -inf elsewhere."""
+class _Batch:
+    """Rows that are generated at once. The library calls `draw` and then `finish` for each new token.
 
-    def __init__(self, job: _Job, batch: Sequence[Request], width: int, vocabulary: int):
-        self.job, self.width, self.vocabulary = job, width, vocabulary
-        self.rows = np.asarray([request.row for request in batch])
-        self.logprobs: list[Tensor] = []  # one [R] float32 for each position
+    Attributes:
+        logprobs: of the drawn tokens; one `[R]` float32 for each position.
+        done: `[R]`, the rows that have ended.
+    """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __init__(self, engine: "HFEngine", job: _Job, requests: Sequence[Request], width: int):
+        self.engine, self.job, self.requests, self.width = engine, job, requests, width
+        self.rows = np.asarray([request.row for request in requests])
+        self.eos = set(engine.eos.tolist())
+        self.stop = engine.stop_criteria(job.sampling.stop) if job.sampling.stop else None
+        lengths = [request.length or job.sampling.max_new_tokens for request in requests]
+        self.lengths = torch.tensor(lengths, device=engine.device)
+        self.free = torch.tensor([request.length is None for request in requests], device=engine.device)
+        self.done = torch.zeros(len(requests), dtype=torch.bool, device=engine.device)
+        self.logprobs: list[Tensor] = []
+
+    def draw(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Draws each row's token. The library takes the argmax: the drawn token's score is 0, all others -inf."""
         job, position = self.job, input_ids.shape[1] - self.width
         noise = torch.from_numpy(uniforms(job.seed, job.step, self.rows, position))
-        noise = noise.to(scores.device, non_blocking=True)  # else the copy waits for the forward
-        pieces = zip(scores[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
-        drawn = [draw(logits, numbers, job.sampling) for logits, numbers in pieces]
-        tokens = torch.cat([part[0] for part in drawn])
-        self.logprobs.append(torch.cat([part[1] for part in drawn]))
-        return scores.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)  # the scores are the library's copy for us
+        noise = noise.to(scores.device, non_blocking=True)  # else the copy waits for the forward pass
+        parts = zip(scores[:, : self.engine.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
+        tokens, logprobs = zip(*(draw(logits, numbers, job.sampling) for logits, numbers in parts), strict=True)
+        self.logprobs.append(torch.cat(logprobs))
+        # the library made these scores for the processor, so they may be overwritten
+        return scores.fill_(-math.inf).scatter_(1, torch.cat(tokens)[:, None], 0.0)
 
-
-class _Finish(StoppingCriteria):
-    """Watches the new tokens of a batch ([R, width] prompts) and hands a row over at the step at which it finishes."""
-
-    def __init__(self, job: _Job, batch: Sequence[Request], drawn: _Draw, eos: Tensor, stop: StoppingCriteria | None):
-        self.job, self.batch, self.drawn, self.eos, self.stop = job, batch, drawn, eos, stop
-        lengths = [request.length or job.sampling.max_new_tokens for request in batch]
-        self.lengths = torch.tensor(lengths, device=eos.device)
-        self.free = torch.tensor([request.length is None for request in batch], device=eos.device)
-        self.done = torch.zeros(len(batch), dtype=torch.bool, device=eos.device)
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def finish(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Hands over the rows that end with this token. Returns `[R]`, the rows that have ended."""
         if self.job.halt.is_set():
             return torch.ones_like(self.done)
-        response = input_ids[:, self.drawn.width :]
-        ended = torch.isin(response[:, -1], self.eos)
+        response = input_ids[:, self.width :]
+        ended = torch.isin(response[:, -1], self.engine.eos)
         if self.stop is not None:
-            ended = ended | self.stop(response, scores)  # the response alone: a prompt can't begin a stop string
+            ended = ended | self.stop(response, scores)  # only the response: a prompt can't begin a stop string
         ended = ended & self.free
         new = (ended | (response.shape[1] >= self.lengths)) & ~self.done
         self.done = self.done | new
-        new_here, ended_here = torch.stack([new, ended]).tolist()  # our one wait for the device in a step
+        new_here, ended_here = torch.stack([new, ended]).tolist()  # the only wait for the device in a step
         if rows := [index for index, is_new in enumerate(new_here) if is_new]:
             self.job.out.put(self._collect(response, rows, ended_here))
         return self.done
@@ -154,25 +162,24 @@ class _Finish(StoppingCriteria):
     def _collect(self, response: Tensor, rows: list[int], ended: list[bool]) -> list[Sample]:
         index = torch.tensor(rows, device=response.device)
         tokens = response[index].tolist()
-        logprobs = torch.stack([position[index] for position in self.drawn.logprobs], dim=1).tolist()
+        logprobs = torch.stack([position[index] for position in self.logprobs], dim=1).tolist()
         samples = []
         for row, row_tokens, row_logprobs in zip(rows, tokens, logprobs, strict=True):
-            request = self.batch[row]
-            if not all(map(math.isfinite, row_logprobs)):
-                raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-            samples.append(Sample(request.row, request.prompt, row_tokens, row_logprobs, ended[row]))
+            request = self.requests[row]
+            check_logprobs(request.row, row_logprobs)
+            end = ("eos" if row_tokens[-1] in self.eos else "stop") if ended[row] else "limit"
+            samples.append(Sample(request.row, request.prompt, row_tokens, row_logprobs, end))
         return samples
 
 
 class HFEngine:
-    """An unsharded copy of the policy on this rank; see `RolloutEngine` for what its methods promise.
+    """An unsharded replica of the policy on this rank. `RolloutEngine` documents the methods.
 
     Args:
-        config: the policy's; not its attention implementation, since generate() needs one of the library's.
-        tokenizer: for the padding id, the end ids, the stop strings and the ids that may be drawn.
-        max_rows: rows generated at once; more are done one batch after the other, shortest prompts first.
-        folder: the model's, for the end ids in its generation_config.json (nothing else of that is used).
-        tick: seconds between two empty lists of `generate`.
+        config: the policy's. Its attention implementation is ignored: generate() needs one of the library's.
+        tokenizer: gives the padding id, the end ids, the stop strings and the vocabulary to draw from.
+        max_rows: rows generated at once. More rows run as several batches, shortest prompts first.
+        folder: the model's, for the end ids in generation_config.json. Its other settings are ignored.
     """
 
     def __init__(
@@ -184,62 +191,51 @@ class HFEngine:
         dtype: torch.dtype,
         max_rows: int,
         folder: Path | None = None,
-        tick: float = 0.005,
     ):
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=None).eval()
         self.model.tie_weights()  # no_init_weights leaves this out, too
-        self.model.generation_config = GenerationConfig()  # what a call leaves unset is taken from here
-        ends = eos_ids(config, tokenizer, folder)
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
-        self.eos = torch.tensor(sorted(ends), dtype=torch.long, device=device)
-        self.tokenizer, self.device, self.max_rows, self.tick = tokenizer, device, max_rows, tick
-        self.vocabulary = known_ids(tokenizer)
-        self._stop: dict[tuple[str, ...], StopStringCriteria | None] = {(): None}
+        self.model.generation_config = GenerationConfig()  # the defaults of every call
+        eos = eos_ids(config, tokenizer, folder)
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
+        self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
+        self.device, self.max_rows = device, max_rows
+        self.vocabulary = vocabulary_size(tokenizer)
+        self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
         self.loaded = self._running = False
         self.step_ms = 0.0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `RolloutEngine`. Of tied weights, the stream may hold any of the names or all of them."""
         if self._running:
             raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
         self.loaded = False
         own = self.model.state_dict(keep_vars=True)
-        missing = {id(tensor): name for name, tensor in own.items()}  # tied names share one tensor
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in own:
-                    raise ValueError(f"unknown weight {name}: {type(self.model).__name__} has no tensor of this name")
-                if own[name].shape != tensor.shape:
-                    raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+            for name, tensor in check_weights(weights, weight_names(self.model)):
                 own[name].copy_(tensor)
-                missing.pop(id(own[name]), None)
-        if names := sorted(missing.values()):
-            raise ValueError(f"{len(names)} weights are missing, among them {', '.join(names[:5])}")
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the caller may have copied on a stream of its own
+            torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
         self.loaded = True
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
-        """See `RolloutEngine`. The arguments are checked here and now; the work begins with the first `next`."""
+        """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
-        if sampling.stop not in self._stop:
-            # Not in the thread: a fast tokenizer refuses to be used by two threads at once.
-            self._stop[sampling.stop] = StopStringCriteria(self.tokenizer, list(sampling.stop))
+        if sampling.stop:
+            self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
         return self._stream(_Job(sorted(requests, key=lambda request: len(request.prompt)), sampling, seed, step))
 
-    def rest(self, *, trained: bool) -> None:
-        """It stays: its memory is the trainer's own allocator's."""
+    def release_memory(self, *, trained: bool) -> None:
+        """Does nothing: the engine's memory belongs to the trainer's own allocator."""
 
     def close(self) -> None:
         self.loaded = False
         self.model.to("meta")
 
     def _stream(self, job: _Job) -> Generator[list[Sample], None, None]:
-        """The consumer's side: pass on what the thread puts into the queue, and stop the thread on the way out."""
+        """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
         if self._running:
             raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         self._running = True
@@ -248,7 +244,7 @@ class HFEngine:
         try:
             while True:
                 try:
-                    item = job.out.get(timeout=self.tick)
+                    item = job.out.get(timeout=TICK)
                 except queue.Empty:
                     item = []
                 if item is None:
@@ -262,36 +258,35 @@ class HFEngine:
             self._running = False
 
     def _work(self, job: _Job) -> None:
-        """The thread: one batch after the other, then None; or the exception that ended it."""
+        """The thread: runs one batch after the other, then puts None, or the exception that stopped it."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # the current device is a thread's own
-            steps, begun = 0, time.monotonic()
+                torch.cuda.set_device(self.device)  # each thread has its own current device
+            steps, start = 0, time.monotonic()
             with torch.inference_mode(), sdpa_kernel(ATTENTION):
-                for start in range(0, len(job.requests), self.max_rows):
+                for first in range(0, len(job.requests), self.max_rows):
                     if not job.halt.is_set():
-                        steps += self._generate_batch(job, job.requests[start : start + self.max_rows])
-            self.step_ms = 1e3 * (time.monotonic() - begun) / steps if steps else 0.0
+                        steps += self._generate_batch(job, job.requests[first : first + self.max_rows])
+            self.step_ms = 1e3 * (time.monotonic() - start) / steps if steps else 0.0
             job.out.put(None)
         except BaseException as error:
             job.out.put(error)
 
-    def _generate_batch(self, job: _Job, batch: Sequence[Request]) -> int:
-        """Returns how many steps it took."""
-        rows = [torch.tensor(request.prompt) for request in batch]
+    def _generate_batch(self, job: _Job, requests: Sequence[Request]) -> int:
+        """Returns the number of decode steps."""
+        rows = [torch.tensor(request.prompt) for request in requests]
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
-        drawn = _Draw(job, batch, width=prompts.shape[1], vocabulary=self.vocabulary)
-        finish = _Finish(job, batch, drawn, self.eos, self._stop[job.sampling.stop])
+        batch: Any = _Batch(self, job, requests, width=prompts.shape[1])
         limit = job.sampling.max_new_tokens
         self.model.generate(
             prompts.where(mask, self.pad),
             attention_mask=mask.long(),
             generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True),
-            logits_processor=LogitsProcessorList([drawn]),
-            stopping_criteria=StoppingCriteriaList([finish]),
-            synced_gpus=False,  # else the library's guess could call a collective
+            logits_processor=LogitsProcessorList([batch.draw]),
+            stopping_criteria=StoppingCriteriaList([batch.finish]),
+            synced_gpus=False,  # else the library may decide to call a collective
         )
-        if not (job.halt.is_set() or bool(finish.done.all())):
-            raise RuntimeError("the library's generate() came back before every row had finished")
-        return len(drawn.logprobs)
+        if not (job.halt.is_set() or bool(batch.done.all())):
+            raise RuntimeError("the library's generate() returned before every row had ended")
+        return len(batch.logprobs)

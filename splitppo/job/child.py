@@ -1,18 +1,35 @@
-"""What a process does first that must not outlive the rank that started it."""
+"""For processes that a rank starts: their environment, and that they end with the rank. Imports no torch."""
 
 import ctypes
 import os
 import signal
 import sys
 
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+TORCHRUN |= {"MASTER_ADDR", "MASTER_PORT"}
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without torchrun's variables: a child process is no rank of the job."""
+    prefixes = ("TORCHELASTIC_", "ROLE_")
+    return {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(prefixes)}
+
+
+def kill_with_parent() -> None:
+    """Makes Linux kill this process when the thread that started it ends, for whatever reason."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
 
 def end_with_parent(parent: int, what: str) -> None:
-    """Linux ends this process when the thread that started it is gone, however it went; `what` it is, in words.
+    """As `kill_with_parent`, for a process that a rank starts.
 
-    A scheduler's signals, which all processes of a job may get, are the rank's.
+    SIGTERM and SIGUSR1, which schedulers send to all processes of a job, are ignored here: the rank handles them.
+
+    Args:
+        parent: process id of the rank. what: this process's name in the message.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    kill_with_parent()
     if os.getppid() != parent:
-        sys.exit(f"the rank that started this {what} is gone")
+        sys.exit(f"the rank that started this {what} has ended")

@@ -4,7 +4,7 @@ import torch
 
 from splitppo.config import Config
 from splitppo.errors import UserError
-from splitppo.job.nodes import Launch
+from splitppo.job.launch import Launch
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:

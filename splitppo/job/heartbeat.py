@@ -1,4 +1,5 @@
-"""Hosts that fall silent: a cable that is pulled closes no connection, and a wait for an answer would not end."""
+"""Heartbeats between hosts. A network failure closes no TCP connection, so without them a rank would wait forever for a
+host that is lost."""
 
 import os
 import sys
@@ -10,85 +11,93 @@ from typing import Any
 
 import torch.distributed as dist
 
+from splitppo.job.launch import end_rank
 from splitppo.job.nodes import Peer
 
-LONGEST = 120.0  # seconds of silence, however long a wait for a rank may take: who is alive beats
+LONGEST = 120.0  # seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
 
 
-class SilenceError(RuntimeError):
-    """Nothing was heard of a host."""
+class HostLostError(RuntimeError):
+    """A host has sent no heartbeat for too long."""
 
 
-class Watch:
-    """The ranks of each host count up a number in the store, and every rank looks whether the others do.
+class Heartbeat:
+    """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
 
-    Between hosts alone: on one, the kernel tells who has died.
+    It runs between hosts alone: on one host, the kernel knows which ranks have died.
 
     Args:
-        store: a connection for this alone; holds `beat/RANK` = 0 for every rank already.
-        peers: by rank.
-        limit: seconds of silence after which the rank is ended.
-        end: told why, in a thread, when it is to end, and whether torchrun's store is lost; not to return.
+        store: a connection on which nobody waits. It holds `heartbeat/RANK` = 0 for every rank already.
+        peers: of all ranks, in their order.
+        limit: seconds without a heartbeat after which this rank ends.
+        end: ends the rank: `end_rank`.
     """
 
-    def __init__(self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float, end: Callable[..., Any]):
+    def __init__(
+        self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float, end: Callable[..., Any] = end_rank
+    ):
         self.store, self.peers, self.rank, self.end = store, peers, rank, end
         self.limit = min(limit, LONGEST)
         self.period = min(5.0, self.limit / 8)
-        self.hosts: dict[int, list[int]] = {}  # first rank -> all
-        first: dict[str, int] = {}
+        self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.hosts: dict[str, list[int]] = {}  # machine -> its ranks
         for other, peer in enumerate(peers):
-            self.hosts.setdefault(first.setdefault(peer.machine, other), []).append(other)
-        self.home = first[peers[rank].machine]
-        self.answered = time.monotonic()
-        self.heard: dict[int, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.answered))
-        self.over = threading.Event()
+            self.hosts.setdefault(peer.machine, []).append(other)
+        self.store_answered = time.monotonic()
+        # machine -> its counter, and when the counter changed
+        self.seen: dict[str, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.store_answered))
+        self.closed = threading.Event()
 
     def start(self) -> None:
         if len(self.hosts) > 1:
-            for work in (self._listen, self._judge):
+            for work in (self._exchange, self._watch):
                 threading.Thread(target=work, daemon=True).start()
 
     def close(self) -> None:
-        """From here on others may be gone."""
-        self.over.set()
+        """Ends the watch: from here on other hosts may leave."""
+        self.closed.set()
 
-    def silent(self, seconds: float = 0.0) -> str | None:
-        """Of whom nothing was heard for so long, three beats at least; None if there is no one."""
+    def lost_host(self, seconds: float = 0.0) -> str | None:
+        """Describes a host that has missed at least three heartbeats and was silent for `seconds`; None if there is
+        none."""
         now, least = time.monotonic(), max(seconds, 3 * self.period)
-        mine = f"{self.peers[self.rank].host} (rank {self.rank})"
-        lost = "that host, or the network to it, is gone"
-        if self.over.is_set() or len(self.hosts) == 1:
+        here = f"{self.peers[self.rank].host} (rank {self.rank})"
+        cause = "that host or the network to it has failed"
+        if self.closed.is_set() or len(self.hosts) == 1:
             return None
-        if (silence := now - self.answered) > least:
+        if (silence := now - self.store_answered) > least:
             where = os.environ.get("MASTER_ADDR", "the first host")
-            return f"the job's store on {where} has not answered {mine} for {silence:.0f} s: {lost}"
-        for first, (_, when) in self.heard.items():
-            if first != self.home and now - when > least:
-                host, ranks = self.peers[first].host, ", ".join(map(str, self.hosts[first]))
-                return f"nothing was heard of {host} (ranks {ranks}) for {now - when:.0f} s by {mine}: {lost}"
+            return f"the job's store on {where} has not answered {here} for {silence:.0f} s: {cause}"
+        for machine, (_, when) in self.seen.items():
+            if machine != self.peers[self.rank].machine and now - when > least:
+                host, ranks = self.peers[self.hosts[machine][0]].host, ", ".join(map(str, self.hosts[machine]))
+                return f"no heartbeat of {host} (ranks {ranks}) has reached {here} for {now - when:.0f} s: {cause}"
         return None
 
-    def _listen(self) -> None:
-        firsts = list(self.hosts)
-        while not self.over.wait(self.period):
-            with suppress(RuntimeError, dist.DistError):  # no answer, which `_judge` sees
-                self.store.add(f"beat/{self.home}", 1)
-                counts = [int(count) for count in self.store.multi_get([f"beat/{first}" for first in firsts])]
-                self.answered = now = time.monotonic()
-                for first, count in zip(firsts, counts, strict=True):
-                    if count != self.heard[first][0]:
-                        self.heard[first] = (count, now)
+    def _exchange(self) -> None:
+        """Sends this host's heartbeat and reads the counters of all hosts, once a period."""
+        keys = {machine: f"heartbeat/{ranks[0]}" for machine, ranks in self.hosts.items()}
+        own = keys[self.peers[self.rank].machine]
+        while not self.closed.wait(self.period):
+            with suppress(RuntimeError, dist.DistError):  # no answer: `_watch` notices
+                self.store.add(own, 1)
+                counts = self.store.multi_get(list(keys.values()))
+                self.store_answered = now = time.monotonic()
+                for machine, count in zip(keys, map(int, counts), strict=True):
+                    if count != self.seen[machine][0]:
+                        self.seen[machine] = (count, now)
 
-    def _judge(self) -> None:
-        looked = time.monotonic()
-        while not self.over.wait(self.period / 2):
+    def _watch(self) -> None:
+        """Ends this rank when a host is lost."""
+        last = time.monotonic()
+        while not self.closed.wait(self.period / 2):
             now = time.monotonic()
-            if (slept := now - looked) > 2 * self.period:  # it was this rank that was stopped, or held
-                self.answered = min(now, self.answered + slept)
-                self.heard = {first: (count, min(now, when + slept)) for first, (count, when) in self.heard.items()}
-            looked = now
-            if told := self.silent(self.limit):
-                with suppress(OSError):  # the screen may be gone, too
-                    print(told, file=sys.stderr, flush=True)
-                self.end(SilenceError(told), store_lost=time.monotonic() - self.answered > self.limit)
+            if (pause := now - last) > 2 * self.period:  # this rank itself was suspended
+                self.store_answered = min(now, self.store_answered + pause)
+                self.seen = {key: (count, min(now, when + pause)) for key, (count, when) in self.seen.items()}
+            last = now
+            if message := self.lost_host(self.limit):
+                with suppress(OSError):  # the screen may be on the lost host
+                    print(message, file=sys.stderr, flush=True)
+                store_lost = time.monotonic() - self.store_answered > self.limit
+                self.end(HostLostError(message), torchrun=self.torchrun if store_lost else None)

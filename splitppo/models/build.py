@@ -1,4 +1,4 @@
-"""Policy, value and reward models by the configurations of Hugging Face folders, built without memory."""
+"""Model folders' configurations, and the models that they describe, built without memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,53 +7,48 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
 
 Kind = Literal["policy", "value", "reward"]
-# without a file like these, transformers makes up an empty tokenizer
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HEAD = ("score.weight", "score.bias")  # of a value model
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
+    return UserError(f"model folder {folder}: {problem}; {remedy}")
 
 
 def read_config(folder: str) -> PretrainedConfig:
-    """The model's configuration, with every dropout turned off: PPO's ratio compares two passes of one function.
-    Of a model in FP8, which is read into floats, it is that of the plain model.
+    """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
+    model has the configuration of the plain one, since its weights are read as floats.
 
     Raises:
-        UserError: the folder has no readable config.json, or holds a quantized model that can't be read.
+        UserError: the folder has no readable config.json, or holds a model that can't be read.
     """
     if (Path(folder) / "adapter_config.json").is_file():
-        raise UserError(
-            f"model folder {folder}: a LoRA adapter; this version trains and reads whole models: merge it into its "
-            "base (peft's merge_and_unload) and save that"
-        )
+        problem = "a LoRA adapter; this version trains and reads whole models"
+        raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
     if not (Path(folder) / "config.json").is_file():
         remedy = "give a local folder; hub names are not fetched (hf download NAME --local-dir FOLDER)"
-        raise UserError(f"model folder {folder}: no config.json there; {remedy}")
+        raise folder_error(folder, "no config.json there", remedy)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        # the first paragraph: what follows is on installing another transformers
-        why = str(error).partition("\n\n")[0]
-        raise UserError(f"model folder {folder}: config.json is of no model that transformers knows: {why}") from error
+        cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
+        problem = f"config.json is of no model that transformers knows: {cause}"
+        raise folder_error(folder, problem, "use another model") from error
     if quantized := getattr(config, "quantization_config", None):
         method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         if method != "fp8":
-            remedy = "load it with transformers, dequantize() it and save_pretrained that"
-            raise UserError(f"model folder {folder}: its weights are quantized ({method}), only fp8 is read; {remedy}")
+            problem = f"its weights are quantized ({method}), only fp8 is read"
+            raise folder_error(folder, problem, "load it with transformers, dequantize() it and save_pretrained that")
         delattr(config, "quantization_config")
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
@@ -61,83 +56,53 @@ def read_config(folder: str) -> PretrainedConfig:
     return config
 
 
-def read_tokenizer(folder: str) -> Any:
-    """The folder's tokenizer.
-
-    Raises:
-        UserError: there is none, or it can't be read.
-    """
-    if not any(file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)):
-        raise UserError(f"model folder {folder}: no tokenizer there; save one beside the model (tokenizer.json)")
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise UserError(f"model folder {folder}: its tokenizer can't be read: {error}; save it again") from error
-
-
-def known_ids(tokenizer: Any) -> int:
-    """Ids that the tokenizer knows, holes among them. A model's vocabulary is often padded beyond, and what lies there
-    is never sampled: it has no text, and another model may not have it."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
-    """Tokens of a row at most, and the setting of config.json that says so.
-
-    Where rotary factors depend on the longest row of a batch, it ends before they change: a row's log-probs would
-    depend on its neighbours.
-    """
+    """The longest row in tokens, and the setting of config.json that says so. Some rotary factors change where a batch
+    has a long row, so log-probs would depend on other rows. The limit is then the length from which they change."""
     most, setting = getattr(config, "max_position_embeddings", None), "max_position_embeddings"
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
-        own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        original = own or most
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None) or most
         if rope.get("rope_type") in ("longrope", "dynamic") and original and original <= (most or original):
             most, setting = original, f"original_max_position_embeddings of its {rope['rope_type']} positions"
     return most, setting
 
 
-def check_reward(config: PretrainedConfig, kind: Kind, folder: str) -> None:
-    """A UserError if the model gives no score."""
-    auto: Any = AutoModelForSequenceClassification
-    if type(config) not in auto._model_mapping:
+def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    """Raises a UserError if models of this type can't be trained, or as reward models don't give one score."""
+    if kind != "reward":
+        _check_causal(config, kind, folder)
+    elif type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
-    if config.num_labels != 1:
-        raise UserError(
-            f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward is one; use a "
-            "checkpoint with num_labels 1 in its config.json"
-        )
+    elif config.num_labels != 1:
+        problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
+        raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
 
 
-def check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
-    """A UserError if models of this type are not trained here."""
-    kinds: Any = (AutoModelForCausalLM, AutoModelForMaskedLM)
-    causal, masked = (kind._model_mapping for kind in kinds)
-    # encoders such as BERT are in the causal mapping, too, for those who turn them into decoders
-    encoder = type(config) in masked and getattr(config, "is_decoder", None) is False
+def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
+    encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
     need = None
-    if type(config) not in causal or encoder or config.is_encoder_decoder:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif config.get_text_config(decoder=True) is not config:
-        need = "a text model alone: what reads pictures or sound is not in this version"
-    elif any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        need = "a model of text alone: models of pictures or sound are not in this version"
+    elif any(getattr(config, name, None) for name in EXPERTS):
         need = "dense: mixtures of experts are not in this version"
     if need:
-        raise UserError(f"model folder {folder}: type {config.model_type!r} is not {need}; choose another {kind}.path")
+        raise folder_error(folder, f"type {config.model_type!r} is not {need}", f"choose another {kind}.path")
 
 
 class ValueModel(nn.Module):
-    """A causal model's body with a scalar head `score` on its last states.
-
-    Attributes:
-        base_model_prefix: the body's name, which is the one that it has in the causal model and in its folder.
-    """
+    """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
+    model and its folder (`base_model_prefix`)."""
 
     def __init__(self, causal: Any):
         super().__init__()
         self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
         if causal.base_model is causal:
-            raise UserError(f"{type(causal).__name__} has no body that another head could be put on; use another model")
+            raise UserError(f"{type(causal).__name__} has no body apart from its head; use another model")
         setattr(self, self.base_model_prefix, causal.base_model)
         self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1, dtype=causal.dtype)
 
@@ -150,28 +115,23 @@ class ValueModel(nn.Module):
 def build(
     config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32, *, packed: bool = False
 ) -> nn.Module:
-    """The model with its parameters on the meta device and its buffers real; for `fully_shard`, then `fill`.
-
-    With `packed` it takes packed rows (see attention.py), and no others.
-
-    A value model is the causal model's body with a head of ours (ValueModel). A reward model is the library's
-    sequence-classification model.
-    """
-    config = deepcopy(config)  # which attention a model has is written there, too
+    """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward model is transformers'
+    sequence-classification model. With `packed` the model takes packed rows (attention.py), and no others."""
+    config = deepcopy(config)  # transformers writes the model's attention into it
     if kind == "reward":
         config.num_labels = 1
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with on_meta():
         model = auto.from_config(config, dtype=dtype, **({"attn_implementation": PACKED} if packed else {}))
-        # how a folder's names become the model's: asked for before they are wrapped
+        # how names in the folder become names in the model; transformers needs its own class to tell
         names = get_model_conversion_mapping(model), getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         model = ValueModel(model) if kind == "value" else model
     cast(Any, model).folder_names = names
     return model.eval()
 
 
-def clean(name: str) -> str:
-    """A parameter's Hugging Face name, without what activation checkpointing and compilation put into it."""
+def hf_name(name: str) -> str:
+    """A parameter's Hugging Face name, without the parts that checkpointing and compilation add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -182,16 +142,16 @@ def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters made inside go to the meta device as they are registered; buffers (rotary tables) are computed."""
+    """New parameters go to the meta device when a module registers them; buffers (rotary tables) are computed."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
     module: Any = nn.Module
-    module.register_parameter = on_meta
+    module.register_parameter = register_on_meta
     try:
         yield
     finally:

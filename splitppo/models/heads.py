@@ -1,4 +1,4 @@
-"""What the learners read off a model at the response tokens: log-probs, entropies, values; logits are never kept."""
+"""What the learners compute at the response tokens: log-probs, entropies, values. Logits are never kept."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +12,11 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from splitppo import algo
-from splitppo.rollout import MicroBatch
+from splitppo.models.batching import MicroBatch
 
-# tokens whose logits are there at once, in float32: bounds the memory of a large vocabulary
-LOGIT_PIECE = 2048
-# what some models do to their logits behind the output layer
-AFTER_THE_HEAD = (
+LOGIT_PIECE = 2048  # tokens whose float32 logits exist at once
+# settings of models that change their logits after the output layer
+LOGIT_SETTINGS = (
     "final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier",
     "logits_soft_cap",
 )  # fmt: skip
@@ -25,14 +24,12 @@ AFTER_THE_HEAD = (
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Log-probs of the response tokens at the sampling temperature, and the entropy of their distributions.
+    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions.
 
-    The output layer is run piece by piece, and again in the backward pass: the logits of a whole micro-batch would be
-    larger than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, and several times that on the way back).
-
-    Attributes:
-        vocabulary: ids from 0 that may be sampled (`models.known_ids`); the model's own may be padded.
-        compiled: fuse what is done to a piece's logits.
+    The output layer runs piece by piece, and again in the backward pass. The logits of a whole micro-batch would take
+    more memory than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward).
+    `vocabulary` is the number of ids that may be sampled; the model may have more. `compiled` fuses the computation on
+    the logits.
     """
 
     temperature: float
@@ -40,13 +37,13 @@ class PolicyOutputs:
     compiled: bool = False
 
     def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Both `[B, T]` float32; the entropy is zero where it isn't asked for."""
+        """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""
         head = cast(Any, model).get_output_embeddings()
-        # a tensor, since a number would be a computation on the CPU to the compiler
+        # a tensor: to the compiler a number would be a computation on the CPU
         temperature = torch.full((), self.temperature, device=batch.before.device)
         measure = partial(self._measure, temperature=temperature, entropy=entropy)
-        if any(getattr(model.config, name, None) for name in AFTER_THE_HEAD):
-            with _replaced(head, lambda states: head_of(head, _at(states, batch))[None]):
+        if any(getattr(model.config, name, None) for name in LOGIT_SETTINGS):
+            with _replaced(head, batch, lambda states: _run(head, states)[None]):
                 logits = model(**batch.inputs, use_cache=False).logits[0]
             pieces = _in_pieces(measure, logits, batch.responses)
         else:
@@ -54,48 +51,39 @@ class PolicyOutputs:
         logprobs, entropies = (batch.pad(part) for part in pieces)
         return logprobs, entropies
 
-    def _measure(self, logits: Tensor, targets: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    def _measure(self, logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         if not self.compiled or len(targets) < 2:
-            return token_outputs(logits, targets, vocabulary=self.vocabulary, **how)
+            return token_outputs(logits, targets, vocabulary=self.vocabulary, **options)
         for tensor in (logits, targets):
             maybe_mark_dynamic(tensor, 0)
-        return _compiled()(logits, targets, vocabulary=self.vocabulary, **how)
+        return _compiled()(logits, targets, vocabulary=self.vocabulary, **options)
 
     def _without_logits(self, model: nn.Module, head: nn.Module, batch: MicroBatch, measure: Any) -> list[Tensor]:
-        """The output layer gives the figures in place of logits, which the model passes on as they are."""
-
-        def run(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return measure(head_of(head, states), targets)
-
+        """Lets the output layer return log-probs and entropies. The model takes them for logits and passes them on."""
         found: list[Tensor] = []
 
-        def figures(states: Tensor) -> Tensor:
-            found.append(torch.stack(_in_pieces(run, _at(states, batch), batch.responses), dim=-1)[None])
+        def outputs(states: Tensor) -> Tensor:
+            pieces = _in_pieces(lambda s, t: measure(_run(head, s), t), states, batch.responses)
+            found.append(torch.stack(pieces, dim=-1)[None])
             return found[0]
 
-        with _replaced(head, figures):
+        with _replaced(head, batch, outputs):
             logits = model(**batch.inputs, use_cache=False).logits
         if logits is not found[0]:
-            raise RuntimeError(
-                f"{type(model).__name__} changes its logits after its output layer in a way that is not known here"
-            )
+            kind = type(model).__name__
+            raise RuntimeError(f"{kind} changes its logits after its output layer in an unknown way; use another model")
         return list(logits[0].unbind(-1))
 
 
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Values of the states in which the response tokens were chosen: read one position before each.
-
-    Returns:
-        `[B, T]` float32.
-    """
+    """Values `[B, T]` float32 of the states in which the response tokens were chosen: one position before each."""
     return batch.pad(model(batch.before, **batch.inputs)[:, 0].float())
 
 
 def token_outputs(
     logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets `[N]` and entropies of the distributions, both `[N]` float32, from logits `[N, V]`;
-    `temperature` is `[]` float32."""
+    """Logits `[N, V]`, targets `[N]`, temperature `[]` -> log-probs of the targets, entropies; both `[N]` float32."""
     scaled = logits[:, :vocabulary].float() / temperature
     chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
     logprobs = chosen - scaled.logsumexp(-1)
@@ -104,36 +92,31 @@ def token_outputs(
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """One for the policy and the reference."""
+    """Compiled once for the policy and the reference."""
     return torch.compile(token_outputs)
 
 
-def head_of(head: nn.Module, states: Tensor) -> Tensor:
-    """The output layer's own work, while its `forward` is replaced."""
-    return type(head).forward(head, states)
-
-
-def _at(states: Tensor, batch: MicroBatch) -> Tensor:
-    """`[B, L, H]` -> `[N, H]`, the states from which the response tokens were chosen: nothing is computed for prompts
-    and padding."""
-    return states.flatten(0, 1)[batch.before]
-
-
 def _in_pieces(run: Callable[..., tuple[Tensor, Tensor]], states: Tensor, targets: Tensor) -> list[Tensor]:
-    """`run` piece by piece, under recomputation; its results joined."""
+    """Calls `run` piece by piece, under activation checkpointing, and joins the results."""
     pieces = [
-        # copies of the targets: to the compiler the size of what a view is of would matter, too
+        # clones of the targets: to the compiler the size of a view's base would matter too
         checkpoint(run, part, target.clone(), use_reentrant=False)
         for part, target in zip(states.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
     ]
     return [torch.cat(parts) for parts in zip(*cast(Any, pieces), strict=True)]
 
 
+def _run(head: nn.Module, states: Tensor) -> Tensor:
+    """The output layer's own forward, also while it is replaced."""
+    return type(head).forward(head, states)
+
+
 @contextmanager
-def _replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within a forward pass of the whole model, since only there its weights are gathered."""
-    layer.forward = forward
+def _replaced(head: nn.Module, batch: MicroBatch, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replaces the output layer's forward. It gets only the states `[N, H]` from which the response tokens were chosen.
+    It runs within the model's forward pass, since only there the weights are gathered."""
+    head.forward = lambda states: forward(states.flatten(0, 1)[batch.before])
     try:
         yield
     finally:
-        del layer.forward
+        del head.forward

@@ -1,6 +1,6 @@
-"""What makes one model out of several ranks: the sharding, and the few agreements of a group."""
+"""One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -11,88 +11,81 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from splitppo.algo import Moments, merge_moments
-
-# Inductor would fuse a norm's two backward reductions from a number of tokens on that real micro-batches are on either
-# side of (4,096, two for each of a layer's numbers), and compile a layer for both
+# From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's backward. Micro-batches have
+# fewer and more tokens than that, so each layer would be compiled twice.
 COMPILER: dict[str, Any] = {"triton.mix_order_reduction": False}
 
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool, compiled: bool = False
 ) -> None:
-    """Prepares a model on the meta device for training over a group, in place: checkpointing, compilation, fully_shard.
+    """Prepares a model on the meta device for a group, in place: activation checkpointing, compilation, fully_shard.
 
-    Weights are sharded over the mesh, or over the second axis of one that has two, and the same along the first.
-    Weights and reductions are float32, forward and backward run in `dtype`. Gradients are *summed* over the ranks:
-    the loss is already normalised by the whole mini-batch.
+    Weights are sharded over the mesh's last axis, and replicated over the first if the mesh has two. Weights and
+    reductions are float32; forward and backward run in `dtype`. Gradients are *summed* over the ranks: the loss is
+    already normalised by the whole mini-batch.
     """
     layers = transformer_layers(model)
-    if activation_checkpointing:
-        for i, layer in enumerate(layers):
-            layers[i] = checkpoint_wrapper(layer)
-    if compiled:
-        for i, layer in enumerate(layers):
-            # all layers and lengths share one
-            layers[i] = cast(nn.Module, torch.compile(layer, dynamic=True, options=COMPILER))
+    for i, layer in enumerate(layers):
+        wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
+        # dynamic: all layers and lengths run one compiled graph
+        layers[i] = cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER)) if compiled else wrapped
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Gloo has no averaging reduction, and a sum is what is meant
-            module.set_force_sum_reduction_for_comms(True)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # Gloo has no averaging reduction
 
 
 def keep_gathered(model: nn.Module, *, last: bool) -> None:
-    """Before a micro-batch of a mini-batch: layers stay whole from its forward pass on, to the backward pass of the
-    `last` one, in which gradients are reduced, too."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last, recurse=False)
-            module.set_reshard_after_backward(last, recurse=False)
-            if module is not model:  # the outermost stays whole anyway, and must
-                module.set_reshard_after_forward(False, recurse=False)
+    """Call it before each micro-batch of a mini-batch. Layers stay gathered from the first forward pass to the backward
+    pass of the `last` micro-batch, which also reduces the gradients."""
+    for module in _sharded_modules(model):
+        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_reshard_after_backward(last, recurse=False)
+        if module is not model:  # the root stays gathered anyway, and must
+            module.set_reshard_after_forward(False, recurse=False)
 
 
 def shard_again(model: nn.Module) -> None:
-    """Ends what `keep_gathered` began: forward passes without a backward give their weights back."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module is not model:
+    """Ends `keep_gathered`: forward passes without a backward release the gathered weights."""
+    for module in _sharded_modules(model):
+        if module is not model:
             module.set_reshard_after_forward(True, recurse=False)
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def transformer_layers(model: nn.Module) -> nn.ModuleList:
     """The model's repeated blocks: its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of layers to shard by")
+        raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use another model")
     return max(lists, key=len)
 
 
-def gather_full(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The full tensors, in `dtype`, of parameters that `parallelize` has sharded, in one message. All ranks call it.
-
-    They may share memory with the parameters (in a group of one) or with each other.
-    """
+def gather_full(named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+    """Name and full tensor, in `dtype`, of parameters that `parallelize` has sharded. One message carries them all; all
+    ranks call it. The tensors may share memory with the parameters (in a group of one) or with each other."""
+    parameters = list(named.values())
     mesh = cast(DTensor, parameters[0]).device_mesh
     axis = mesh.ndim - 1
     ranks = mesh.size(axis)
     if ranks == 1:
-        return [local(parameter).to(dtype) for parameter in parameters]
+        return zip(named, [local(parameter).to(dtype) for parameter in parameters], strict=True)
     rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
-    sizes = [row * parameter.shape[1:].numel() for row, parameter in zip(rows, parameters, strict=True)]
+    sizes = [count * parameter.shape[1:].numel() for count, parameter in zip(rows, parameters, strict=True)]
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
     gathered = shards.new_empty(ranks * len(shards))
     dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group(axis))
-    return [
-        part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
-        for part, parameter in zip(gathered.view(ranks, -1).split(sizes, dim=1), parameters, strict=True)
-    ]
+    parts = gathered.view(ranks, -1).split(sizes, dim=1)
+    full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
+    return zip(named, full, strict=True)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -102,45 +95,10 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def bounds(parameter: Tensor) -> slice:
-    """The rows of the full tensor that this rank holds: fully_shard cuts axis 0 as torch.chunk does."""
+    """This rank's rows of the full tensor: fully_shard cuts axis 0 as torch.chunk does."""
     if not isinstance(parameter, DTensor):
         return slice(None)
     mesh = parameter.device_mesh
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     step = -(-parameter.shape[0] // size)
     return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
-
-
-def all_max(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
-    """Element-wise maximum over the group, through host memory."""
-    return _all_reduce(torch.tensor(values, dtype=torch.int64), mesh, dist.ReduceOp.MAX).tolist()
-
-
-def meet(mesh: DeviceMesh) -> None:
-    """Returns when all ranks of the group are here. Through host memory: nothing waits for the GPU's work."""
-    all_sum(torch.zeros(1), mesh)
-
-
-def all_sum(values: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Element-wise sum of a CPU tensor over the group, in float64."""
-    return _all_reduce(values.double(), mesh, dist.ReduceOp.SUM)
-
-
-def all_moments(own: Sequence[Moments], mesh: DeviceMesh) -> list[Moments]:
-    """Moments over the whole group, of as many figures on every rank."""
-    parts = all_objects([tuple(map(float, (m.count, m.mean, m.variance))) for m in own], mesh)
-    wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
-    return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
-
-
-def all_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """Every rank's small object, in order of ranks. For start-up and figures, never for batches."""
-    gathered: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(gathered, value, group=mesh.get_group())
-    return gathered
-
-
-def _all_reduce(values: Tensor, mesh: DeviceMesh, op: Any) -> Tensor:
-    if mesh.size() > 1 and values.numel():
-        dist.all_reduce(values, op=cast(Any, op), group=mesh.get_group())
-    return values

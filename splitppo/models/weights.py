@@ -1,121 +1,107 @@
-"""Weights: read out of safetensors files shard by shard, held against the model that they are for, written again."""
+"""Weights: read from a folder's safetensors files shard by shard, checked against the model, written again."""
 
 import json
 import re
 import zlib
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
-from splitppo.models.build import HEAD, Kind, ValueModel, build, check_causal, check_reward, clean, on_meta, read_config
+from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta, read_config
 from splitppo.models.sharding import bounds, local
 
+Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-SCALE = "_scale_inv"  # behind the name of an FP8 weight: the factors of its blocks
+SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 
 
 def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
-    """That a model can be built from the folder and, unless its weights are drawn, read from it.
-
-    Raises:
-        UserError: it can't.
-    """
+    """Raises a UserError if no model can be built from the folder or, without `random_init`, filled from it."""
     config = read_config(folder)
-    (check_reward if kind == "reward" else check_causal)(config, kind, folder)
+    check_type(config, kind, folder)
     if not random_init:
-        model = build(config, kind)
-        weights = _Weights(folder, model)
-        weights.check(model)
-        weights.check_ties(_ties(model))
+        weights = _Weights(folder, build(config, kind))
+        weights.check()
+        weights.check_ties()
 
 
 def fill(
-    model: nn.Module,
-    folder: str,
-    *,
-    device: torch.device,
-    random_seed: int | None = None,
-    head: Literal["zero", "normal"] = "zero",
-    seed: int = 0,
+    model: nn.Module, folder: str, device: torch.device, random_init: bool = False, head: Head = "zero", seed: int = 0
 ) -> None:
-    """Gives a (sharded) meta model its memory and weights; each rank reads only its own shards.
+    """Gives a (sharded) meta model its memory and weights. Each rank reads only its own shards.
 
     Args:
         folder: Hugging Face folder with safetensors.
-        random_seed: draw the weights from this seed in place of reading them.
-        head: how a scalar head that isn't in the folder starts, drawn from `seed` if `normal`.
+        random_init: draw the weights from `seed` instead.
+        head: how a scalar head starts that the folder does not have; `normal` is drawn from `seed`.
 
     Raises:
-        UserError: a weight is missing in the folder, or has another shape or a type that is not read.
+        UserError: the folder lacks a weight, or has one of another shape or of a type that can't be read.
     """
     materialize(model, device)
-    heads = HEAD if isinstance(model, ValueModel) else ()
-    weights = _Weights(folder, model) if random_seed is None else None
+    weights = None if random_init else _Weights(folder, model)
     if weights:
-        weights.check(model)
+        weights.check()
     for name, parameter in _parameters(model).items():
         if weights and name in weights.names:
             value = weights.read(name, bounds(parameter))
-        elif name in heads:
-            value = _draw(name, parameter, seed, parameter.shape[-1] ** -0.5 if head == "normal" else 0.0)
         else:
-            value = _draw(name, parameter, random_seed or 0, getattr(model.config, "initializer_range", 0.02))
+            std = getattr(model.config, "initializer_range", 0.02)
+            if isinstance(model, ValueModel) and name in HEAD:
+                std = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
+            value = _draw(name, parameter, seed, std)
         with torch.no_grad():
             local(parameter).copy_(value)
     if weights:
-        read_buffers(model, folder)
+        weights.read_buffers()
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Gives a meta model memory for its weights, tied ones once; what is in it means nothing."""
+    """Gives a meta model uninitialised memory for its weights. Tied weights stay tied."""
     ties = _ties(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    _tie(model, ties)
+    for alias, main in ties.items():
+        module, _, name = alias.rpartition(".")
+        model.get_submodule(module)._parameters[name] = model.get_parameter(main)
 
 
 def read_buffers(model: nn.Module, folder: str) -> None:
-    """Takes what is not trained from the folder; what isn't there keeps the value that it was made with."""
-    buffers = persistent_buffers(model)
-    if buffers and any(Path(folder).glob("*.safetensors")):
-        weights = _Weights(folder, model)
-        for name in buffers.keys() & weights.names:
-            buffers[name].copy_(weights.read(name, slice(None)))
+    """Reads the persistent buffers from the folder; a buffer that is not there keeps its value."""
+    if persistent_buffers(model) and any(Path(folder).glob("*.safetensors")):
+        _Weights(folder, model).read_buffers()
 
 
 def save(model: Any, folder: Path) -> None:
-    """Writes a policy or value model as a Hugging Face folder; a value model as the library's token classification of
-    one label where it has one of that type, else as the body and `score`."""
+    """Writes a policy or value model as a Hugging Face folder. A value model becomes transformers' token classification
+    with one label, if its type has that, else the body and `score`."""
     if not isinstance(model, ValueModel):
         model.save_pretrained(folder)
         return
-    weights, prefix, auto = (
-        model.state_dict(),
-        f"{model.base_model_prefix}.",
-        cast(Any, AutoModelForTokenClassification),
-    )
+    weights, prefix = model.state_dict(), f"{model.base_model_prefix}."
     written: Any = getattr(model, model.base_model_prefix)
-    if type(model.config) in auto._model_mapping:
+    if type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         config = deepcopy(model.config)
         config.num_labels = 1
         with on_meta():
-            written = auto.from_config(config)
+            written = transformers.AutoModelForTokenClassification.from_config(config)
         head = next(name for name in written.state_dict() if not name.startswith(prefix)).rpartition(".")[0]
         weights = {name.replace("score.", f"{head}.") if name in HEAD else name: x for name, x in weights.items()}
     written.save_pretrained(folder, state_dict=weights)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What belongs to the weights and is not trained, by Hugging Face name."""
+    """The buffers that are saved with the weights, by Hugging Face name."""
     return {
-        clean(f"{path}.{name}"): buffer
+        hf_name(f"{path}.{name}"): buffer
         for path, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
@@ -124,28 +110,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By Hugging Face name, tied ones once."""
-    return {clean(name): parameter for name, parameter in model.named_parameters()}
+    return {hf_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """alias -> main name of the parameters that are one, such as the output layer and the embedding."""
+    """Tied parameters, such as the output layer and the embedding: alias -> name of the first."""
     first: dict[int, str] = {}
-    ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            ties[name] = first[id(parameter)]
-        first.setdefault(id(parameter), name)
-    return ties
-
-
-def _tie(model: nn.Module, ties: dict[str, str]) -> None:
-    for alias, main in ties.items():
-        module, _, name = alias.rpartition(".")
-        model.get_submodule(module)._parameters[name] = model.get_parameter(main)
+    named = list(model.named_parameters(remove_duplicate=False))
+    mains = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {alias: main for alias, main in mains.items() if alias != main}
 
 
 def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
-    """The same weights for any sharding: each tensor is drawn whole from its name and the seed."""
+    """This rank's rows of a random tensor. The whole is drawn from the name and the seed, whatever the sharding."""
     own = local(parameter)
     if name.endswith("bias") or parameter.ndim < 2:
         return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
@@ -155,20 +132,19 @@ def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """weight name -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
+    """Name of a weight -> the safetensors file that holds it."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
             files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
         if missing := sorted({path.name for path in files.values() if not path.is_file()}):
-            raise UserError(f"model folder {folder}: {missing[0]} is in the index but not there; fetch it again")
+            raise folder_error(folder, f"{missing[0]} is in the index but not there", "fetch it again")
         return files
-    single = folder / "model.safetensors"
     if not single.is_file():
         remedy = "load it with transformers and save_pretrained it, which writes one"
-        raise UserError(f"model folder {folder}: no model.safetensors; {remedy}")
+        raise folder_error(folder, "no model.safetensors", remedy)
     return dict.fromkeys(_open(single).keys(), single)
 
 
@@ -180,96 +156,87 @@ def _open(path: Path) -> Any:
 
 
 class _Weights:
-    """Reads tensors out of a folder's safetensors files, each opened once.
+    """Reads tensors from a folder's safetensors files, each opened once.
 
     Attributes:
-        names: a model's name of a weight -> its name in the folder, which transformers may rename on loading.
-        stray: names in the folder of weights that modules of the model don't have.
+        names: name of a weight in the model -> its name in the folder; transformers renames some on loading.
+        unexpected: names in the folder of weights that the model's modules don't have.
     """
 
     def __init__(self, folder: str, model: nn.Module):
-        self.folder, self.files = Path(folder), _weight_files(Path(folder))
-        self.open: dict[Path, Any] = {}
+        self.folder, self.model = folder, model
+        self.files, self.open = _weight_files(Path(folder)), cache(_open)
         self.names: dict[str, str] = {}
-        self.stray: list[str] = []
+        self.unexpected: list[str] = []
         conversions, ignored = cast(Any, model).folder_names
         merges = [part for part in conversions if isinstance(part, WeightConverter)]
         renames = [part for part in conversions if part not in merges]
-        prefix, harmless = (
-            cast(Any, model).base_model_prefix,
-            re.compile("|".join([f"{SCALE}$", "inv_freq$", *ignored])),
-        )
-        parameters = [clean(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+        prefix: Any = model.base_model_prefix
+        harmless = re.compile("|".join([f"{SCALE}$", "inv_freq$", *ignored]))
+        parameters = [hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
         known = dict.fromkeys([*parameters, *persistent_buffers(model)], True)
         modules = {part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{prefix}."))}
-        for given in self.files:
-            name, merged = rename_source_key(given, renames, merges, prefix, known)
+        for stored in self.files:
+            name, merged = rename_source_key(stored, renames, merges, prefix, known)
             if merged:
-                told = "transformers merges or splits its weights on loading, which is not in this version"
-                raise UserError(f"model folder {folder}: {told} ({given}); use another model")
+                problem = f"weight {stored} must be merged or split on loading, which is not in this version"
+                raise folder_error(folder, problem, "use another model")
             if isinstance(model, ValueModel) and name not in known:
                 name = name.replace("classifier.", "score.")  # the head's name in some families
             if name in known:
-                self.names[name] = given
+                self.names[name] = stored
             elif name.split(".")[0] in modules and not harmless.search(name):
-                self.stray.append(given)
+                self.unexpected.append(stored)
         for alias, main in _ties(model).items():
-            if (alias := clean(alias)) in self.names:
-                self.names.setdefault(clean(main), self.names[alias])
+            if (alias := hf_name(alias)) in self.names:
+                self.names.setdefault(hf_name(main), self.names[alias])
 
-    def check(self, model: nn.Module) -> None:
-        """That each weight of the model is here, of its shape and of a type that is read, and nothing else is.
-
-        Raises:
-            UserError: names the first that is not.
-        """
-        parameters, where = _parameters(model), f"model folder {self.folder}"
-        optional = {*persistent_buffers(model), *(HEAD if isinstance(model, ValueModel) else ())}
-        for name, tensor in [*parameters.items(), *persistent_buffers(model).items()]:
-            if name not in self.names and name not in optional:
+    def check(self) -> None:
+        """Raises a UserError that names the first weight that is missing, of another shape or type, or unexpected."""
+        parameters, buffers = _parameters(self.model), persistent_buffers(self.model)
+        optional = {*buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
+        for name, tensor in (parameters | buffers).items():
+            if name in self.names:
+                self._check_stored(self.names[name], tensor, trained=name in parameters)
+            elif name not in optional:
                 remedy = "it is another model's: take config.json and weights from one"
-                raise UserError(f"{where}: no weight {name} in its safetensors; {remedy}")
-            if name not in self.names:
-                continue
-            given = self.names[name]
-            shape, kind = self._slice(given).get_shape(), self._slice(given).get_dtype()
-            if shape != list(tensor.shape):
-                due = f"{list(tensor.shape)} by config.json; take both from one model"
-                raise UserError(f"{where}: weight {given} is {shape}, but {due}")
-            if name in parameters and kind not in FLOATS and not (kind == "F8_E4M3" and given + SCALE in self.files):
-                remedy = f"use a folder of {', '.join(FLOATS)} weights"
-                raise UserError(f"{where}: weight {given} is stored as {kind}, so it is quantized; {remedy}")
-        if self.stray:
-            found = f"weight {self.stray[0]} ({len(self.stray)} such)"
-            raise UserError(f"{where}: config.json has no place for {found}; take both from one model")
+                raise folder_error(self.folder, f"no weight {name} in its safetensors", remedy)
+        if self.unexpected:
+            problem = f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)"
+            raise folder_error(self.folder, problem, "take both from one model")
 
-    def check_ties(self, ties: dict[str, str]) -> None:
-        """That weights which config.json ties are one in the folder, too.
+    def _check_stored(self, stored: str, tensor: Tensor, *, trained: bool) -> None:
+        part = self._slice(stored)
+        shape, kind = part.get_shape(), part.get_dtype()
+        if shape != list(tensor.shape):
+            problem = f"weight {stored} is {shape}, but {list(tensor.shape)} by config.json"
+            raise folder_error(self.folder, problem, "take both from one model")
+        if trained and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
+            problem = f"weight {stored} is stored as {kind}, so it is quantized"
+            raise folder_error(self.folder, problem, f"use a folder of {', '.join(FLOATS)} weights")
 
-        Raises:
-            UserError: they differ; transformers then doesn't tie them.
-        """
-        for alias, main in ((clean(alias), clean(main)) for alias, main in ties.items()):
-            both = [self.names.get(name, "") for name in (alias, main)]
-            if both[0] != both[1] and all(both):
-                one, other = (self._slice(name)[:] for name in both)
-                if not torch.equal(one, other):
-                    remedy = "set tie_word_embeddings to false there, or drop the one that is not used"
-                    raise UserError(
-                        f"model folder {self.folder}: config.json ties {both[0]} and {both[1]}, which differ; {remedy}"
-                    )
+    def check_ties(self) -> None:
+        """Raises a UserError if weights that config.json ties differ in the folder; transformers doesn't tie these."""
+        for tied in _ties(self.model).items():
+            stored = [self.names[name] for name in map(hf_name, tied) if name in self.names]
+            if len(set(stored)) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
+                problem = f"config.json ties {' and '.join(stored)}, which differ"
+                remedy = "set tie_word_embeddings to false there, or drop the weight that is not used"
+                raise folder_error(self.folder, problem, remedy)
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """The rows of a weight that a rank holds, FP8 as float32."""
-        given = self.names[name]
-        if given + SCALE not in self.files:
-            found = self._slice(given)
-            return found[rows] if found.get_shape() else found[...]
-        whole = {"weight": self._slice(given)[:], "weight_scale_inv": self._slice(given + SCALE)[:]}
+        """These rows of a weight, FP8 as float32."""
+        stored = self.names[name]
+        if stored + SCALE not in self.files:
+            part = self._slice(stored)
+            return part[rows] if part.get_shape() else part[...]
+        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
         return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][rows]
 
-    def _slice(self, given: str) -> Any:
-        path = self.files[given]
-        if path not in self.open:
-            self.open[path] = _open(path)
-        return self.open[path].get_slice(given)
+    def read_buffers(self) -> None:
+        for name, buffer in persistent_buffers(self.model).items():
+            if name in self.names:
+                buffer.copy_(self.read(name, slice(None)))
+
+    def _slice(self, stored: str) -> Any:
+        return self.open(self.files[stored]).get_slice(stored)

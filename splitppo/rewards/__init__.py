@@ -1,5 +1,10 @@
-"""Rewards: one number a row, from functions of verl's signature.
+"""Rewards: a score per row, from functions with verl's signature or a learned reward model.
 
-A function is named in `reward.function`: a rule of `splitppo.rewards.rules`, `path/to/file.py:name`, or `auto`.
-Workers import this package: it must stay light (no torch, no numpy).
+`reward.function` names a function: a rule of rules.py, `path/to/file.py:name`, or `auto`. Reward workers import this
+package, so it imports neither torch nor numpy.
 """
+
+from splitppo.rewards.functions import Failure, check_prompts, check_rewards
+from splitppo.rewards.scorer import Pending, Scored, Scorer, failure_line
+
+__all__ = ["Failure", "Pending", "Scored", "Scorer", "check_prompts", "check_rewards", "failure_line"]

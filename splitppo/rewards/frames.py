@@ -1,6 +1,6 @@
-"""Messages between a pool and its workers: pickles of plain data, each behind its length in bytes.
+"""Messages between the trainer and its reward workers: pickles, each after its length in bytes.
 
-Both ends are processes of this program on one machine, so that what arrives may be unpickled.
+Both ends are processes of this program on one machine, so unpickling is safe.
 """
 
 import asyncio
@@ -12,24 +12,15 @@ _LENGTH = struct.Struct("!Q")
 
 
 def pack(message: Any) -> bytes:
-    """`message` as the bytes to send."""
+    """The bytes of a message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next message of a blocking stream. EOFError: the other end is gone."""
+    """The next message of a blocking stream. EOFError: the other end has closed."""
     (length,) = _LENGTH.unpack(_read_exactly(stream, _LENGTH.size))
     return pickle.loads(_read_exactly(stream, length))
-
-
-async def read(stream: asyncio.StreamReader) -> Any:
-    """The next message. EOFError (asyncio.IncompleteReadError is one): the other end is gone."""
-    try:
-        data = await stream.readexactly(*_LENGTH.unpack(await stream.readexactly(_LENGTH.size)))
-    except ConnectionError as error:
-        raise EOFError from error
-    return pickle.loads(data)
 
 
 def _read_exactly(stream: BinaryIO, length: int) -> bytes:
@@ -37,3 +28,12 @@ def _read_exactly(stream: BinaryIO, length: int) -> bytes:
     if len(data) < length:
         raise EOFError
     return data
+
+
+async def read(stream: asyncio.StreamReader) -> Any:
+    """The next message. EOFError, or its subclass asyncio.IncompleteReadError: the other end has closed."""
+    try:
+        data = await stream.readexactly(*_LENGTH.unpack(await stream.readexactly(_LENGTH.size)))
+    except ConnectionError as error:
+        raise EOFError from error
+    return pickle.loads(data)

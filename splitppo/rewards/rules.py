@@ -1,7 +1,7 @@
 """Rule rewards: pure functions of the response's text, with verl's signature.
 
-Each takes (data_source, solution_str, ground_truth, extra_info), where `solution_str` is the decoded response without
-special tokens, and returns a score. A truth that the rule can't use is a UserError.
+A rule takes (data_source, solution_str, ground_truth, extra_info) and returns a score. `solution_str` is the decoded
+response without special tokens. A ground truth that the rule can't use is a UserError.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 from splitppo.errors import UserError
 
 # A number as people write it: 7, -7, 1,234.50, .5, $12, -$12, $-12. A minus right after a letter, a digit or a
-# closing bracket subtracts and is no sign: the last number of "7-3" is 3.
+# closing bracket is a subtraction, not a sign: the last number of "7-3" is 3.
 _NUMBER = (
     r"(?P<sign>(?<![\w.)\]])[-+−])?\$?(?P<inner_sign>(?<=\$)[-+−])?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
@@ -20,7 +20,7 @@ _NUMBER = (
 _ANY_NUMBER = re.compile(_NUMBER)
 _MARKED_NUMBER = re.compile(rf"#### +{_NUMBER}")
 _BOXED = "\\boxed"
-_MATH_TIMEOUT = 3  # whole seconds for one formula or comparison, such as 9^9^9^9; then the answer is wrong
+_MATH_TIMEOUT = 3  # whole seconds per formula or comparison (9^9^9^9); after that the answer counts as wrong
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -45,11 +45,11 @@ def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: Any, extra
 
 
 def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the response's answer is mathematically the truth, as the library math-verify sees it; else 0.
+    """1 if the library math-verify finds the answer equal to the truth; else 0.
 
-    The answer is the last `\\boxed{}`; without one, what the library takes for it (after "the answer is", the last
-    formula, the last number). The truth is LaTeX, bare or in a solution with a `\\boxed{}`. To be called in the main
-    thread: the library keeps its time limits by signals.
+    The answer is the last `\\boxed{}`, else what the library finds: after "the answer is", the last formula, the last
+    number. The truth is LaTeX, bare or in a solution with a `\\boxed{}`. For the main thread only: the library's time
+    limits use signals.
     """
     truth = "" if ground_truth is None else str(ground_truth).strip()
     if not truth:
@@ -61,23 +61,22 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
         return 0.0
     from math_verify import parse, verify  # an optional dependency, and slow to import
 
-    # it would print each response that it takes too long for
+    # or it prints every response that takes too long
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = _last_boxed(truth) if _BOXED in truth else f"{_BOXED}{{{truth.strip('$')}}}"
-    # of two boxes the library makes a set
+    # the library would read two boxes as a set
     answer = _last_boxed(solution_str) if _BOXED in solution_str else solution_str
     truth_parsed, answer_parsed = (parse(text, parsing_timeout=_MATH_TIMEOUT) for text in (gold, answer))
     return float(verify(truth_parsed, answer_parsed, timeout_seconds=_MATH_TIMEOUT))
 
 
 def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """Share of the characters that stand right, in [0, 1]; 1 only if the response is the truth.
+    """Fraction of correct characters, by position, in [0, 1]; 1 only if the response is the truth.
 
-    The share is of the longer of the two, so that what is too much or missing counts as wrong. White space is not
-    stripped: the task is to say this and end.
+    The longer of the two texts counts, so extra and missing characters are wrong. White space is not stripped.
     """
     truth = str(ground_truth)
-    right = sum(said == asked for said, asked in zip(solution_str, truth, strict=False))
+    right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
     return right / max(len(solution_str), len(truth), 1)
 
 
@@ -87,7 +86,6 @@ def addition(data_source: str, solution_str: str, ground_truth: Any, extra_info:
 
 
 def _last_boxed(text: str) -> str:
-    """`text` from its last `\\boxed` on."""
     return text[text.rindex(_BOXED) :]
 
 
@@ -98,8 +96,8 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any) -> float:
-    """1 if the last of the numbers found is the truth; else 0, also if there is none."""
-    # GSM8K's own column is the whole solution, and ends in its number
+    """1 if the last of the numbers is the truth; else 0."""
+    # GSM8K's own column holds the whole solution, which ends in "#### NUMBER"
     truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())
     if truth is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Small files: written so that a crash leaves the old one or the new one, never half; read, or refused in a line."""
+"""Reads and writes small files. After a crash a file has its old or its new content, never a part of it."""
 
 import os
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from typing import Any
 
 from splitppo.errors import UserError
 
-# what a file that is damaged or made by hand may raise while it is read as JSON or TOML and taken apart
+# what reading a damaged or hand-made JSON or TOML file may raise
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
-    """What `parse` makes of a file's text.
+    """Returns `parse(text)` of a file's text.
 
     Raises:
-        UserError: the file can't be read, or not be parsed.
+        UserError: the file can't be read or parsed.
     """
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -24,23 +24,23 @@ def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
 
 
 def read_if_there(path: Path, parse: Callable[[str], Any]) -> Any:
-    """The same of a file of a run; None if it isn't there."""
-    return read_file(path, parse, "mend or remove it") if path.exists() else None
+    """The same; None if there is no such file."""
+    return read_file(path, parse, "fix or remove it") if path.exists() else None
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file aside, on the disk for good, and puts it in place."""
-    aside = path.with_name(f"{path.name}.new")
-    with aside.open("w", encoding="utf-8") as file:
+    """Writes and syncs a new file, then renames it to `path`."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    new.replace(path)
     sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in it survive a loss of power."""
+    """Syncs a folder: the renames in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

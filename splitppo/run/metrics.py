@@ -1,13 +1,14 @@
-"""What a column tells about itself: spans, one line a step, RUN/metrics/{actor,critic}.jsonl.
+"""A role's spans and metrics: RUN/metrics/{actor,critic}.jsonl, one JSON object a step.
 
-Each line of a file is one JSON object, `step` first, then `time` (Unix seconds at the step's end), the metrics,
-`timing_s/NAME` (seconds in each span), `timing_s/step`, `optimizer_steps` (loss and gradient norm of each) and
-`spans` ([name, start, end], Unix seconds). Names are those of the README's glossary.
+Each line holds `step` first, then `time` (Unix seconds at the step's end), the metrics, `timing_s/NAME` (seconds in
+each span), `timing_s/step`, `optimizer_steps` (loss and gradient norm of each) and `spans` ([name, start, end], Unix
+seconds). The README's glossary explains the names.
 """
 
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any, get_args
 import torch
 from torch.profiler import record_function
 
-from splitppo.errors import UserError
+from splitppo.errors import UserError, warn
 from splitppo.placement import Role
-from splitppo.run.files import BROKEN, write_whole
+from splitppo.run.files import write_whole
+from splitppo.run.records import parse_record
 
-# what a console line shows beside the seconds of the spans
+# metric: its name on the screen
 SHOWN = {
     "val/score/mean": "held-out",
     "response_length/mean": "len",
@@ -40,33 +42,37 @@ SHOWN = {
 
 
 def read_records(path: Path, start: int) -> tuple[str, str]:
-    """The lines of a role's file up to step `start`, and what is wrong with them, "" if nothing. The last line of the
-    file may be torn: those up to a checkpoint are on the disk before it counts."""
-    found, wrong = {}, ""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    """The lines of a role's file up to step `start`, and the first problem of the file, or "". The last line may be
+    torn: the lines up to a checkpoint are on disk before it is complete."""
+    found, problem = {}, ""
+    *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    for number, line in enumerate([*whole, torn], 1):
         try:
-            found[int(json.loads(line.decode())["step"])] = line.decode() + "\n"
-        except BROKEN as error:
-            wrong = wrong or (f"line {number} is no record ({error})" if number < len(lines) else "")
-    lost = [step for step in range(min(found, default=start), start + 1) if step not in found]
-    wrong = wrong or (f"the record of step {lost[0]} is missing" if lost else "")
-    return "".join(line for step, line in found.items() if step <= start), f"{path}: {wrong}" if wrong else ""
+            found[parse_record(line, f"{path}:{number}")["step"]] = line + "\n"
+        except UserError as error:
+            problem = problem or (str(error) if number <= len(whole) else "")
+    missing = [step for step in range(min(found, default=start), start + 1) if step not in found]
+    if missing and not problem:
+        problem = f"{path}: the record of step {missing[0]} is missing; restore it"
+    return "".join(line for step, line in found.items() if step <= start), problem
 
 
 def check_records(folder: Path, start: int, *, force: bool) -> None:
-    """Raises UserError where a record up to step `start` is broken or missing; with `force` only says so."""
+    """Raises UserError if a record up to step `start` is broken or missing; with `force` prints a warning."""
     for role in get_args(Role):
-        if wrong := read_records(folder / f"{role}.jsonl", start)[1]:
+        if problem := read_records(folder / f"{role}.jsonl", start)[1]:
             if not force:
-                raise UserError(f"{wrong}; mend it, or --force to go on without such records")
-            print(f"warning: {wrong}", flush=True)
+                raise UserError(f"{problem}, or --force to go on without such records")
+            warn(problem)
 
 
 class ColumnLog:
-    """The spans and metrics of one role; only the `first` rank of its group writes and prints.
+    """The spans and metrics of one role.
 
-    `phase` is told each span as it begins; what an earlier run wrote of steps after `start` is dropped.
+    Args:
+        first: whether this is the first rank of the role's group, which alone writes and prints.
+        phase: called with the name of each span as it begins.
+        start: the step that the run resumes after; later records in the file are removed.
     """
 
     def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int):
@@ -74,7 +80,7 @@ class ColumnLog:
         self.first, self.phase = first, phase
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
-        # Unix time, so that ranks compare; on from here by a clock that nobody sets
+        # Unix time, so that ranks compare; it goes on by a clock that nobody sets
         self.clock = time.time() - time.monotonic()
         self.began = self.now()
         if first:
@@ -82,30 +88,32 @@ class ColumnLog:
             write_whole(self.path, read_records(self.path, start)[0] if start else "")
 
     def now(self) -> float:
-        """Unix seconds that never run backwards."""
+        """Unix seconds; they never run backwards."""
         return self.clock + time.monotonic()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A stretch of the step's time; names that begin with `wait_` are waits for the other column."""
+        """Times a part of the step. Names of waits for the other role begin with `wait_`."""
         start = self.now()
         self.phase(f"{self.role} step {self.step + 1} {name}")
         with record_function(name):  # a block of that name in the torch profiler's trace
             yield
-        if (end := self.now()) - start > 0.0005:  # else there was nothing to do
+        if (end := self.now()) - start > 0.0005:  # leave out spans without work
             self.spans.append([name, start, end])
 
     def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends the step: writes its record, for good, since its checkpoint may count from here on; prints its line."""
-        now = self.now()
-        seconds: dict[str, float] = {}
+        """Ends the step: writes and syncs its record, since its checkpoint may be committed next; prints its line."""
+        now, seconds = self.now(), defaultdict[str, float](float)
         for name, start, end in self.spans:
-            seconds[name] = seconds.get(name, 0.0) + end - start
-        timing = {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": now - self.began}
-        idle = sum(value for name, value in seconds.items() if name.startswith("wait_")) / (now - self.began)
-        performance = _performance(metrics, now - self.began) | {"perf/idle_share": idle}
-        record = {"step": step, "time": now, **metrics, **timing, **performance}
-        record["spans"] = self.spans
+            seconds[name] += end - start
+        step_time, idle = now - self.began, sum(value for name, value in seconds.items() if name.startswith("wait_"))
+        record = {"step": step, "time": now, **metrics}
+        record |= {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": step_time}
+        if "tokens" in metrics:  # of prompts and responses, in all groups
+            record["perf/throughput"] = metrics["tokens"] / step_time
+        if torch.cuda.is_initialized():
+            record["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        record |= {"perf/idle_share": idle / step_time, "spans": self.spans}
         if self.first:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -120,11 +128,3 @@ class ColumnLog:
         if skipped := metrics.get(f"{self.role}/skipped"):
             shown += f"  SKIPPED {skipped:g} updates: gradient not finite"
         return f"{f'[{self.role}]':<8} step {step:>4}  {shown}  |  {spent}"
-
-
-def _performance(metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Tokens a second (prompts and responses, the whole job), and the GPU memory that this rank had at most."""
-    figures = {"perf/throughput": metrics["tokens"] / seconds} if "tokens" in metrics else {}
-    if torch.cuda.is_initialized():
-        figures["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-    return figures

@@ -1,108 +1,57 @@
-"""Where the run's figures go beside RUN/metrics: Weights & Biases and TensorBoard.
+"""Sends the run's metrics to Weights & Biases and TensorBoard.
 
-One rank, the actor group's first, owns the trackers of both roles. It reads what RUN/metrics/actor.jsonl and
-critic.jsonl have grown by, so a line of the critic may come a step later than the actor's. Each figure keeps its name,
-but `timing_s/NAME` and `perf/NAME`, which both roles have, get the role in: `timing_s/actor/NAME`. RUN/trackers.json
-notes what each tracker has got; a resumed run sends the rest, also to a tracker that is new.
+The actor group's first rank sends both roles' records. After each step it reads the new lines of RUN/metrics/, so a
+record of the critic may come one step later than the actor's. RUN/trackers.json holds the last step that each tracker
+got of each role. A resumed run sends each tracker the steps that it lacks: all of them if the tracker is new.
 
-Tables of samples: validation's each time, the step's own at about `SAMPLE_TABLES` steps of the run.
+Metrics that both roles have get the role into their name: `timing_s/actor/NAME`, `perf/critic/NAME`. Tables show the
+samples of each validation, and those of about `SAMPLE_TABLES` training steps.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, get_args
 
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Role
 from splitppo.run.files import read_file, write_whole
+from splitppo.run.records import parse_record, read_lines
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100
-_OF_BOTH = ("timing_s/", "perf/")
-# role -> the folder of the tables that are there, complete, when its line is
-_TABLES: dict[Role, Literal["samples", "validation"]] = {"critic": "samples", "actor": "validation"}
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def check_trackers(config: Config) -> None:
-    """A UserError if a tracker's package is not installed."""
+    """Raises UserError if a tracker's package is not installed."""
     for name in config.log.trackers:
         spec = find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin it is a mere folder of that name
+        if spec is None or spec.origin is None:  # a folder of that name has no origin
             raise UserError(
                 f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
                 f"pip install -e '.[{name}]' or leave {name} out"
             )
 
 
-class Tail:
-    """The lines that a file has grown by, whole ones only: the last waits until its end is written."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset = path, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """The new lines' JSON objects; none while there is no file."""
-        if not self.path.is_file():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            grown = file.read()
-        whole = grown[: grown.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
-def _up_to(start: int, sent: dict[str, dict[Role, int]]) -> dict[str, dict[Role, int]]:
-    return {name: {role: min(start, step) for role, step in got.items()} for name, got in sent.items()}
-
-
-def figures_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's figures under the trackers' names; the clock, the spans and all that is no number are left out."""
-    return {
-        _renamed(role, name): float(value)
-        for name, value in record.items()
-        if name not in ("step", "time") and isinstance(value, int | float)
-    }
-
-
-def _renamed(role: Role, name: str) -> str:
-    for prefix in _OF_BOTH:
-        if name.startswith(prefix):
-            return f"{prefix}{role}/{name.removeprefix(prefix)}"
-    return name
-
-
-class Tracker(Protocol):
-    """A place that figures go to. `start` is the step that the run goes on from, 0 for a new one."""
-
-    def __init__(self, config: Config, run_dir: Path, start: int): ...
-
-    def write(self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
-        """Takes some of a step's figures and tables; `time` is when they were taken, in Unix seconds."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Wandb:
-    """One run in Weights & Biases, drawn over `step`; a resumed run goes on in it (RUN/wandb_id).
+    """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id).
 
-    wandb only ever adds to a run: steps that were done again after a crash are there twice. It writes every 15 seconds
-    or so: a run that is killed may lack there what RUN/metrics has of its last ones.
+    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so,
+    so it may lack the last steps of a killed run.
 
     Raises:
         UserError: wandb cannot log in.
     """
 
     def __init__(self, config: Config, run_dir: Path, start: int):
-        import wandb  # only installed if asked for
+        import wandb  # an optional package
         from wandb.errors import AuthenticationError, UsageError
 
         path = run_dir / "wandb_id"
@@ -123,111 +72,130 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
         self.table = wandb.Table
 
-    def write(self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
-        listed = {name: table_of(rows) for name, rows in tables.items()}
-        drawn = {name: self.table(columns=[*columns], data=cells) for name, (columns, cells) in listed.items()}
-        self.run.log({"step": step, **figures, **drawn})
+    def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
+        """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
+        listed: dict[str, Any] = {name: table_of(rows) for name, rows in tables.items()}
+        shown = {name: self.table(*columns_and_cells) for name, columns_and_cells in listed.items()}
+        self.run.log({"step": step, **metrics, **shown})
 
     def close(self) -> None:
         self.run.finish()
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; a resumed run hides the steps that it does again."""
+    """Event files in RUN/tensorboard. Those of a resumed run hide the steps that it repeats."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
-        from torch.utils.tensorboard import SummaryWriter  # needs a package that is only installed if asked for
+        from torch.utils.tensorboard import SummaryWriter  # needs an optional package
 
         self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1 if start else 0)
 
-    def write(self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
-        for name, value in figures.items():
+    def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
+        for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         for name, rows in tables.items():
             self.writer.add_text(name, text_of(rows), step, walltime=time)
-        self.writer.flush()  # a killed run's figures are on the disk
+        self.writer.flush()  # so that the files of a killed run have them
 
     def close(self) -> None:
         self.writer.close()
 
 
-TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+class Tail:
+    """Reads the records that a file gains. A torn last line waits until all of it is written."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset, self.lines = path, 0, 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The new records; none while there is no file."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.offset, self.lines = self.offset + len(line), self.lines + 1
+                    yield parse_record(line, f"{self.path}:{self.lines}")
 
 
 class Trackers:
-    """The trackers of a run, which read its metrics from its folder.
-
-    Args:
-        start: the step that the run goes on from, 0 for a new one.
-        active: whether this rank owns them; else nothing happens here.
-    """
+    """The trackers of a run that resumes after step `start`, or begins (0). They do nothing on a rank that is not
+    `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
-        self.run_dir, self.steps = run_dir, config.steps
-        self.noted = run_dir / "trackers.json"
+        names = config.log.trackers if active else ()
+        self.run_dir, self.steps, self.file = run_dir, config.steps, run_dir / "trackers.json"
         self.tails: dict[Role, Tail] = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in get_args(Role)}
-        # tracker -> role -> the last step that it got; what a new run finds there is another's
-        self.sent: dict[str, dict[Role, int]] = {}
-        if active and start and self.noted.is_file():
+        self.sent: dict[str, dict[Role, int]] = {}  # tracker -> role -> last step sent
+        if names and start and self.file.is_file():  # in a new run this is an older run's file
             remedy = "delete it, and the trackers get all steps again"
-            self.sent = read_file(self.noted, lambda text: _up_to(start, json.loads(text)), remedy)
-        self.trackers: dict[str, Tracker] = {
-            name: TRACKERS[name](config, run_dir, start) for name in (config.log.trackers if active else ())
-        }
+            self.sent = read_file(self.file, lambda text: _up_to(start, json.loads(text)), remedy)
+        self.trackers = {name: TRACKERS[name](config, run_dir, start) for name in names}
 
     def update(self) -> None:
-        """Sends what the metrics' files have grown by. The first call comes after a step's end: then both roles have
-        dropped from their files what an earlier run wrote of steps after `start`."""
+        """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of
+        an earlier run after `start` from their files."""
         if not self.trackers:
             return
         for role, tail in self.tails.items():
             for record in tail.read():
-                self._send(role, record)
-        write_whole(self.noted, json.dumps(self.sent) + "\n")
+                self._send(role, record["step"], record)
+        write_whole(self.file, json.dumps(self.sent) + "\n")
 
     def close(self) -> None:
-        """Sends the rest and ends the trackers; for when all ranks have done their last step."""
+        """Sends the last records and closes the trackers. Call it when all ranks have finished their last step."""
         self.update()
         for tracker in self.trackers.values():
             tracker.close()
 
-    def _send(self, role: Role, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        due = [name for name in self.trackers if step > self.sent.get(name, {}).get(role, -1)]
-        if due:
-            figures, tables = figures_of(role, record), self._tables(role, step)
-            for name in due:
-                self.trackers[name].write(step, record["time"], figures, tables)
-                self.sent.setdefault(name, {})[role] = step
+    def _send(self, role: Role, step: int, record: Mapping[str, Any]) -> None:
+        for name, tracker in self.trackers.items():
+            sent = self.sent.setdefault(name, {})
+            if step > sent.get(role, -1):
+                tracker.write(step, record["time"], metrics_of(role, record), self._tables(role, step))
+                sent[role] = step
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
-        kind = _TABLES[role]
-        path = self.run_dir / kind / f"step_{step:06d}.jsonl"
-        skipped = kind == "samples" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
-        if skipped or not path.is_file():
-            return {}
-        with path.open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in islice(file, TABLE_ROWS)]
-        return {"samples" if kind == "samples" else "validation/samples": rows} if rows else {}
+        """The samples that were written before the role's record of the step."""
+        name, folder = ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
+        path = self.run_dir / folder / f"step_{step:06d}.jsonl"
+        skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
+        rows = [] if skipped or not path.is_file() else list(islice(read_lines(path), TABLE_ROWS))
+        return {name: rows} if rows else {}
 
 
-def table_of(rows: Rows) -> tuple[list[str], list[list[Any]]]:
-    """Columns and cells. A column holds numbers or texts, not both; a key that a row lacks is None there."""
+def _up_to(start: int, sent: dict[str, dict[Role, int]]) -> dict[str, dict[Role, int]]:
+    """A resumed run repeats the steps after `start`, so these are to be sent again."""
+    return {name: {role: min(start, step) for role, step in steps.items()} for name, steps in sent.items()}
+
+
+def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
+    """A record's numbers under their names in the trackers."""
+    return {
+        re.sub("^(timing_s|perf)/", rf"\1/{role}/", name): float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) and name not in ("step", "time")
+    }
+
+
+def table_of(rows: Rows) -> tuple[list[Any], list[list[Any]]]:
+    """Columns and cells; None where a row lacks a key. A column has only numbers or only texts, as wandb requires."""
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    cells = [values if _all_numbers(values) else [_text(value) for value in values] for values in columns.values()]
+    numbers = {int, float, type(None)}
+    cells = [x if {type(value) for value in x} <= numbers else [_text(value) for value in x] for x in columns.values()]
     return list(columns), [list(row) for row in zip(*cells, strict=True)]
 
 
 def text_of(rows: Rows) -> str:
-    """Rows as TensorBoard shows texts, in Markdown: a block each, as it stands, a line or more for each key."""
+    """Rows as Markdown: a verbatim block for each row, with `KEY: VALUE` lines."""
     return "\n\n---\n\n".join(
         "\n".join(f"    {line}" for name, value in row.items() for line in f"{name}: {_text(value)}".splitlines())
         for row in rows
     )
-
-
-def _all_numbers(values: Sequence[Any]) -> bool:
-    return all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
 
 
 def _text(value: Any) -> str | None:

@@ -3,9 +3,9 @@
     splitppo bench --gpus 4 --lengths lognormal:240:1024 --config my.toml [any flag of the trainer]
 
 The jobs are (a) `colocated`, (b) `2+2/barrier`, a split whose groups wait for each other after the updates, as verl's
-split_placement did, and (c) `2+2`, `2+2/critic`, ...: splits as they are, the reference with the actor or the critic.
-Responses have given lengths, so that all jobs do the same work. Prints a table and writes OUT/bench.json, OUT/bench.png
-and each job's run folder and log.
+split_placement did, and (c) `2+2`, `2+2/critic`, ...: splits without a barrier, the reference with the actor or the
+critic. Responses have given lengths, so that all jobs do the same work. Prints a table and writes OUT/bench.json,
+OUT/bench.png and each job's run folder and log.
 """
 
 import json
@@ -16,20 +16,21 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from splitppo.config import RolloutConfig
 from splitppo.config.cli import parse
-from splitppo.data.files import read_lengths
 from splitppo.errors import UserError, command, words
+from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.tools.bench_results import Result, draw, ratios, table
-from splitppo.tools.cost import WARM_UP, Split, Work, may_move, measured, predict
-from splitppo.tools.timeline import Column, Step, read_column
+from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, is_wait, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
@@ -57,54 +58,66 @@ class Bench:
     """Folder for everything; must not exist."""
 
 
-def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
-    """A job's split and its flags.
+@dataclass
+class Result:
+    """What a job measured."""
 
-    Raises:
-        UserError: it isn't written so, or its ranks aren't `gpus`.
-    """
-    if job == "colocated":
-        unset = ["--placement.actor", "None", "--placement.critic", "None", "--placement.reference", "actor"]
-        return Split(gpus, 0), ["--placement.mode", "colocated", *unset, "--placement.no-barrier"]
-    found = re.fullmatch(r"(\d+)\+(\d+)(/critic)?(/barrier)?", job)
+    job: str
+    split: Split
+    work: Work
+    metrics: dict[str, dict[str, float]]  # role -> metric -> mean over the measured steps, on the group's first rank
+    tokens_s: float  # prompt and response tokens a second, all ranks
+    steps_s: list[float]  # seconds of each step
+    start_s: float  # from the command to the first rollout
+    tflops: dict[str, float]  # role -> 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
+    mfu: dict[str, float]  # role -> the same as a share of the GPU's peak; {} for an unknown GPU
+    predicted_s: float | None = None  # a step's seconds by the cost model, from the colocated job's work
+
+    def seconds(self, role: str, *spans: str) -> float:
+        """Seconds of a step in these spans."""
+        return sum(self.metrics[role].get(f"timing_s/{span}", 0.0) for span in spans)
+
+
+def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
+    """A job's split and its flags: all of them, since a preset may set others. A wrong job is a UserError."""
+    found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?(/barrier)?", job)
     if not found:
         raise UserError(f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier")
-    actor, critic = int(found[1]), int(found[2])
-    if not actor or not critic or actor + critic != gpus:
-        raise UserError(f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}")
-    side = "critic" if found[3] else "actor"
-    # all of them, since a preset may set others
-    sizes = ["--placement.actor", str(actor), "--placement.critic", str(critic), "--placement.reference", side]
+    if job == "colocated":
+        split, mode, sizes = Split(gpus, 0), "colocated", ("None", "None")
+    else:
+        split, mode = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor"), "per_node"
+        sizes = (found[1], found[2])
+        if not split.actor or not split.critic or split.actor + split.critic != gpus:
+            raise UserError(f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}")
+    flags = ["--placement.mode", mode, "--placement.actor", sizes[0], "--placement.critic", sizes[1]]
     barrier = "--placement.barrier" if found[4] else "--placement.no-barrier"
-    return Split(actor, critic, side), ["--placement.mode", "per_node", *sizes, barrier]
+    return split, [*flags, "--placement.reference", split.reference, barrier]
 
 
 def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
-    """The jobs that make sense where nothing is known; `movable`: whether the reference can be with the critic."""
+    """The jobs to compare where nothing is known; `movable`: whether the reference can be with the critic."""
     if gpus == 1:
         return ("colocated",)
-    even = gpus // 2
     # the critic's ranks: half, one less, a quarter
-    sizes = sorted({even, max(1, even - 1), max(1, gpus // 4)}, reverse=True)
+    sizes = sorted({gpus // 2, max(1, gpus // 2 - 1), max(1, gpus // 4)}, reverse=True)
     free = [f"{gpus - size}+{size}" for size in sizes]
     moved = [f"{job}/critic" for job in free] if movable else []
     return ("colocated", f"{free[0]}/barrier", *free, *moved)
 
 
 def lengths_of(given: str, seed: int = 0) -> list[int]:
-    """The lengths that `--lengths` stands for.
-
-    Raises:
-        UserError: it isn't written so.
-    """
+    """The response lengths that `--lengths` names. What is no distribution and no file is a UserError."""
     if found := re.fullmatch(r"fixed:(\d+)", given):
         return [int(found[1])]
     if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
-        mean, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(seed)
-        mu = math.log(mean) - sigma**2 / 2
+        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(seed)
+        mu = math.log(average) - sigma**2 / 2
         return [min(cap, max(1, round(draw.lognormvariate(mu, sigma)))) for _ in range(DRAWN)]
     if not Path(given).is_file():
         raise UserError(f"--lengths {given}: write fixed:512, lognormal:240:1024, or name a file with one a line")
+    from splitppo.data import read_lengths  # imports torch, and --help must not wait for it
+
     return read_lengths(RolloutConfig(lengths=given, max_new_tokens=sys.maxsize))
 
 
@@ -114,111 +127,64 @@ def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> 
     flags += ["--checkpoint.every", "0", "--log.trackers"]  # of a preset: neither is to be measured, nor kept
     if lengths:
         (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
-        most = re.fullmatch(r"lognormal:\d+:(\d+)", bench.lengths or "")
-        cap = int(most[1]) if most else max(lengths)
-        flags += ["--rollout.lengths", str(out / "lengths.txt"), "--rollout.max-new-tokens", str(cap)]
+        flags += ["--rollout.lengths", str(out / "lengths.txt"), "--rollout.max-new-tokens", str(max(lengths))]
     return flags
 
 
-def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> None:
-    """Runs a job to its end.
-
-    Raises:
-        UserError: it failed, or took too long.
-    """
-    folder, log = out / job.replace("/", "_"), out / f"{job.replace('/', '_')}.log"
+def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
+    """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a UserError."""
+    split, placement = parse_job(job, bench.gpus)
+    folder, began = out / job.replace("/", "_"), time.time()
+    log = folder.with_name(f"{folder.name}.log")
     # standalone: a port of its own, so that other jobs may run on the node
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(bench.gpus)]
-    command = [*torchrun, "-m", "splitppo.train", *flags, *parse_job(job, bench.gpus)[1], "--run-dir", str(folder)]
-    (out / f"{folder.name}.began").write_text(str(time.time()))
+    line = [*torchrun, "-m", "splitppo.train", *flags, *placement, "--run-dir", str(folder)]
     with log.open("w") as file:
-        file.write(" ".join(command) + "\n")
-        file.flush()
-        with subprocess.Popen(command, stdout=file, stderr=file) as running:
+        print(*line, file=file, flush=True)
+        with subprocess.Popen(line, stdout=file, stderr=file) as running:
             try:
                 status = running.wait(bench.limit)
             except BaseException as error:
-                running.terminate()  # torchrun hands it on to its ranks, which a kill would leave behind
+                running.terminate()  # torchrun passes it on to its ranks; a kill would leave them running
                 running.wait()
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
                 raise
     if status:
-        told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
-        raise UserError(f"exit {status}: {told[0] if told else f'see {log}'}")
+        errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
+        raise UserError(f"exit {status}: {errors[0] if errors else f'see {log}'}")
+    return result_of(job, split, folder, began, bench.warmup)
 
 
-def result_of(job: str, bench: Bench, out: Path, gpu: str | None) -> tuple[Result, Work]:
-    """The figures of a job that has run."""
-    folder, (split, _) = out / job.replace("/", "_"), parse_job(job, bench.gpus)
-    columns = {role: read_column(folder / "metrics" / f"{role}.jsonl") for role in ("actor", "critic")}
-    last = {role: list(column.values())[bench.warmup :] for role, column in columns.items()}
-    settings = tomllib.loads((folder / "config.toml").read_text())
-    actors, critics = ([s.metrics for s in columns[r].values()][bench.warmup - WARM_UP :] for r in columns)
-    work = measured(actors, critics, split, rows(settings))
-    tokens = mean(last["actor"], "tokens")
-    step_s = mean(last["actor"], "timing_s/step")
-    tflops = {role: mean(steps, "perf/update_tflop") / mean(steps, "timing_s/update") for role, steps in last.items()}
-    peak = next((value for name, value in PEAK_TFLOPS.items() if gpu and name in gpu), None)
-
-    def by_role(name: str) -> dict[str, float]:
-        return {role: mean(last[role], name) for role in last}
-
-    result = Result(
-        job=job,
-        tokens_s=tokens / step_s,
-        step_s=step_s,
-        steps_s=[step.metrics["timing_s/step"] for step in last["actor"]],
-        predicted_s=None,
-        phases={role: phases(steps) for role, steps in last.items()},
-        idle=by_role("perf/idle_share"),
-        tflops=tflops,
-        mfu={role: value / peak for role, value in tflops.items()} if peak else {},
-        memory_gib=by_role("perf/max_memory_allocated_gb"),
-        wire_mb=by_role("perf/wire_mb"),
-        wire_s=by_role("perf/wire_s"),
-        padding=by_role("perf/padding"),
-        imbalance=by_role("perf/imbalance"),
-        mismatch=mean(last["actor"], "actor/mismatch_mean"),
-        start_s=first_rollout(columns["actor"]) - float((out / f"{folder.name}.began").read_text()),
-    )
-    return result, work
-
-
-def first_rollout(column: Column) -> float:
-    """When it began."""
-    return min(start for step in column.values() for name, start, _ in step.spans if name == "rollout")
-
-
-def rows(settings: dict[str, Any]) -> int:
-    """Rows of a step."""
-    return settings["rollout"]["batch_size"]
-
-
-def mean(steps: list[Step], name: str) -> float:
-    """Of a metric, 0 where it isn't there."""
-    return sum(step.metrics.get(name, 0.0) for step in steps) / max(1, len(steps))
-
-
-def phases(steps: list[Step]) -> dict[str, float]:
-    """Seconds of each span."""
-    names = dict.fromkeys(name for step in steps for name in step.metrics if name.startswith("timing_s/"))
-    return {name.removeprefix("timing_s/"): mean(steps, name) for name in names}
+def result_of(job: str, split: Split, folder: Path, began: float, warmup: int) -> Result:
+    """The figures of a job's run, without its first `warmup` steps."""
+    actor, critic = read_columns(folder)
+    steps = {"actor": [step.metrics for step in actor.values()], "critic": [step.metrics for step in critic.values()]}
+    batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
+    work = measured(steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch)
+    first = min(start for step in actor.values() for name, start, _ in step.spans if name == "rollout")
+    last = {role: found[warmup:] for role, found in steps.items()}
+    metrics = {role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()}
+    tflops = {role: found["perf/update_tflop"] / found["timing_s/update"] for role, found in metrics.items()}
+    gpu = gpu_name() or ""
+    peak = next((value for name, value in PEAK_TFLOPS.items() if name in gpu), None)
+    mfu = {role: value / peak for role, value in tflops.items()} if peak else {}
+    tokens_s = metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"]
+    seconds = [step["timing_s/step"] for step in last["actor"]]
+    return Result(job, split, work, metrics, tokens_s, seconds, first - began, tflops, mfu)
 
 
 def gpu_name() -> str | None:
-    """Of the first GPU, asked without touching it."""
+    """Of the first GPU, asked without touching it; None without one."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
         return None
-    return found.stdout.splitlines()[0] if found.returncode == 0 and found.stdout else None
 
 
 def compare(bench: Bench, extra: list[str]) -> int:
-    """Runs all jobs and prints what came out; returns the exit status."""
+    """Runs all jobs and prints their table; returns the exit status."""
     ppo, out, gpu = parse(extra).ppo, Path(bench.out), gpu_name()
     jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
     for job in jobs:
@@ -229,44 +195,77 @@ def compare(bench: Bench, extra: list[str]) -> int:
         raise UserError(f"--out {out}: it exists; name a new folder")
     lengths = lengths_of(bench.lengths) if bench.lengths else []
     out.mkdir(parents=True)
-    flags, done = job_flags(bench, extra, lengths, out), []
+    flags, results = job_flags(bench, extra, lengths, out), []
     for job in jobs:
         print(f"{job} ...", flush=True)
         try:
-            run_job(job, bench, flags, out)
-            done.append(result_of(job, bench, out, gpu))
+            result = run_job(job, bench, flags, out)
         except UserError as error:
             print(f"  failed: {error}", flush=True)
             continue
-        print(f"  {done[-1][0].tokens_s:,.0f} tokens/s, {done[-1][0].step_s:.2f} s a step", flush=True)
-        record(bench, predicted(done, bench), flags, gpu, out)  # after each job: the last one may never end
-    if done:
-        tell(bench, predicted(done, bench), gpu, out)
-    return 0 if len(done) == len(jobs) else 1
+        results.append(result)
+        print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
+        add_predictions(results)
+        found = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
+        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
+    if results:
+        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
+        draw(results, out / "bench.png")
+    return 0 if len(results) == len(jobs) else 1
 
 
-def predicted(done: list[tuple[Result, Work]], bench: Bench) -> list[Result]:
-    """The results with what the cost model gives for them from the colocated job's work."""
-    work = next((work for result, work in done if result.job == "colocated"), None)
-    return [
-        replace(result, predicted_s=predict(work, parse_job(result.job, bench.gpus)[0]))
-        if work and not result.job.endswith("/barrier")
-        else result
-        for result, _ in done
+def add_predictions(results: list[Result]) -> None:
+    """Sets what the cost model predicts from the colocated job's work. The model has no barrier."""
+    for base in [result for result in results if result.job == "colocated"][:1]:
+        for result in results:
+            if not result.job.endswith("/barrier"):
+                result.predicted_s = predict(base.work, result.split)
+
+
+def table(results: list[Result]) -> str:
+    """The comparison as it is printed."""
+    base = next((result for result in results if result.job == "colocated"), results[0])
+    lines = [
+        {
+            "job": r.job,
+            "tokens/s": f"{r.tokens_s:,.0f}",
+            "s/step": f"{r.seconds('actor', 'step'):.2f}",
+            "from-to": f"{min(r.steps_s):.2f}-{max(r.steps_s):.2f}",
+            "model": f"{r.predicted_s:.2f}" if r.predicted_s else "-",
+            "rollout": f"{r.seconds('actor', 'rollout', 'barrier_wait'):.2f}",
+            "update": f"{r.seconds('actor', 'update'):.2f}",
+            "value upd.": f"{r.seconds('critic', 'update'):.2f}",
+            "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
+            "MFU a/c": "/".join(f"{share:.0%}" for share in r.mfu.values()) or "-",
+            "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
+        }
+        for r in results
     ]
+    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def tell(bench: Bench, results: list[Result], gpu: str | None, out: Path) -> None:
-    """Prints and draws the comparison."""
-    print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
-    print("\n".join(ratios(results)))
-    draw(results, out / "bench.png")
-
-
-def record(bench: Bench, results: list[Result], flags: list[str], gpu: str | None, out: Path) -> None:
-    """Writes bench.json."""
-    figures = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
-    write_whole(out / "bench.json", json.dumps(figures, indent=1) + "\n")
+def draw(results: list[Result], path: Path) -> None:
+    """A bar for each job's columns, its spans end to end."""
+    figure = Figure(figsize=(9, 0.6 + 0.7 * len(results)))
+    ax = figure.subplots()
+    for place, result in enumerate(results):
+        for y, role in ((place - 0.2, "actor"), (place + 0.2, "critic")):
+            left = 0.0
+            for name, width in result.metrics[role].items():
+                span = name.removeprefix("timing_s/")
+                if span != name and span != "step":
+                    wait = {"color": "#eceef1", "hatch": "///"}
+                    look: Any = wait if is_wait(span) else {"color": SPAN_COLOURS.get(span, OTHER_COLOUR)}
+                    ax.barh(y, width, 0.36, left, **look)
+                    left += width
+    ax.set_yticks(range(len(results)), [result.job for result in results])
+    ax.invert_yaxis()
+    ax.set_xlabel("seconds of a step; above the actor's column, below the critic's; hatched: waits")
+    handles = [Patch(color=colour, label=name) for name, colour in SPAN_COLOURS.items()]
+    ax.legend(handles=handles, ncols=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 @command

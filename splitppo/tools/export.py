@@ -1,35 +1,23 @@
 """`splitppo export RUN [--step N] [--out DIR]`: a checkpoint's models as Hugging Face folders."""
 
+# torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
 import json
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-import transformers
 import tyro
-from transformers import AutoTokenizer
 
 from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError, command, words
-from splitppo.models import build as models
-from splitppo.models.weights import materialize, read_buffers, save
-from splitppo.run.checkpoint import ROLES, complete, damage, read_tensors, step_of
 from splitppo.run.files import read_if_there
-from splitppo.tools.timeline import read_column
+from splitppo.tools.timeline import read_columns
 
 # what a model card shows
-SHOWN = (
-    "val/score/mean",
-    "critic/score/mean",
-    "response_length/mean",
-    "actor/ref_kl",
-    "actor/entropy",
-    "val/best_so_far",
-)
+SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")
 VERSIONS = ("splitppo", "torch", "transformers", "git")
 
 
@@ -45,93 +33,91 @@ class Export:
     """The checkpoint's step. Unset: the newest."""
     out: Path | None = None
     """Where to write. Unset: RUN/export/step_N."""
-    dtype: str = "bfloat16"
-    """Precision of the written weights: bfloat16, float16 or float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the written weights."""
 
 
 def export(options: Export) -> Path:
-    """Writes both models; returns the folder.
+    """Writes both models; returns the folder. A missing or damaged checkpoint is a UserError."""
+    from splitppo.run.checkpoint import complete, damage, step_of
 
-    Raises:
-        UserError: no such checkpoint, or it is damaged.
-    """
-    if options.dtype not in ("bfloat16", "float16", "float32"):
-        raise UserError(f"--dtype {options.dtype} is not one of bfloat16, float16, float32")
-    found = {step_of(folder): folder for folder in complete(options.run)}
+    run = options.run
+    found = {step_of(folder): folder for folder in complete(run)}
     if not found:
-        raise UserError(f"{options.run}: no complete checkpoint there; train with --checkpoint.every")
+        raise UserError(f"{run}: no complete checkpoint there; train with --checkpoint.every")
     step = max(found) if options.step is None else options.step
     if step not in found:
-        raise UserError(f"--step {step}: the complete checkpoints of {options.run} are of steps {sorted(found)}")
+        raise UserError(f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}")
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
-    out = options.out or options.run / "export" / f"step_{step:06d}"
-    config = parse(["--config", str(options.run / "config.toml")], quiet=True)
+    out = options.out or run / "export" / f"step_{step:06d}"
+    config = parse(["--config", str(run / "config.toml")], quiet=True)
     policy, value = config.policy.path, config.value.path or config.policy.path
     for kind, role, source in (("policy", "actor", policy), ("value", "critic", value)):
-        folder = str(options.run / "tiny") if source == "tiny" else source
-        card = model_card(config, options.run, step, kind)
-        _write(kind, folder, found[step] / role, out / kind, getattr(torch, options.dtype), card)
+        folder = run / "tiny" if source == "tiny" else Path(source)
+        write_model(kind, folder, found[step] / role, out / kind, options.dtype)
+        (out / kind / "README.md").write_text(model_card(config, run, step, kind, source), encoding="utf-8")
     return out
 
 
-def model_card(config: Config, run: Path, step: int, kind: str) -> str:
-    """A README for the model hub: what it is, how it was trained, and where it stood."""
+def model_card(config: Config, run: Path, step: int, kind: str, source: str) -> str:
+    """A README for the model hub: what the model is, how it was trained, and its figures."""
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text))) or {}
-    base = (kind == "value" and config.value.path) or config.policy.path
-    told = {
-        "started from": base if base != "tiny" else "the embedded tiny model",
-        "steps": f"{step} of {config.steps}, {config.rollout.batch_size} rows each",
-        "data": ", ".join(config.data.files) or f"the generated task {config.data.task}",
-        "reward": ", ".join([*config.reward.function, *filter(None, [config.reward.model])]),
-        "seed": config.seed,
-    }
-    last = [read_column(run / "metrics" / f"{role}.jsonl").get(step) for role in ROLES]
-    figures = {name: value for found in last if found for name, value in found.metrics.items() if name in SHOWN}
-    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            "tags: [ppo, splitppo]",
-            "---",
-            f"# {what} trained with splitppo",
-            "",
-            *(f"* {name}: {value}" for name, value in told.items()),
-            f"* versions: {', '.join(f'{name} {version}' for name, version in versions.items() if name in VERSIONS)}",
-            "",
-            f"Figures of step {step}:",
-            "",
-            *(f"* `{name}`: {value:.4g}" for name, value in figures.items()),
-            "",
-            "All settings:",
-            "",
-            "```toml",
-            (run / "config.toml").read_text(encoding="utf-8").strip(),
-            "```",
-            "",
-        ]
-    )
+    last = [column[step].metrics for column in read_columns(run) if step in column]
+    figures = "\n".join(f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN)
+    return f"""\
+---
+library_name: transformers
+tags: [ppo, splitppo]
+---
+# {"Policy" if kind == "policy" else "Value model (one label: the value of each position)"} trained with splitppo
+
+* started from: {source if source != "tiny" else "the embedded tiny model"}
+* steps: {step} of {config.steps}, {config.rollout.batch_size} rows each
+* data: {", ".join(config.data.files) or f"the generated task {config.data.task}"}
+* reward: {", ".join([*config.reward.function, *filter(None, [config.reward.model])])}
+* seed: {config.seed}
+* versions: {", ".join(f"{name} {version}" for name, version in versions.items() if name in VERSIONS)}
+
+Figures of step {step}:
+
+{figures}
+
+All settings:
+
+```toml
+{(run / "config.toml").read_text(encoding="utf-8").strip()}
+```
+"""
 
 
-def _write(kind: Any, source: str, saved: Path, target: Path, dtype: torch.dtype, card: str) -> None:
-    model: Any = models.build(models.read_config(source), kind)
+def write_model(kind: Any, source: Path, saved: Path, target: Path, dtype: str) -> None:
+    """Writes a model: its weights from `saved`, a role's part of a checkpoint, the rest from `source`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from splitppo.models import build as models
+    from splitppo.models.weights import materialize, read_buffers, save
+    from splitppo.run.checkpoint import read_tensors
+
+    model: Any = models.build(models.read_config(str(source)), kind)
     materialize(model, torch.device("cpu"))
-    read_buffers(model, source)
+    read_buffers(model, str(source))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
         read_tensors({"model": weights}, saved, no_dist=True)
-    save(model.to(dtype), target)
+    save(model.to(getattr(torch, dtype)), target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    generation = Path(source) / "generation_config.json"
-    if kind == "policy" and generation.is_file():
-        shutil.copy(generation, target)
-    (target / "README.md").write_text(card, encoding="utf-8")
+    if kind == "policy" and (source / "generation_config.json").is_file():
+        shutil.copy(source / "generation_config.json", target)
 
 
 @command
 def main() -> None:
+    options = tyro.cli(Export, prog="splitppo export", args=words())
+    import transformers
+
     transformers.logging.disable_progress_bar()
-    out = export(tyro.cli(Export, prog="splitppo export", args=words()))
+    out = export(options)
     print(f"policy: {out / 'policy'}\nvalue: {out / 'value'}")

@@ -1,35 +1,34 @@
 """A run as one page, RUN/report.html: settings, curves, timelines of its steps, samples.
 
-The page is report.html with the data put into it as JSON; it loads nothing, so it opens offline and from a mail. It is
-bounded: at most `CURVE_POINTS` points a curve, timelines of at most `TIMELINES` steps, and at most `SAMPLE_ROWS` rows
-of the training and as many of the held-out samples, with texts cut at `TEXT_CHARS`.
+The page is the template report.html with the data as JSON. It loads nothing, so it opens offline. The constants below
+bound its size.
 """
 
 import json
 import math
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from splitppo.config import Config
 from splitppo.config.toml import leaves
-from splitppo.errors import UserError
 from splitppo.run.files import read_if_there
-from splitppo.tools.timeline import Column, Timeline, build_timeline, curves, span_colours, timed_steps
+from splitppo.run.records import read_lines
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, Column, Timeline, build_timeline, curves, timed_steps
 
 CURVE_POINTS = 2000
-TIMELINES, LAST_TIMELINES = 200, 50  # the last ones are kept as they are, the ones before thinned
-SAMPLE_ROWS, SAMPLE_STEPS = 300, 75  # of each kind
+TIMELINES, LAST_TIMELINES = 200, 50  # all of the last steps, and some of the steps before them
+SAMPLE_ROWS, SAMPLE_STEPS = 300, 75  # of the training and as many of the held-out samples
 TEXT_CHARS = 2000
-THINNEST = 1 / 4000  # share of a timeline's width below which a span can't be seen
+ABSENT = "not in config.toml"
 
 SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
-GROUPS = {  # title: what a metric's name must have; the first that fits takes it
+GROUPS = {  # title: pattern of a metric's name; the first that fits takes the metric
     "Score and validation": r"^val/|^(?!.*timing_s).*(score|reward)",
     "Losses, gradients, learning rate": r"(?<!kl)_loss$|grad_norm|skipped|/lr$",
     "KL": r"kl",
@@ -67,11 +66,11 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         "time": max(times, default=None),
         "config": None if settings is None else differences(settings, asdict(Config())),
         "versions": read_if_there(run / "versions.json", lambda text: dict(json.loads(text))),
-        "placement": placement(run, settings or {}),
+        "placement": read_if_there(run / "placement.txt", str.splitlines) or ["no placement.txt in the run's folder"],
         "groups": [[title, [[name, *curve(series[name])] for name in found]] for title, found in grouped(series)],
         "timelines": [layout(timeline) for timeline in timelines],
         "chosen": chosen,
-        "colours": span_colours(names),
+        "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
         "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
         "limits": {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "chars": TEXT_CHARS},
     }
@@ -87,11 +86,9 @@ def embed(data: Any) -> str:
 
 
 def thin(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the items, evenly spaced; of two or more the first and the last stay."""
+    """At most `most` of the items (2 at least), evenly spaced, with the first and the last."""
     if len(items) <= most:
         return list(items)
-    if most < 2:
-        return list(items[len(items) - most :])
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
@@ -101,13 +98,12 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> list[tuple[in
     if len(points) <= most:
         return list(points)
     inner, stretches = points[1:-1], (most - 2) // 3
-    kept = [points[0]]
+    kept = {points[0], points[-1]}
     for i in range(stretches):
         part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
-        finite = [point for point in part if math.isfinite(point[1])]
-        extremes = [low_high(finite, key=lambda point: point[1]) for low_high in (min, max)] if finite else []
-        kept += sorted({*extremes, *[point for point in part if not math.isfinite(point[1])][:1]}, key=lambda p: p[0])
-    return [*kept, points[-1]]
+        finite = sorted((point for point in part if math.isfinite(point[1])), key=lambda point: point[1])
+        kept |= {*finite[:1], *finite[-1:], *[point for point in part if not math.isfinite(point[1])][:1]}
+    return sorted(kept, key=lambda point: point[0])
 
 
 def curve(points: Mapping[int, float]) -> tuple[list[int], list[float | None]]:
@@ -117,7 +113,7 @@ def curve(points: Mapping[int, float]) -> tuple[list[int], list[float | None]]:
 
 
 def grouped(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """The metrics by the groups of the page, groups without any left out."""
+    """The metrics by the groups of the page, without empty groups."""
     found: dict[str, list[str]] = {title: [] for title in GROUPS}
     for name in names:
         found[next(title for title, pattern in GROUPS.items() if re.search(pattern, name))].append(name)
@@ -126,57 +122,32 @@ def grouped(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 def pick_steps(steps: Sequence[int], chosen: int | None) -> list[int]:
     """The steps whose timelines the page holds, at most `TIMELINES`, `chosen` among them."""
-    early, last = steps[:-LAST_TIMELINES], steps[-LAST_TIMELINES:]
-    kept = {*thin(early, TIMELINES - LAST_TIMELINES - 1), *last}
+    kept = {*thin(steps[:-LAST_TIMELINES], TIMELINES - LAST_TIMELINES - 1), *steps[-LAST_TIMELINES:]}
     return sorted(kept if chosen is None else kept | {chosen})
 
 
 def layout(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as the page draws it: what is in view and wide enough to be seen, in seconds to the microsecond."""
+    """A timeline as the page draws it: the spans in view, in seconds."""
     low, high = timeline.view()
-    least = (high - low) * THINNEST
-    return {
-        "step": timeline.step,
-        "title": timeline.title(),
-        "length": round(timeline.length, 6),
-        "view": [round(low, 6), round(high, 6)],
-        "lanes": [
-            [
-                lane,
-                [
-                    [step, name, round(start, 6), round(end, 6)]
-                    for step, (name, start, end) in sorted(spans, key=lambda item: item[1][1])
-                    if min(end, high) - max(start, low) > least
-                ],
-            ]
-            for lane, spans in timeline.lanes.items()
-        ],
-        "shared": [[round(start, 6), round(end, 6)] for start, end in timeline.shared if end - start > least],
+    lanes = {
+        lane: [
+            [step, name, round(start, 6), round(end, 6)]
+            for step, (name, start, end) in sorted(spans, key=lambda span: span[1][1])
+            if start < high and end > low
+        ]
+        for lane, spans in timeline.lanes.items()
     }
+    own = {"step": timeline.step, "title": timeline.title(), "length": timeline.length, "view": [low, high]}
+    return own | {"lanes": list(lanes.items()), "shared": timeline.shared}
 
 
 def differences(settings: Mapping[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(setting, value, default) of each setting that isn't at its default, as JSON. One that config.toml lacks is
-    unset, or of a later version than the run's; one that this version doesn't know has no default."""
-    here, known = dict(leaves(dict(settings))), dict(leaves(defaults))
-    found: list[tuple[str, str, str]] = []
-    for name in [*known, *sorted(here.keys() - known.keys())]:
-        if name == "config" or _json(here.get(name)) == _json(known.get(name)):
-            continue
-        value = _json(here[name]) if name in here else "not in config.toml"
-        found.append((name, value, _json(known[name]) if name in known else "not a setting of this version"))
-    return found
-
-
-def placement(run: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Lines on who played which role: RUN/placement.txt if there is one, else what was asked for and how many ranks
-    wrote a log."""
-    if table := read_if_there(run / "placement.txt", str.splitlines):
-        return table
-    asked = settings.get("placement", {})
-    sizes = ", ".join(f"{role} ranks {asked.get(role, 'unset')}" for role in ("actor", "critic"))
-    ranks = len(list((run / "logs").glob("rank_*.log")))
-    return [f"placement.mode {asked.get('mode', 'unset')}, {sizes}", f"{ranks} ranks wrote a log"]
+    """(setting, value, default) of each setting that isn't at its default, as JSON. A run of another version may lack
+    some of today's settings, and have others."""
+    here, known = ({name: _json(value) for name, value in leaves(dict(table))} for table in (settings, defaults))
+    names = [name for name in [*known, *sorted(here.keys() - known.keys())] if name != "config"]
+    rows = [(name, here.get(name, ABSENT), known.get(name, "not a setting of this version")) for name in names]
+    return [row for row in rows if row[1] != row[2] and row[1:] != (ABSENT, "unset")]
 
 
 def read_samples(folder: Path) -> dict[str, Any]:
@@ -187,32 +158,8 @@ def read_samples(folder: Path) -> dict[str, Any]:
     """
     files = sorted(folder.glob("step_*.jsonl"))
     kept = thin(files, SAMPLE_STEPS)
-    each = SAMPLE_ROWS // max(len(kept), 1)
-    rows = [row for path in kept for row in read_rows(path, each)]
+    rows = [row for path in kept for row in islice(read_lines(path), SAMPLE_ROWS // len(kept))]
     return {"steps": len(files), "rows": [{key: _cell(value) for key, value in row.items()} for row in rows]}
-
-
-def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
-    """The first rows of a JSONL file; the last line of a file may be torn, since the run may be writing it.
-
-    Raises:
-        UserError: another line is no JSON object.
-    """
-    # not splitlines(): a text may hold line separators of Unicode as they are
-    *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate([*lines, *([torn] if torn else [])][:most], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number > len(lines):
-                print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
-                break
-            raise UserError(f"{path}:{number}: {line[:40]!r} is no JSON; mend or remove that line") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: {line[:40]!r} is no JSON object, and a sample must be one; remove it")
-        rows.append(row)
-    return rows
 
 
 def _cell(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """The report of a run: its curves, and the timeline of one step that shows the two columns at work at once.
 
     splitppo report [RUN] [--step N] [--out PATH]    a picture, RUN/report.png
-    splitppo report [RUN] --html                     a page that opens offline, RUN/report.html (html.py)
-    splitppo report [RUN] --trace STEP               trace events for Perfetto (chrome.py)
+    splitppo report [RUN] --html                     a page that opens offline, RUN/report.html (page.py)
+    splitppo report [RUN] --trace STEP               trace events for Perfetto (timeline.py)
 
-Reads nothing but `RUN/metrics/{actor,critic}.jsonl`, for the page also the run's settings, versions and samples, and
-needs no torch, so it runs anywhere, also during the run.
+Reads `RUN/metrics/{actor,critic}.jsonl`, for the page also the run's settings, versions and samples. Needs no torch, so
+it runs anywhere, also during the run.
 """
 
 import json
@@ -20,28 +20,27 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from splitppo.errors import UserError, command, words
-from splitppo.tools.chrome import trace_events, trace_name
 from splitppo.tools.page import build_page
 from splitppo.tools.timeline import (
-    Column,
+    OTHER_COLOUR,
+    SPAN_COLOURS,
     Timeline,
     build_timeline,
     choose_step,
     curves,
-    read_column,
+    is_wait,
+    read_columns,
     seconds,
-    span_colours,
+    trace_events,
 )
-from splitppo.tools.timeline import overlap as overlap
 
 CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
 DARK, GREY = "#2b2f36", "#80868f"
-ABOVE: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "borderaxespad": 0.1, "frameon": False}
-ABOVE |= {"columnspacing": 1.2, "handlelength": 1.7, "handletextpad": 0.5}
 WAIT_LOOK: Any = {"facecolor": "#f0f1f3", "edgecolor": "#c3c7cd", "hatch": "////"}
+LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "borderaxespad": 0.1, "frameon": False}
 STYLE: Any = {"font.size": 11, "legend.fontsize": 10, "axes.titlesize": 13, "axes.titleweight": "bold"}
+STYLE |= {"axes.titlelocation": "left", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 STYLE |= {"axes.edgecolor": "#b4b9c0", "grid.color": "#e6e8ec", "text.color": DARK, "hatch.linewidth": 0.6}
-STYLE |= {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 
 LEFT, RIGHT = False, True  # the right axis is for a second quantity with a scale of its own
 PANELS = {  # title: (label, metric, axis)
@@ -61,83 +60,70 @@ PANELS = {  # title: (label, metric, axis)
 def draw_panel(ax: Axes, title: str, series: dict[str, dict[int, float]]) -> None:
     """One panel of curves, named by a coloured axis label, or by a legend where lines share an axis."""
     ax.set_title(title)
-    sides: dict[bool, Axes] = {}
-    for colour, (label, metric, right) in zip(CURVE_COLOURS, PANELS[title], strict=False):
-        if points := series.get(metric):
-            if metric.endswith("explained_var"):
-                # where all returns are alike it has no floor, and would flatten the rest of the curve
-                points = {step: max(value, -1.0) for step, value in points.items()}
-            side = sides[right] if right in sides else sides.setdefault(right, ax.twinx() if right else ax)
-            look: Any = {"ls": "--" if side.lines else "-", "marker": "o" if len(points) <= 15 else None}
-            side.plot(*zip(*sorted(points.items()), strict=True), color=colour, lw=1.8, ms=4, label=label, **look)
-    if not sides:
-        ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)
     ax.grid(True)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    found = [curve for curve in PANELS[title] if curve[1] in series]
+    sides = {right: ax.twinx() if right else ax for right in {right for *_, right in found}}
+    for colour, (label, metric, right) in zip(CURVE_COLOURS, found, strict=False):
+        steps, values = zip(*sorted(series[metric].items()), strict=True)
+        if metric.endswith("explained_var"):
+            # unbounded below where all returns are alike, which would flatten the rest of the curve
+            values = [max(value, -1.0) for value in values]
+        marker = "o" if len(steps) <= 15 else None
+        sides[right].plot(steps, values, color=colour, lw=1.8, ms=4, marker=marker, label=label)
+        sides[right].set_ylabel(label, color=colour)
+    if not found:
+        ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)
+    if LEFT not in sides:
+        ax.set_yticks([])
     for side in (ax, *sides.values()):
         side.tick_params(length=0)
-        side.yaxis.set_major_locator(MaxNLocator(5 if side.lines else 1))
-        side.yaxis.set_major_formatter("{x:.3g}" if side.lines else "")
         if len(side.lines) > 1:
-            side.legend(labelcolor="linecolor", **ABOVE)
-        elif side.lines:
-            side.set_ylabel(str(side.lines[0].get_label()), color=side.lines[0].get_color())
+            side.set_ylabel("")
+            side.legend(labelcolor="linecolor", **LEGEND)
 
 
-def draw_lane(ax: Axes, y: float, timeline: Timeline, lane: str, colours: dict[str, str]) -> set[str]:
-    """The bars of a lane, the neighbouring steps' faint. A label too wide for its bar goes above or below the lane on
-    a leader; the names that found no room there are returned, for the legend."""
+def draw_lane(ax: Axes, y: float, timeline: Timeline, lane: str) -> list[Patch]:
+    """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.get_window_extent().width
-    outward, free, unlabelled = 1 if y else -1, low, set()
+    legend: list[Patch] = []
     for step, (name, start, end) in sorted(timeline.lanes[lane], key=lambda item: item[1][1]):
-        left, right, own, wait = max(start, low), min(end, high), step == timeline.step, name.startswith("wait_")
-        if right - left < pixel:  # out of sight, or nothing to see: a checkpoint that wasn't due
+        left, width = max(start, low), min(end, high) - max(start, low)
+        own, wait = step == timeline.step, is_wait(name)
+        if width < pixel:  # out of view, or too short to be seen
             continue
-        face: Any = WAIT_LOOK if wait else {"facecolor": colours[name], "edgecolor": "white"}
-        ax.barh(y, right - left, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
-        middle, ink = (left + right) / 2, DARK if wait or not own else "white"
+        face: Any = WAIT_LOOK if wait else {"facecolor": SPAN_COLOURS.get(name, OTHER_COLOUR), "edgecolor": "white"}
+        ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
         label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
-        text = ax.text(middle, y, label, ha="center", va="center", color=ink, fontsize=11.5)
+        ink = DARK if wait or not own else "white"
+        text = ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
         if wait:  # or the hatching makes it hard to read
             text.set_bbox({"facecolor": WAIT_LOOK["facecolor"], "edgecolor": "none", "pad": 1.5, "alpha": 0.9})
-        if text.get_window_extent().width * pixel < 0.94 * (right - left):
-            continue
-        text.set(text=label.replace("\n", " "), fontsize=10, color=DARK)
-        half = text.get_window_extent().width * pixel / 2
-        x = min(max(left, free) + half, high - half)
-        if own and not wait and x >= free + half and x - middle < half + 40 * pixel:
-            text.set_position((x, y + 0.52 * outward))
-            ax.plot([middle, max(middle, x - half)], [y + 0.3 * outward, y + 0.43 * outward], color=GREY, lw=0.8)
-            free = x + half + 10 * pixel
-        else:
+        if text.get_window_extent().width * pixel > 0.94 * width:
             text.remove()
-            unlabelled |= {name} if own and not wait else set()
-    return unlabelled
+            legend += [Patch(label=f"{name} {seconds(end - start)}", **face)] if own else []
+    return legend
 
 
 def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     """The lanes, and between two of them a strip where both are at work."""
     length, lanes, split = timeline.length, list(timeline.lanes), len(timeline.lanes) > 1
-    own = [span for spans in timeline.lanes.values() for step, span in spans if step == timeline.step]
     ax.set_xlim(*timeline.view())
-    ax.set_ylim((-0.68 if split else 0.0), 1.8)
-    colours = span_colours(name for spans in timeline.lanes.values() for _, (name, *_) in spans)
-    unlabelled = set().union(*(draw_lane(ax, 1.0 - i, timeline, lane, colours) for i, lane in enumerate(lanes)))
+    ax.set_ylim((-0.5 if split else 0.5), 1.8)
+    legend = [patch for i, lane in enumerate(lanes) for patch in draw_lane(ax, 1.0 - i, timeline, lane)]
     ax.broken_barh([(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK)
     ax.axvspan(0, length, color="#f6f7f9", zorder=0)
     for x, step in ((0.0, timeline.step), (length, timeline.step + 1)):
         ax.axvline(x, color=GREY, lw=1, ls=":")
-        ax.text(x, 1.72, f" step {step}", color=GREY, va="center", fontsize=10, clip_on=True)
+        ax.text(x, 1.6, f" step {step}", color=GREY, va="center", fontsize=10, clip_on=True)
     ax.set_yticks([1.0, 0.5, 0.0] if split else [1.0], [lanes[0], "both", lanes[1]] if split else lanes)
     ax.grid(True, axis="x")
-    ax.tick_params(length=0, axis="both")
+    ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("seconds since the actor began the step" if split else "seconds since the step began")
     ax.set_title(timeline.title(), fontsize=14, pad=10)
-    patches = [Patch(color=colours[name], label=name) for name in sorted(unlabelled)]
-    patches += [Patch(label="waiting", **WAIT_LOOK)] if any(name.startswith("wait_") for name, *_ in own) else []
-    ax.legend(handles=patches, **ABOVE)
+    ax.legend(handles=legend, **LEGEND)
 
 
 def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | None) -> Figure:
@@ -161,18 +147,6 @@ def newest_run() -> Path:
     return found[-1].parent.parent
 
 
-def draw_picture(run: Path, actor: Column, critic: Column, step: int | None, out: Path) -> None:
-    """Draws the picture and prints what its timeline shows."""
-    chosen = choose_step(actor, critic, step)
-    timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-    figure = draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline)
-    try:
-        figure.savefig(out, format=out.suffix[1:] or "png")
-    except ValueError as error:  # a suffix of no picture
-        raise UserError(f"--out {out} can't be written: {error}") from error
-    print(timeline.title() if timeline else "no spans recorded: no timeline")
-
-
 def report(
     run: Annotated[Path | None, tyro.conf.Positional] = None,
     step: int | None = None,
@@ -194,26 +168,32 @@ def report(
             f"--out {out} names one file, and --html and --trace write one each: leave out one of the three"
         )
     run = newest_run() if run is None else run
-    actor, critic = (read_column(run / "metrics" / f"{name}.jsonl") for name in ("actor", "critic"))
+    actor, critic = read_columns(run)
     if not actor:
         raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
-    written: dict[str, Path] = {}
+    chosen, written = choose_step(actor, critic, step), []
     if trace is not None:
         choose_step(actor, critic, trace, flag="--trace")
-        written["trace"] = out or run / trace_name(trace)
-        written["trace"].write_text(json.dumps(trace_events(actor, critic, trace)) + "\n")
+        path = out or run / f"trace_step_{trace:06d}.json"
+        path.write_text(json.dumps(trace_events(actor, critic, trace)) + "\n")
+        written.append(f"trace: {path}")
     if html:
-        written["page"] = out or run / "report.html"
-        written["page"].write_text(build_page(run, actor, critic, choose_step(actor, critic, step)), encoding="utf-8")
+        path = out or run / "report.html"
+        path.write_text(build_page(run, actor, critic, chosen), encoding="utf-8")
+        written.append(f"page: {path}")
     if not written:
-        written["report"] = out or run / "report.png"
-        draw_picture(run, actor, critic, step, written["report"])
-    print(f"run folder: {run}")
-    for name, path in written.items():
-        print(f"{name}: {path}")
+        path = out or run / "report.png"
+        timeline = None if chosen is None else build_timeline(actor, critic, chosen)
+        figure = draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline)
+        try:
+            figure.savefig(path, format=path.suffix[1:] or "png")
+        except ValueError as error:  # a suffix of no picture
+            raise UserError(f"--out {path} can't be written: {error}") from error
+        print(timeline.title() if timeline else "no spans recorded: no timeline")
+        written.append(f"report: {path}")
+    print("\n".join([f"run folder: {run}", *written]))
 
 
 @command
 def main() -> None:
-    """The command."""
     tyro.cli(report, prog="splitppo report", args=words())

@@ -1,24 +1,27 @@
-"""The steps of a run as its columns recorded them: reading them, what overlaps, the timeline of a step, the curves.
+"""The steps of a run as its columns recorded them: what overlaps, the timeline of a step, its trace, the curves."""
 
-Reads RUN/metrics/{actor,critic}.jsonl (see metrics.py) and needs no torch.
-"""
-
-import json
-import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from splitppo.errors import UserError
+from splitppo.run.records import parse_record, read_lines
 
 Span = tuple[str, float, float]  # name, start and end in seconds
 
-SPAN_COLOURS = {"rollout": "#4878b8", "logprobs": "#3fa7a3", "update": "#e08a3c", "score": "#8a6bbf"}
-SPAN_COLOURS |= {"advantages": "#5aa454", "sync": "#d8b93a", "validate": "#cf6f9f", "checkpoint": "#97705a"}
-SPAN_COLOURS |= {"stragglers": "#a9c1dd"}  # the rollout's, paler: it goes on elsewhere in the group
-OTHER_COLOURS = ("#c94f4f", "#6f8f2f", "#3d9bd1", "#b08ad0", "#a8763e", "#5f7f95")
+SPAN_COLOURS = {
+    "rollout": "#4878b8",
+    "barrier_wait": "#a9c1dd",  # the rollout's, paler: other ranks of the group still generate
+    "logprobs": "#3fa7a3",
+    "update": "#e08a3c",
+    "score": "#8a6bbf",
+    "advantages": "#5aa454",
+    "sync": "#d8b93a",
+    "validate": "#cf6f9f",
+    "checkpoint": "#97705a",
+}
+OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
 
 
 @dataclass(frozen=True)
@@ -28,47 +31,40 @@ class Step:
     metrics: dict[str, float]
     spans: list[Span]
 
+    @property
+    def start(self) -> float:
+        return min(start for _, start, _ in self.spans)
+
+    @property
+    def end(self) -> float:
+        return max(end for _, _, end in self.spans)
+
 
 Column = dict[int, Step]
 
 
 def read_column(path: Path) -> Column:
-    """The steps of a metrics file, none without a file: a colocated run may have the actor's alone. A step that a
-    resumed run did again counts as it was done last."""
-    column: Column = {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            spans = [(str(name), float(start), float(end)) for name, start, end in record.get("spans", [])]
-            numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}  # some are lists
-            if not all(math.isfinite(end - start) and math.isfinite(start) for _, start, end in spans):
-                raise ValueError("a span that never begins or ends")
-            column[int(record["step"])] = Step(numbers, spans)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError) and number == len(lines):  # killed as it wrote, or writing now
-                print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
-                break
-            rule = "a line must be a JSON object of `step`, numbers and `spans` (only the last may be torn)"
-            raise UserError(f"{path}:{number}: {line[:40]!r} is no step; {rule}: mend or remove that line") from error
-    return column
+    """The steps of a metrics file; {} without a file, since a colocated run may have the actor's alone. A resumed run
+    does steps again: the last record of a step counts."""
+    records = read_lines(path, parse_record) if path.is_file() else ()
+    return {r["step"]: Step({k: v for k, v in r.items() if isinstance(v, int | float)}, r["spans"]) for r in records}
+
+
+def read_columns(run: Path) -> tuple[Column, Column]:
+    """The steps of the actor and of the critic."""
+    return read_column(run / "metrics" / "actor.jsonl"), read_column(run / "metrics" / "critic.jsonl")
+
+
+def is_wait(name: str) -> bool:
+    """Whether a span is a wait for the other column."""
+    return name.startswith("wait_")
 
 
 def shared_work(actor_spans: Iterable[Span], critic_spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The intervals in which both columns are at work. Spans of one column don't overlap, so neither do these."""
-    actor, critic = ([s for s in spans if not s[0].startswith("wait_")] for spans in (actor_spans, critic_spans))
+    actor, critic = ([span for span in spans if not is_wait(span[0])] for spans in (actor_spans, critic_spans))
     cuts = [(max(a[1], c[1]), min(a[2], c[2])) for a in actor for c in critic]
     return sorted((start, end) for start, end in cuts if start < end)
-
-
-def overlap(actor_spans: Iterable[Span], critic_spans: Iterable[Span]) -> float:
-    """Seconds in which both columns are in a span that is no wait."""
-    return sum(end - start for start, end in shared_work(actor_spans, critic_spans))
-
-
-def duration(step: Step) -> float:
-    """Seconds from the first span's start to the last one's end."""
-    return max(end for _, _, end in step.spans) - min(start for _, start, _ in step.spans)
 
 
 def timed_steps(actor: Column, critic: Column) -> list[int]:
@@ -78,34 +74,33 @@ def timed_steps(actor: Column, critic: Column) -> list[int]:
 
 
 def choose_step(actor: Column, critic: Column, wanted: int | None = None, flag: str = "--step") -> int | None:
-    """The step to draw: the wanted one, or one of median duration among the last half; None if none has spans.
-
-    Raises:
-        UserError: the wanted step, which `flag` named, has no spans.
-    """
+    """The step to draw: the wanted one, or one of median duration among the last half; None if none has spans. If the
+    wanted step has none, a UserError names `flag`."""
     steps = timed_steps(actor, critic)
-    if wanted is not None:
-        if wanted not in steps:
-            known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            raise UserError(f"{flag} {wanted} has no recorded spans; steps with spans: {known}: name one of them")
-        return wanted
-    if not steps:
-        return None
-    late = sorted(steps[len(steps) // 2 :], key=lambda number: duration(actor[number]))  # the first ones warm up
-    return late[(len(late) - 1) // 2]
+    if wanted is None:  # the first ones warm up
+        late = sorted(steps[len(steps) // 2 :], key=lambda number: actor[number].end - actor[number].start)
+        return late[(len(late) - 1) // 2] if late else None
+    if wanted not in steps:
+        known = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UserError(f"{flag} {wanted} has no recorded spans; steps with spans: {known}: name one of them")
+    return wanted
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step and its two neighbours, in seconds since the actor began the step."""
+    """One step and its two neighbours, in seconds since the actor began the step.
+
+    Attributes:
+        length: seconds of the actor's step.
+        lanes: lane -> its spans, each with the step that it belongs to.
+        shared: work of both lanes at once within the step, whichever step the critic's work belongs to. In a steady run
+            the critic's update of the step before runs under this rollout.
+    """
 
     step: int
     length: float
     lanes: dict[str, list[tuple[int, Span]]]
-    """By lane: the spans with the step that they belong to."""
     shared: list[tuple[float, float]]
-    """Work of both lanes at once within the step, whichever step the critic's work belongs to: in a steady run the
-    update of the step before is under this rollout, as this step's update is under the next one."""
 
     def title(self) -> str:
         """The step, its seconds, and the overlap."""
@@ -116,17 +111,17 @@ class Timeline:
         return f"Step {self.step}: both columns worked at once for {share}"
 
     def view(self) -> tuple[float, float]:
-        """The seconds to show: the step, a little before it, and what it has beyond its end (the critic's update ends
-        in the next step), up to as long again."""
+        """The seconds to show: the step, a little before it, and its spans beyond the end (the critic's update ends in
+        the next step), up to as long again."""
         last = max(end for spans in self.lanes.values() for step, (_, _, end) in spans if step == self.step)
         low = -0.06 if len(self.lanes) > 1 else -0.01
         return low * self.length, min(max(last + 0.05 * self.length, 1.02 * self.length), 2 * self.length)
 
 
 def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
-    """Lay out a step. Columns with the same spans are one column that was written down twice (colocated)."""
-    origin, length = min(start for _, start, _ in actor[step].spans), max(duration(actor[step]), 1e-6)
-    near: list[list[tuple[int, Span]]] = [
+    """Lays out a step. Columns with the same spans are one column that was written twice (colocated)."""
+    origin, length = actor[step].start, max(actor[step].end - actor[step].start, 1e-6)
+    near = [
         [(n, (name, a - origin, b - origin)) for n in range(step - 1, step + 2) if n in c for name, a, b in c[n].spans]
         for c in (actor, critic)
     ]
@@ -136,9 +131,27 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
     return Timeline(step, length, {"actor": near[0], "critic": near[1]}, shared_work(*inside))
 
 
-def span_colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each span name, known or not."""
-    return dict(zip(sorted(set(names) - SPAN_COLOURS.keys()), cycle(OTHER_COLOURS), strict=False)) | SPAN_COLOURS
+def trace_events(actor: Column, critic: Column, step: int) -> dict[str, Any]:
+    """Every span that reaches into the actor's `step`, as JSON for Perfetto and chrome://tracing ("Trace Event Format",
+    Duffin et al., Google, 2016): `ph` X is a span (`ts`, `dur` in microseconds from the first one's start), M a name.
+    """
+    low, high = actor[step].start, actor[step].end
+    lanes = {1: ("actor", actor), 2: ("critic", critic)}
+    found = [
+        (thread, number, span)
+        for thread, (_, column) in lanes.items()
+        for number, record in sorted(column.items())
+        for span in record.spans
+        if span[1] < high and span[2] > low
+    ]
+    origin = min(start for _, _, (_, start, _) in found)
+    names = [("process_name", 0, "splitppo"), *(("thread_name", thread, name) for thread, (name, _) in lanes.items())]
+    events: list[Any] = [{"name": n, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}} for n, tid, name in names]
+    for thread, number, (name, start, end) in found:
+        ts, te = (round((t - origin) * 1e6, 3) for t in (start, end))  # rounded alike, so that neighbours don't overlap
+        place = {"ph": "X", "pid": 1, "tid": thread, "ts": ts, "dur": round(te - ts, 3), "args": {"step": number}}
+        events.append({"name": name, "cat": "wait" if is_wait(name) else "work", **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "origin_unix_s": origin}}
 
 
 def seconds(value: float) -> str:
@@ -147,8 +160,7 @@ def seconds(value: float) -> str:
 
 
 def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
-    """The values of each metric by step. A colocated run may write the critic's metrics into actor.jsonl: the column
-    is in the name, and put there where both columns have a metric."""
+    """The values of each metric by step. A critic's metric has `critic/` in front, also where its name lacks it."""
     found: dict[str, dict[int, float]] = {}
     for prefix, column in (("", actor), ("critic/", critic)):
         for number, step in sorted(column.items()):

@@ -1,14 +1,12 @@
-"""vLLM on the actor's own GPU, in a process of its own: the trainer's side. The other is vllm_host.py.
+"""The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the actor's GPU.
 
-Each actor rank has an engine, or each `engine.tensor_parallel` ranks have one together: the first of them starts it,
-all of them connect to it through a socket in a private folder (no port), give it their prompts and get their rows.
-Weights go through buckets of memory that the trainer fills and the engine's workers map: CUDA IPC on the same GPU, a
-mapped file on the CPU. vLLM itself is never imported here: it sets up its process as it likes.
+Each actor rank has an engine, or `engine.tensor_parallel` ranks share one. The first of these ranks starts the process.
+All of them connect to it through a Unix socket in a private folder (no port), send requests and receive rows. Weights
+go through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU.
+This process never imports vLLM, which changes the settings of its process.
 """
 
 import os
-import re
-import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,38 +19,31 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import Sampling, check_requests
-from splitppo.engine.vllm.process import EngineError, Process
+from splitppo.engine import TICK, Sampling, check_requests, check_weights, weight_names
+from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.rollout import Request, Sample
 
-ALIGN = 512  # bytes; where a tensor may begin in a bucket
-HEADROOM = 0.92  # share of the GPU that trainer and engine may fill together for the engine to stay awake
-FRAGMENTS = 1.1  # what the trainer's allocator takes for what is asked of it
-
-
-def weight_names(config: PretrainedConfig) -> dict[str, tuple[str, torch.Size]]:
-    """Hugging Face name of each weight and persistent buffer -> first of the names of the same (tied) tensor, shape."""
-    first: dict[int, str] = {}
-    named = build(config, "policy").state_dict(keep_vars=True).items()
-    return {name: (first.setdefault(id(tensor), name), tensor.shape) for name, tensor in named}
+ALIGN = 512  # bytes; tensors in a bucket start at multiples of it
+BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
+FULL = 0.92  # part of the GPU that trainer and engine may use together if the engine stays awake
+FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested byte
 
 
 class VLLMEngine:
-    """One rank's end of an engine; see `RolloutEngine` for what its methods promise.
+    """One rank's connection to an engine. `RolloutEngine` documents the methods.
 
-    The process was started by `launch_engine`; `connect` waits until it can work.
+    `launch_engine` has started the process; `connect` waits until the engine is built.
 
     Args:
         config: the policy's.
         address: the socket's path, the same for all ranks of the engine.
-        index: of this rank among them; 0 has the `process`.
-        sleep: `off`, `1`, `2` (vLLM's levels) or `auto`: as `2` while trainer and engine do not fit the GPU together.
-        tell: takes a line for the user: who holds what of the GPU, whenever the engine goes over to sleeping or waking.
-        timeout: seconds that an answer may take.
-        tick: seconds between two empty lists of `generate`.
+        index: of this rank among them. process: given to rank 0 of them.
+        sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
+        notify: called with lines for the user.
+        timeout: seconds to wait for an answer.
     """
 
     def __init__(
@@ -65,81 +56,80 @@ class VLLMEngine:
         device: torch.device,
         dtype: torch.dtype,
         sleep: str = "off",
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
         timeout: float = 1800.0,
-        tick: float = 0.005,
     ):
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.tell, self.timeout, self.tick = sleep, tell, timeout, tick
-        self.names = weight_names(config)
-        self.loaded = self._running = self._dead = self._compared = False
+        self.sleep, self.notify, self.timeout = sleep, notify, timeout
+        self.names = weight_names(build(config, "policy"))
+        self.loaded = self._running = self._compared = False
         self.step_ms = 0.0
-        self._level = 0  # how deep it sleeps
-        self._slept: bool | None = None
-        self._conn: Connection | None = None
+        self._level = 0  # vLLM's sleep level now; 0: awake
+        self._slept: bool | None = None  # whether the engine slept after the last rollout
+        self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
 
     def connect(self) -> dict[str, Any]:
-        """Waits for the engine to be built, shares the buckets, and returns what it says of itself."""
+        """Waits until the engine is built and gives it this rank's buckets. Returns the engine's facts for the log."""
         start = time.monotonic()
         while self._conn is None:
             try:
                 self._conn = Client(self.address, "AF_UNIX")
             except (FileNotFoundError, ConnectionRefusedError):
                 if self.process and self.process.popen.poll() is not None:
-                    raise self.process.obituary() from None
+                    raise self.process.exit_report() from None
                 if time.monotonic() - start > self.timeout:
-                    raise self._silent("its start") from None
+                    raise self._timed_out("its start") from None
                 time.sleep(0.02)
         facts = self._ask("hello", self.index)
-        least = 2**28 if self.device.type == "cuda" else 2**22
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
-        folder = Path(self.address).parent
-        names = [str(folder / f"bucket_{self.index}_{slot}") for slot in range(2)]
-        self._buckets = [_bucket(name, max(least, largest + ALIGN), self.device) for name in names]
-        on_gpu = self.device.type == "cuda"
-        sizes = [len(bucket) for bucket in self._buckets]
-        paths = list(zip(sizes, names, strict=True))
-        self._ask("attach", [[*reduce_tensor(bucket)[1]] for bucket in self._buckets] if on_gpu else paths)
+        size = max(BUCKET[self.device.type], largest)
+        paths = [str(Path(self.address).parent / f"bucket_{self.index}_{slot}") for slot in range(2)]
+        self._buckets = [_bucket(path, size, self.device) for path in paths]
+        if self.device.type == "cuda":
+            self._ask("attach", [[*reduce_tensor(bucket)[1]] for bucket in self._buckets])
+        else:
+            self._ask("attach", [(size, path) for path in paths])
         if self.process:
-            self.process.tidy()  # all are connected, and what is mapped stays
+            self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return facts
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `RolloutEngine`. Of tied weights, the stream may hold any of the names or all of them.
+        """As in `RolloutEngine`; also compares the engine's tensors with the tensors sent.
 
         Raises:
-            UserError: vLLM has no place for some of what was sent.
-            EngineError: what the engine holds afterwards is not what was sent.
+            UserError: vLLM's model has no place for a tensor.
+            EngineError: the engine's tensors differ from the policy's.
         """
         if self._running:
             raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
         self.loaded = False
         self._wake("weights")
         sums: dict[str, Tensor] = {}
-        pending = 0  # buckets that the engine has not loaded yet; one is filled while it loads the other
+        loading = False  # whether the engine loads one bucket, while the other is filled
         try:
             for slot, entries in self._fill(weights, sums):
-                self._send(("load", (slot, entries)))
-                pending += 1
-                if pending == len(self._buckets):
+                if loading:
                     self._answer("load")
-                    pending -= 1
+                self._send("load", (slot, entries))
+                loading = True
         finally:
-            for _ in range(0 if self._dead else pending):
+            if loading and self._conn:
                 self._answer("load")
         totals = torch.stack(list(sums.values())).tolist() if sums else []
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
-        lost, wrong = self._ask("verify", sent)
+        lost, different = self._ask("verify", sent)
         if lost:
             raise UserError(
                 f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them: "
                 f"{', '.join(lost[:3])}; use --engine.kind hf"
             )
-        if wrong:
-            why = f"{len(wrong)} tensors differ, among them {', '.join(wrong[:3])}; --engine.kind hf does without vLLM"
-            raise EngineError(f"after the sync, the vLLM engine does not hold the policy's weights: {why}")
-        if self.tell and not self._compared:
-            self.tell(f"engine: {len(sent)} of {len(sent)} tensors compared with the policy's, as in each sync")
+        if different:
+            raise EngineError(
+                f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's, among them "
+                f"{', '.join(different[:3])}; --engine.kind hf avoids vLLM"
+            )
+        if self.notify and not self._compared:
+            self.notify(f"engine: all {len(sent)} tensors are equal to the policy's; every sync compares them")
         self._compared = True
         self._wake("weights", "kv_cache")
         self.loaded = True
@@ -147,34 +137,32 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
     ) -> Generator[list[Sample], None, None]:
-        """See `RolloutEngine`. The arguments are checked here and now; the work begins with the first `next`."""
+        """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
         return self._stream(requests, sampling, seed, step)
 
-    def rest(self, *, trained: bool) -> None:
-        """Goes to sleep, as `sleep` says; `auto` does unless all fits: the engine as it is, and the trainer's peak."""
+    def release_memory(self, *, trained: bool) -> None:
+        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
         if self.sleep == "off":
             return
-        level = 1 if self.sleep == "1" else 2
-        fits, told = self._fits()
+        fits, sizes = self._fits()
         stay = self.sleep == "auto" and trained and fits
-        self._level = self._ask("sleep", 0 if stay else level)
+        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
         self.loaded = self._level < 2
-        if self.tell and (self._level > 0) != self._slept:
-            self.tell(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {told}")
+        if self.notify and (self._level > 0) != self._slept:
+            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
         self._slept = self._level > 0
 
     def close(self) -> None:
-        self.loaded = False
+        self.loaded, connected = False, self._conn is not None
         if self.process:
-            self.process.told = True  # its end is no death from here on
-        if self._conn is not None and not self._dead:
-            with suppress(EngineError):  # it has ended already, which is what is asked for
-                self._send(("close", None))
-            self._conn.close()
-            self._dead = True
+            self.process.watched = False
+        with suppress(EngineError):  # not connected, or the process has ended
+            self._send("close")
+            self._connection.close()
+        self._conn = None
         if self.process:
-            self.process.end(at_once=self._conn is None)
+            self.process.end(kill=not connected)
 
     def _stream(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, step: int
@@ -183,65 +171,54 @@ class VLLMEngine:
             raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         self._wake("weights", "kv_cache")
         self._running, done = True, False
-        self._send(("generate", (list(requests), sampling, seed, step)))
         try:
-            heard = time.monotonic()
+            self._send("generate", (list(requests), sampling, seed, step))
+            last = time.monotonic()
             while not done:
-                if self._connection.poll(self.tick):
-                    heard = time.monotonic()
-                    kind, value = self._receive()
+                if self._connection.poll(TICK):
+                    last = time.monotonic()
+                    kind, value = self._receive("the next row")
                     done = kind == "done"
                     if done:
                         self.step_ms = value
                     else:
                         yield value
-                elif time.monotonic() - heard > self.timeout:
-                    raise self._silent("the next row")
+                elif time.monotonic() - last > self.timeout:
+                    raise self._timed_out("the next row")
                 else:
                     yield []
         finally:
-            if not done and not self._dead:
-                self._send(("halt", None))
-                while not done:
-                    if not self._connection.poll(self.timeout):
-                        raise self._silent("the end of a rollout that was broken off")
-                    done = self._receive()[0] == "done"
+            if not done and self._conn:
+                self._send("halt")
+                while self._receive("the end of an aborted rollout")[0] != "done":
+                    pass
             self._running = False
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
-        """Packs the stream into the buckets, in turns: slot and [name, dtype, shape, first byte] of its tensors.
+        """Packs the stream into the two buckets in turn. Puts the checksum of each tensor into `sums`.
 
-        Puts each tensor's checksum into `sums`.
+        Yields:
+            slot, and (name, dtype, shape, first byte) of each tensor in it.
         """
         slot, at, entries = 0, 0, []
-        for name, tensor in weights:
-            if name not in self.names:
-                raise ValueError(f"unknown weight {name}: the policy has no tensor of this name")
-            main, shape = self.names[name]
-            if shape != tensor.shape:
-                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
-            if main in sums:
-                continue  # tied, and sent by another name
-            tensor = tensor.to(self.device, self.dtype).contiguous()
-            size = tensor.numel() * tensor.element_size()
-            if at + size > len(self._buckets[slot]):
+        for name, given in check_weights(weights, self.names):
+            tensor = given.to(self.device, self.dtype).contiguous()
+            if at + tensor.nbytes > len(self._buckets[slot]):
                 yield self._filled(slot, entries)
                 slot, at, entries = 1 - slot, 0, []
-            self._buckets[slot][at : at + size].copy_(tensor.view(-1).view(torch.uint8))
-            sums[main] = checksum(tensor)
-            entries.append((main, str(self.dtype).removeprefix("torch."), list(shape), at))
-            at += -(-size // ALIGN) * ALIGN
-        if missing := sorted({main for main, _ in self.names.values()} - set(sums)):
-            raise ValueError(f"{len(missing)} weights are missing, among them {', '.join(missing[:5])}")
+            self._buckets[slot][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
+            sums[name] = checksum(tensor)
+            entries.append((name, str(self.dtype).removeprefix("torch."), list(tensor.shape), at))
+            at += -(-tensor.nbytes // ALIGN) * ALIGN
         yield self._filled(slot, entries)
 
     def _filled(self, slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # another process is going to read it
+            torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
         return slot, entries
 
     def _wake(self, *tags: str) -> None:
-        """Wakes what of it sleeps, after the trainer has given back what its cache holds."""
+        """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's cache."""
         if not self._level:
             return
         torch.cuda.empty_cache()
@@ -249,78 +226,72 @@ class VLLMEngine:
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> tuple[bool, str]:
-        """Whether the trainer's peak fits beside what all others hold of this GPU now, while the engine is awake."""
+        """Whether the trainer's peak fits the GPU beside all that other processes hold now; the sizes, for the log."""
         peak = torch.cuda.max_memory_allocated(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         sizes = f"of {total / 2**30:.1f} GiB the engine holds {others / 2**30:.1f} awake, the trainer "
         sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak so far"
-        return others + FRAGMENTS * peak <= HEADROOM * total, sizes
+        return others + FRAGMENTS * peak <= FULL * total, sizes
 
     @property
     def _connection(self) -> Connection:
-        if self._conn is None or self._dead:
+        if self._conn is None:
             raise EngineError("the vLLM engine is closed")
         return self._conn
 
-    def _send(self, message: tuple[str, Any]) -> None:
+    def _send(self, kind: str, value: Any = None) -> None:
         try:
-            self._connection.send(message)
+            self._connection.send((kind, value))
         except (BrokenPipeError, ConnectionResetError):
-            raise self._gone() from None
+            raise self._ended() from None
 
-    def _receive(self) -> tuple[str, Any]:
+    def _receive(self, what: str) -> tuple[str, Any]:
+        """The engine's next message. `what` is expected, for the error."""
+        if not self._connection.poll(self.timeout):
+            raise self._timed_out(what)
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            raise self._gone() from None
+            raise self._ended() from None
         if kind == "error":
-            self._dead = True
+            self._conn = None
             if self.process:
-                self.process.told = True
+                self.process.watched = False
             raise EngineError(f"in the vLLM engine's process:\n{value}")
         return kind, value
 
     def _ask(self, kind: str, value: Any) -> Any:
-        self._send((kind, value))
+        self._send(kind, value)
         return self._answer(kind)
 
-    def _answer(self, to: str) -> Any:
-        if not self._connection.poll(self.timeout):
-            raise self._silent(f"an answer to {to!r}")
-        return self._receive()[1]
+    def _answer(self, kind: str) -> Any:
+        return self._receive(f"an answer to {kind!r}")[1]
 
-    def _gone(self) -> EngineError:
-        self._dead = True
+    def _ended(self) -> EngineError:
+        self._conn = None
         if self.process is None:
-            return EngineError("the vLLM engine that this rank shares is gone; the rank that started it says why")
-        try:
-            self.process.told = True
-            self.process.popen.wait(timeout=5)  # its status comes a moment after its sockets close
-        except subprocess.TimeoutExpired:
-            pass
-        return self.process.obituary()
+            return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
+        return self.process.exit_report()
 
-    def _silent(self, what: str) -> EngineError:
-        self._dead = True
-        why = EngineError(
+    def _timed_out(self, what: str) -> EngineError:
+        self._conn = None
+        error = EngineError(
             f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
         )
         if self.process:
-            why.add_note(str(self.process.obituary()))
-        return why
+            error.add_note(str(self.process.exit_report(wait=0)))
+        return error
 
 
-def _bucket(name: str, size: int, device: torch.device) -> Tensor:
-    """Bytes that another process can map: GPU memory, or the file `name`."""
-    size = -(-size // ALIGN) * ALIGN
-    if device.type == "cuda":
-        allocator: Any = torch._C
-        before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        # CUDA IPC does not map what an expandable segment is made of
-        allocator._accelerator_setAllocatorSettings(re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", before))
-        try:
-            return torch.empty(size, dtype=torch.uint8, device=device)
-        finally:
-            allocator._accelerator_setAllocatorSettings(before)
-    return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+def _bucket(path: str, size: int, device: torch.device) -> Tensor:
+    """`size` bytes that another process can map: GPU memory, or the file `path`."""
+    if device.type != "cuda":
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    allocator: Any = torch._C
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    allocator._accelerator_setAllocatorSettings(fixed_segments(settings))
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    finally:
+        allocator._accelerator_setAllocatorSettings(settings)

@@ -1,20 +1,22 @@
-"""The rows that a vLLM engine generates: what it is asked for, and what it gives back."""
+"""The rows that a vLLM engine generates: from requests to finished samples."""
 
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitppo.engine import Sampling, row_seed
-from splitppo.rollout import Request, Sample
+from splitppo.engine import Sampling, check_logprobs, row_seed
+from splitppo.rollout import End, Request, Sample
+
+# vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and stop strings.
+ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
 @dataclass
 class OpenRow:
-    """A row that is being generated for a rank: what it has so far."""
+    """A row that is being generated for a rank."""
 
     rank: int
     request: Request
@@ -23,8 +25,8 @@ class OpenRow:
 
 
 @dataclass(frozen=True)
-class GoneOn:
-    """What rows got that each got one token and goes on: one among vLLM's outputs, in place of one for each row."""
+class TokenBatch:
+    """One token for each of several rows that did not end. Replaces one of vLLM's outputs for each row."""
 
     names: list[str]  # request ids
     tokens: list[int]
@@ -34,9 +36,8 @@ class GoneOn:
 class Rows:
     """The open rows of an engine.
 
-    They are taken from vLLM's core as it gives them, a few tokens at a time: what its front end does to each token
-    takes longer than the GPU takes for a small model. Only where strings end a row it is needed, since it makes the
-    text in which they are found.
+    Tokens are taken directly from vLLM's core. Its front end needs more time for each token than the GPU does with a
+    small model. Only rows with stop strings go through the front end, which makes the text to search.
 
     Args:
         eos: ids that end a response.
@@ -45,39 +46,38 @@ class Rows:
     def __init__(self, llm: Any, eos: Sequence[int]):
         self.llm, self.eos = llm, list(eos)
         self.open: dict[str, OpenRow] = {}  # by request id
-        self._text = False
+        self._text = False  # whether stop strings may end these rows
 
     def add(self, rank: int, requests: Sequence[Request], sampling: Sampling, seed: int, step: int) -> None:
-        """Asks for rows."""
         self._text = bool(sampling.stop)
         for request in requests:
             name, noise = f"{rank}/{request.row}", row_seed(seed, step, request.row)
             params = params_of(sampling, seed=noise, eos=self.eos, length=request.length)
-            own = self.llm.add_request(name, {"prompt_token_ids": request.prompt}, params)
+            core_name = self.llm.add_request(name, {"prompt_token_ids": request.prompt}, params)
             if not self._text:
-                self.llm.output_processor.abort_requests([own], internal=True)
-            self.open[name if self._text else own] = OpenRow(rank, request)
+                self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
+            self.open[name if self._text else core_name] = OpenRow(rank, request)
 
     def abort(self, rank: int) -> None:
-        """Breaks off a rank's rows."""
+        """Aborts a rank's rows."""
         names = [name for name, row in self.open.items() if row.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
         for name in names:
             del self.open[name]
 
     def step(self) -> list[tuple[int, Sample]]:
-        """Runs vLLM's next step: the rows that have ended with it, each with its rank."""
+        """Runs vLLM's next step. Returns the rows that ended with it, each with its rank."""
         ended = self._ended_by_text() if self._text else self._ended()
         return [(row.rank, sample_of(row, reason)) for row, reason in ended]
 
     def ranks(self) -> set[int]:
-        """Those that have rows open."""
+        """The ranks that have open rows."""
         return {row.rank for row in self.open.values()}
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
         ended, rows = [], self.open
         for output in self.llm.engine_core.get_output().outputs:
-            if isinstance(output, GoneOn):
+            if isinstance(output, TokenBatch):
                 for name, token, logprob in zip(output.names, output.tokens, output.logprobs, strict=True):
                     row = rows[name]
                     row.tokens.append(token)
@@ -85,7 +85,7 @@ class Rows:
                 continue
             row = rows.get(output.request_id)
             if row is None:
-                continue  # late, of a row that was broken off
+                continue  # late output of an aborted row
             row.tokens += output.new_token_ids
             if output.new_logprobs is not None:
                 row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -97,17 +97,18 @@ class Rows:
         ended = []
         for output in self.llm.step():
             if output.finished and (row := self.open.pop(output.request_id, None)):
-                told = output.outputs[0]
-                row.tokens, row.logprobs = list(told.token_ids), list(told.logprobs.logprobs)
-                ended.append((row, told.finish_reason))
+                whole = output.outputs[0]
+                row.tokens, row.logprobs = list(whole.token_ids), list(whole.logprobs.logprobs)
+                by_string = whole.finish_reason == "stop" and isinstance(whole.stop_reason, str)
+                ended.append((row, "string" if by_string else whole.finish_reason))
         return ended
 
 
 def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int | None = None) -> Any:
-    """vLLM's name for how a row is drawn.
+    """vLLM's SamplingParams of a row.
 
     Args:
-        seed: of the row's noise. length: that the row is to have, whatever it says; None: until it ends.
+        seed: of the row's noise. length: exact length of the response; None: until the row ends.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -121,20 +122,19 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int 
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        ignore_eos=True,  # all that end a response are named here
+        ignore_eos=True,  # stop_token_ids has all of them
         stop_token_ids=[] if length else list(eos),
-        logprobs=0,  # of the drawn token alone
+        logprobs=0,  # only of the drawn token
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def sample_of(row: OpenRow, reason: str) -> Sample:
-    """A finished row as the trainer has it."""
+    """The finished row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
     request = row.request
-    if len(row.logprobs) != len(row.tokens) or reason not in ("stop", "length"):
-        why = f"ended by {reason} with {len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
-        raise RuntimeError(f"row {request.row} {why}")
-    if not all(map(math.isfinite, row.logprobs)):
-        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-    return Sample(request.row, request.prompt, row.tokens, row.logprobs, reason == "stop")
+    if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
+        counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
+        raise RuntimeError(f"row {request.row} ended by {reason!r} with {counts}")
+    check_logprobs(request.row, row.logprobs)
+    return Sample(request.row, request.prompt, row.tokens, row.logprobs, ENDS_BY[reason])

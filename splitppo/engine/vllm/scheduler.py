@@ -1,8 +1,8 @@
-"""Fewer microseconds for each row and decode step in vLLM's scheduler, which with small models is slower than the GPU.
+"""Makes vLLM's scheduler faster. With small models it takes longer than the GPU.
 
-In most steps of a rollout all that happens is that each row gets a token. vLLM's scheduler is ready for much else in
-each row of each step. Here the rows to which nothing else happens are handled in two short loops, and all others, their
-beginnings, ends, shortages and aborts, by vLLM's own methods, which are told of those alone.
+In most decode steps each row gets one token and nothing else happens. vLLM's scheduler checks every row for much more.
+Here two short loops handle these steady rows. vLLM's own methods handle all other rows: rows that start, end, lack
+cache blocks or are aborted.
 """
 
 # pyright: reportMissingImports=false
@@ -18,39 +18,39 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from splitppo.engine.vllm.rows import GoneOn
+from splitppo.engine.vllm.rows import TokenBatch
 
 
 class Steady:
-    """Stands before `schedule` and `update_from_output` of a scheduler.
+    """Replaces `schedule` and `update_from_output` of a scheduler.
 
-    A row goes on if it is decoding, there is a place for its token, and it doesn't end. What such rows got is told as
-    one GoneOn, but what vLLM is to make text of as vLLM tells it.
+    A row is steady if it is decoding, has a cache block for its token and does not end. All tokens of steady rows leave
+    as one TokenBatch, except those of rows with stop strings, for which vLLM's front end needs vLLM's own outputs.
 
     Args:
         vllm: the scheduler.
-        ends: ids that end rows, or may.
+        ends: ids that may end rows.
     """
 
     def __init__(self, vllm: Any, ends: Sequence[int]):
         self.vllm, self.ends = vllm, frozenset(ends)
-        # whether a step is scheduled before the tokens of the one before it are known
+        # whether a step is scheduled before the previous step's tokens are known
         self.ahead = isinstance(vllm, AsyncScheduler)
         self.schedule_all, self.update_all = vllm.schedule, vllm.update_from_output
         vllm.schedule, vllm.update_from_output = self.schedule, self.update_from_output
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Who gets a token in the next step."""
-        vllm, rows = self.vllm, self._rows()
-        blocks = self._blocks(rows)
+        """The rows of the next step."""
+        vllm, rows = self.vllm, self._steady_rows()
+        blocks = self._new_blocks(rows)
         if not rows or blocks is None:
             return self.schedule_all(*args, **kwargs)
-        cached = self._told(rows, blocks)
+        cached = self._cached_request_data(rows, blocks)
         counts = dict.fromkeys(cached.req_ids, 1)
         running, waiting = vllm.running, vllm.waiting
         vllm.running, vllm.waiting = [], type(waiting)()
         try:
-            output = self.schedule_all(*args, **kwargs)  # what a step has beside its rows
+            output = self.schedule_all(*args, **kwargs)  # everything in a step but its rows
         finally:
             vllm.running, vllm.waiting = running, waiting
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, len(counts)
@@ -61,22 +61,22 @@ class Steady:
         return output
 
     def update_from_output(self, scheduled: Any, drawn: Any) -> Any:
-        """Hands out the tokens of a step."""
-        whole = scheduled.num_scheduled_tokens
-        scheduled.num_scheduled_tokens, outputs = self._hand_out(whole, drawn)
+        """Appends the tokens of a step to its rows. Returns the outputs."""
+        counts = scheduled.num_scheduled_tokens
+        scheduled.num_scheduled_tokens, outputs = self._update_steady(counts, drawn)
         try:
             answer = self.update_all(scheduled, drawn)
         finally:
-            scheduled.num_scheduled_tokens = whole
+            scheduled.num_scheduled_tokens = counts
         if outputs:
-            told = answer.setdefault(0, EngineCoreOutputs())
-            told.outputs = outputs + told.outputs
+            client = answer.setdefault(0, EngineCoreOutputs())
+            client.outputs = outputs + client.outputs
         return answer
 
-    def _hand_out(self, counts: Mapping[str, int], drawn: Any) -> tuple[dict[str, int], list[Any]]:
-        """Gives the rows that go on their tokens. Returns the others' part of `counts`, and what is told."""
+    def _update_steady(self, counts: Mapping[str, int], drawn: Any) -> tuple[dict[str, int], list[Any]]:
+        """Appends the tokens of the steady rows. Returns the other rows' part of `counts`, and the outputs."""
         requests, ends, ahead, longest = self.vllm.requests, self.ends, self.ahead, self.vllm.max_model_len
-        hashed, rest, outputs, on = self.vllm.hash_block_size, {}, [], GoneOn([], [], [])
+        hashed, others, outputs, batch = self.vllm.hash_block_size, {}, [], TokenBatch([], [], [])
         tokens, places = drawn.sampled_token_ids, drawn.req_id_to_index
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else None
         for name, count in counts.items():
@@ -85,13 +85,15 @@ class Steady:
             if (
                 logprobs is None
                 or row is None
-                or row.num_preemptions  # it may wait again, and tokens of before may be under way
+                or row.num_preemptions  # it may be waiting again, with earlier tokens still in flight
                 or len(own) != 1
                 or own[0] in ends
-                or not 0 < len(row._output_token_ids) < row.max_tokens - 1  # with the first one vLLM tells more
+                or not 0
+                < len(row._output_token_ids)
+                < row.max_tokens - 1  # vLLM's output of the first token has more fields
                 or (length := len(row._all_token_ids) + 1) >= longest
             ):
-                rest[name] = count
+                others[name] = count
                 continue
             row.num_in_flight_tokens -= 1
             row._output_token_ids.append(own[0])
@@ -104,30 +106,30 @@ class Steady:
                 of = drawn.logprobs.slice_request(place, 1)
                 outputs.append(EngineCoreOutput(request_id=name, new_token_ids=own, new_logprobs=of))
                 continue
-            on.names.append(name)
-            on.tokens.append(own[0])
-            on.logprobs.append(logprobs[place])
-        return rest, [*outputs, on] if on.names else outputs
+            batch.names.append(name)
+            batch.tokens.append(own[0])
+            batch.logprobs.append(logprobs[place])
+        return others, [*outputs, batch] if batch.names else outputs
 
-    def _rows(self) -> list[Any]:
-        """Those that get a token in the next step, if it is a step of rows that go on and of nothing else; or none."""
+    def _steady_rows(self) -> list[Any]:
+        """The rows of the next step if all are steady; else []."""
         vllm, rows = self.vllm, []
         running, waiting = vllm.get_request_counts()
         if running == vllm.max_num_running_reqs:
-            waiting -= len(vllm.waiting)  # for which there is no place
+            waiting -= len(vllm.waiting)  # they cannot start yet
         if waiting or running > vllm.max_num_scheduled_tokens or vllm._pause_state != PauseState.UNPAUSED:
             return []
         for row in vllm.running:
             unseen, computed = row.num_output_placeholders, row.num_computed_tokens
             if unseen and computed + 2 - unseen >= row.num_prompt_tokens + row.max_tokens:
-                continue  # its last token is under way
+                continue  # its last token is in flight
             if row.num_tokens + unseen - computed != 1 or computed + 2 > vllm.max_model_len:
                 return []
             rows.append(row)
         return rows
 
-    def _blocks(self, rows: Sequence[Any]) -> dict[str, Any] | None:
-        """The new blocks of the KV cache, by row, for those that need one; None, if there aren't enough."""
+    def _new_blocks(self, rows: Sequence[Any]) -> dict[str, Any] | None:
+        """Allocates KV-cache blocks for the rows that need one, by row; None if too few are free."""
         manager = self.vllm.kv_cache_manager
         size = manager.coordinator.single_type_managers[0].block_size
         at_end = [row for row in rows if row.num_computed_tokens % size == 0]
@@ -135,8 +137,8 @@ class Steady:
             return None
         return {row.request_id: manager.allocate_slots(row, 1).get_block_ids() for row in at_end}
 
-    def _told(self, rows: Sequence[Any], blocks: Mapping[str, Any]) -> CachedRequestData:
-        """What workers are told of rows that they know."""
+    def _cached_request_data(self, rows: Sequence[Any], blocks: Mapping[str, Any]) -> CachedRequestData:
+        """The message to the workers about rows that they have already."""
         names, before = [row.request_id for row in rows], self.vllm.prev_step_scheduled_req_ids
         new = () if self.vllm.use_v2_model_runner else [row for row in rows if row.request_id not in before]
         return CachedRequestData(
@@ -151,18 +153,15 @@ class Steady:
 
 
 def steady(scheduler: Any, ends: Sequence[int]) -> bool:
-    """Makes a scheduler of vLLM's quicker with rows that go on, if it is one of which it is known how.
+    """Makes one of vLLM's schedulers faster. Returns False, and changes nothing, if its kind is not supported.
 
     Args:
-        ends: ids that end rows, or may.
-
-    Returns:
-        whether it is.
+        ends: ids that may end rows.
     """
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if type(scheduler) not in (Scheduler, AsyncScheduler) or len(managers) != 1:
         return False
-    if type(managers[0]) is not FullAttentionManager:  # a row is not to lose blocks before it ends
+    if type(managers[0]) is not FullAttentionManager:  # with others, a row may lose blocks before it ends
         return False
     Steady(scheduler, ends)
     return True

@@ -1,4 +1,4 @@
-"""What vLLM's worker processes do for us: take weights out of the trainer's buckets, and say what they hold.
+"""Code that runs in vLLM's workers: it loads weights from the trainer's buckets and reports what the model holds.
 
 vLLM imports this module in each worker before it builds the model.
 """
@@ -6,20 +6,19 @@ vLLM imports this module in each worker before it builds the model.
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
-import ctypes
-import signal
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
 from splitppo.engine.vllm.weight_check import Received, Report
+from splitppo.job.child import kill_with_parent
 
-# a worker ends with the process that started it, also when that is killed (PR_SET_PDEATHSIG)
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+kill_with_parent()  # but no signal is ignored: vLLM ends its workers with SIGTERM
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -27,33 +26,31 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
 
 
 if current_platform.is_cpu():
-    from vllm.model_executor.layers import utils
-
-    # vLLM packs the weights for the CPU once, after which new ones could not be loaded
+    # vLLM would pack the weights for the CPU once, after which new weights could not be loaded.
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker class; its methods are called through collective_rpc."""
+    """Mixed into vLLM's worker class. Its methods are called through collective_rpc."""
 
     rank: int
     device: Any
     get_model: Any
 
     def splitppo_attach(self, handles: list[list[Any]]) -> None:
-        """Maps this worker's buckets: `handles[rank]` are paths of files, or what CUDA IPC needs."""
+        """Maps this worker's buckets. `handles[rank]` are file paths, or arguments of CUDA IPC."""
         self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
         self._splitppo_received = Received(self.get_model())
 
     def splitppo_limit(self, vocabulary: int) -> None:
-        """Keeps ids from `vocabulary` on from being drawn. A row of logits stays as long as it is: vLLM's kernels were
-        compiled for that length, and are slower with one that is no multiple of 16."""
+        """Prevents ids from `vocabulary` on from being drawn. The logits keep their length: vLLM's kernels were
+        compiled for it, and are slower with a length that is no multiple of 16."""
         found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
         if not found:
             raise RuntimeError(f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by")
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
-            if logits is not None:  # of a tensor-parallel engine not all workers have them
+            if logits is not None:  # not all workers of a tensor-parallel engine have the logits
                 logits[..., vocabulary:] = -torch.inf
 
         for module in found:
@@ -69,15 +66,14 @@ class WeightReceiver:
             sent[name] = bucket[start : start + size].view(dtype).view(shape)
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
-            torch.cuda.synchronize()  # the trainer fills the bucket anew
+            torch.cuda.synchronize()  # the trainer fills the bucket again
 
     def splitppo_report(self) -> Report:
-        """What of the tensors that were loaded is where it belongs."""
         return self._splitppo_received.report()
 
     def _splitppo_map(self, handle: Any) -> Tensor:
         if self.device.type == "cuda":
-            # of torch.multiprocessing's arguments the seventh is the device's index, as the sender numbers them
+            # The seventh argument is the device's index, as the sender numbers its devices.
             rebuild: Any = rebuild_cuda_tensor
             return rebuild(*handle[:6], self.device.index, *handle[7:])
         size, path = handle

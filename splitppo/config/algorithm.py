@@ -1,0 +1,223 @@
+"""Settings of the algorithm: models, data, rollout, reward, PPO. The docstring of a field is its text in --help."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up. Step s of w runs at s/w of the peak."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule, as a fraction of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay. Biases and norms (tensors with fewer than two axes) have none."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient of the whole model to this L2 norm. 0: off."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The policy: any Hugging Face causal language model."""
+
+    path: str = "tiny"
+    """Folder with config, tokenizer and safetensors. `tiny`: the embedded model, with defaults of config/tiny.toml."""
+    random_init: bool = False
+    """Draw the weights at random from the seed instead of reading them. For benchmarks on a real shape."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen reference of the KL penalty. Loaded only if `ppo.kl_coef` or `ppo.kl_loss_coef` is above 0."""
+
+    path: str | None = None
+    """Folder of the reference model. Unset: the policy before training."""
+    offload: bool = False
+    """Keep the reference's shards on the CPU between uses."""
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """The value model: a causal language model's body with a scalar head."""
+
+    path: str | None = None
+    """Folder of a model with the policy's token ids. A reward model gives its head, too. Unset: the policy's."""
+    random_init: bool = False
+    """Draw the body at random from the seed instead of reading it."""
+    head: Literal["zero", "normal"] = "zero"
+    """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden size)."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The prompts."""
+
+    task: str = "echo"
+    """Generated task, if there are no `files`: `echo` or `addition`."""
+    digits: int = 1
+    """Digits of the operands in the generated task `addition`."""
+    files: tuple[str, ...] = ()
+    """Training files: .parquet, .json, .jsonl, or folders of `datasets` (save_to_disk). Empty: the generated task."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of {role, content} messages."""
+    answer_key: str = "reward_model.ground_truth"
+    """Column of the ground truth. A dot names a field of a nested column."""
+    chat: bool = True
+    """Render string prompts as one user message with the tokenizer's chat template, if it has one."""
+    system: str | None = None
+    """System message for prompts that have none. Unset: left to the chat template."""
+    chat_kwargs: str = "{}"
+    """More arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
+    weights: tuple[float, ...] = ()
+    """One weight per file: its share of every step's prompts. Empty: each row once per epoch."""
+    max_rows: int | None = None
+    """Most training prompts to use, drawn at random from all files."""
+    overlong: Literal["refuse", "filter", "cut"] = "refuse"
+    """Prompts over `rollout.max_prompt_tokens`: refuse the run, drop the row, or drop the prompt's first tokens."""
+    validation_files: tuple[str, ...] = ()
+    """Held-out files. Empty: the held-out part of the generated task, or none."""
+    validation_rows: int = 256
+    """Most held-out prompts to use: the first ones."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout: the rows (prompt and response) that a step generates."""
+
+    batch_size: int = 64
+    """B: rows per step, over all actor ranks."""
+    samples: int = 1
+    """Responses per prompt. A step has `batch_size / samples` prompts."""
+    max_prompt_tokens: int = 512
+    """Longest prompt; `data.overlong` says what happens to longer ones."""
+    max_new_tokens: int = 512
+    """Longest response. A response that has not ended by then is cut there."""
+    temperature: float = 1.0
+    """Sampling temperature. All log-probs are computed at this temperature."""
+    top_p: float = 1.0
+    """Sample from the smallest set of likeliest tokens with this total probability. Below 1 biases the ratio."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens. 0: from all. Above 0 biases the ratio."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the end-of-sequence token. The string stays in the response."""
+    lengths: str | None = None
+    """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as needed."""
+    chunks: int = 4
+    """Messages per pair of ranks and step, K. Each carries half of the rows that remain. So the last message is small:
+    its rows finish last, and the critic cannot score them during the rollout."""
+
+    @property
+    def messages(self) -> int:
+        """K, at most as many as halving a step's rows can fill."""
+        return min(self.chunks, self.batch_size.bit_length())
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The score of a row: a weighted sum of reward functions and a reward model."""
+
+    function: tuple[str, ...] = ("auto",)
+    """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`. `auto`: by the row's
+    data_source. `none`: only the reward model. A function of a file takes (data_source, solution_str, ground_truth,
+    extra_info) and may be async. It returns a number, or a dict with `score` and more numbers, which become metrics."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the score. Empty: 1 each."""
+    workers: int = 1
+    """Processes per critic rank that run the functions."""
+    timeout: float = 60.0
+    """Seconds per row and function. A slower call fails: its process is replaced, or the async call is cancelled."""
+    failed_score: float = 0.0
+    """Score of a function that failed: a time-out, an exception, or a result that is not a finite number."""
+    model: str | None = None
+    """Folder of a reward model: a sequence-classification checkpoint with one label. Runs on the critic ranks."""
+    model_weight: float = 1.0
+    """Weight of the reward model in the score."""
+    model_random_init: bool = False
+    """Draw the reward model's weights at random from the seed. For benchmarks on a real shape."""
+    model_offload: bool = False
+    """Keep the reward model's shards on the CPU between uses."""
+    model_chat: bool = True
+    """Render prompt and response with the reward model's own chat template, if it has one. Else: as plain text."""
+    validation: tuple[str, ...] = ()
+    """Functions that score the held-out rows. Empty: `function` with its weights."""
+    normalize: Literal["off", "batch", "running"] = "off"
+    """Subtract the mean of the scores and divide by their deviation: those of the batch, or of all steps so far."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest score, after normalising."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
+    overlong_tokens: int = 0
+    """Size of the penalised zone before `rollout.max_new_tokens`. Each token in the zone costs an equal part of
+    `overlong_penalty` (Yu et al. 2025, DAPO, eq. 13). 0: off."""
+    overlong_penalty: float = 1.0
+    """Subtracted from a row of `rollout.max_new_tokens` if `overlong_tokens` is set."""
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Proximal policy optimisation (Schulman et al. 2017), as practised on language models."""
+
+    gamma: float = 1.0
+    """Discount."""
+    lam: float = 0.95
+    """GAE's lambda."""
+    lam_value: float | None = None
+    """Lambda of the value model's targets (Yuan et al. 2025, VC-PPO). Unset: `lam`."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference, subtracted from the reward at each token."""
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
+    kl_target: float | None = None
+    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2). Unset: it is constant."""
+    kl_horizon: int = 10000
+    """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2, 0.2)."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the reference in the policy's loss."""
+    kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of the KL in the loss."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages (Ye et al. 2020), above 1. Unset: off."""
+    value_clip: float | None = 0.2
+    """In the loss, values are clipped to within this of the old values. None: off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    whiten: bool = True
+    """Whiten the advantages over the whole batch."""
+    epochs: int = 1
+    """Passes over the rollout."""
+    mini_batches: int = 1
+    """Optimizer steps per pass. Must divide `rollout.batch_size`."""
+    value_epochs: int | None = None
+    """Passes of the value model. Unset: `epochs`."""
+    value_mini_batches: int | None = None
+    """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`. Unset: `mini_batches`."""
+    critic_warmup: int = 0
+    """First steps, in which only the value model is trained."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Old log-probs in the ratio. `engine`: those of the sampling distribution, which saves a forward pass. The ratio
+    then starts at the difference between engine and trainer, and only clipping limits it."""
+    importance: Literal["off", "token", "sequence"] = "off"
+    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), of each token or of the whole
+    response (Yao et al. 2025, truncated importance sampling)."""
+    importance_cap: float = 2.0
+    """Upper bound of these weights."""
+    mask_truncated: bool = False
+    """Leave rows that were cut at `rollout.max_new_tokens` out of both losses."""
+    aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    """How the token losses of a mini-batch become one number."""

@@ -1,0 +1,88 @@
+"""What a vLLM engine's process must build, and the size of its KV cache."""
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from splitppo.engine import Sampling
+from splitppo.errors import UserError
+
+RESERVE = 3 * 2**30  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
+BLOCK = 128  # tokens; vLLM's KV blocks have 16 to 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The engine that a process must build.
+
+    Attributes:
+        folder: config and tokenizer of the model; the weights come from the trainer.
+        log: file for the process's output.
+        address: path of the Unix socket. clients: ranks that connect to it.
+        max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
+        kv_bytes: size of the KV cache on each GPU.
+        eos: ids that end a response. vocabulary: size of the vocabulary to draw from.
+        sleep: whether the engine must be able to release its memory.
+        eager: neither compile nor capture CUDA graphs. steady: see scheduler.py.
+        device: `cuda` or `cpu`. threads: of an engine on the CPU.
+        sampling: of the rollouts; the engine warms up for it.
+    """
+
+    folder: str
+    log: str
+    address: str
+    clients: int
+    dtype: str
+    max_rows: int
+    max_tokens: int
+    kv_bytes: int
+    eos: tuple[int, ...]
+    vocabulary: int
+    sleep: bool
+    eager: bool
+    steady: bool
+    device: str
+    threads: int
+    sampling: Sampling
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        fields = json.loads(text)
+        return cls(**fields | {"sampling": Sampling(**fields["sampling"])})
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
+    """Bytes of a token's keys and values on each GPU, over all layers."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * -(-heads // tensor_parallel) * size * dtype.itemsize
+
+
+def kv_cache_bytes(
+    per_token: int, *, rows: int, tokens: int, weights: int, total: int, fraction: float, reserve: int = RESERVE
+) -> int:
+    """Size of the KV cache: enough for `rows` rows of `tokens` tokens, at most what the engine's memory leaves.
+
+    Args:
+        per_token: bytes of a token. weights: bytes of the weights on this device.
+        total: bytes of the device. fraction: part of them that the engine may use.
+
+    Raises:
+        UserError: the memory does not hold one row.
+    """
+    row = (-(-tokens // BLOCK) + 1) * BLOCK * per_token
+    room = int(total * fraction) - weights - reserve
+    if room < row:
+        needed = (weights + reserve + row) / total
+        raise UserError(
+            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights "
+            f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row; "
+            + (f"use {needed + 0.005:.2f} or more" if needed < 0.99 else "use more engine.tensor_parallel")
+        )
+    return min(room, max(rows, 2) * row)

@@ -1,0 +1,67 @@
+"""Between torchrun and a rank: what torchrun sets in the environment, and how a rank reports its error back."""
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from splitppo.errors import UserError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: the file where torchrun looks for a rank's error
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The numbers that torchrun gives a process. The defaults are those of a process without torchrun."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    nodes: int = 1
+
+    @classmethod
+    def from_env(cls) -> "Launch":
+        """Raises UserError if RANK is set, but the other variables are not as torchrun sets them."""
+        if "RANK" not in os.environ:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
+        default = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", "")}
+        env = {**default, "GROUP_WORLD_SIZE": "1", **os.environ}
+        given = [env.get(name, "") for name in names]
+        if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or "MASTER_ADDR" not in env:
+            found = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
+            raise UserError(f"{found}: torchrun sets all of them; start with it, or unset RANK for one process alone")
+        return cls(*map(int, given[:5]))
+
+    def check_nodes(self) -> None:
+        """Raises UserError if this node has more or fewer ranks than the average node."""
+        if self.nodes > 1 and self.local_world * self.nodes != self.world:
+            raise UserError(
+                f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}: all "
+                "nodes need the same number; give every torchrun the same --nproc_per_node"
+            )
+
+
+def record_error(error: BaseException) -> None:
+    """Writes the error to the file from which torchrun prints it last, if torchrun started this process."""
+    if ERROR_FILE in os.environ and isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+
+
+def end_rank(error: Exception, *, torchrun: int | None = None) -> None:
+    """Ends this rank from any thread, while the main thread may wait in C++, and kills the process `torchrun`.
+
+    A torchrun that has lost its store waits for it in C++. It would ignore every other signal until the kernel gives up
+    the connection, after 15 minutes.
+    """
+    try:
+        record_error(error)
+        if torchrun is not None and os.getppid() == torchrun:
+            time.sleep(2)  # the other ranks of the host end by themselves
+            os.kill(torchrun, signal.SIGKILL)
+    finally:
+        os._exit(1)

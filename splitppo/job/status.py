@@ -1,0 +1,110 @@
+"""What the ranks publish in the job's store: phases, failures, requests to stop. No call here waits for a rank."""
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from splitppo.job.nodes import Peer, process_state, started
+from splitppo.placement import Placement
+
+
+class Status:
+    """What each rank is doing and whether it lives, for error messages.
+
+    Args:
+        store: a connection on which nobody waits.
+        peers: of all ranks, in their order.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
+        self.store, self.rank, self.peers, self.placement = store, rank, peers, placement
+        # process ids of this machine's ranks
+        self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine}
+
+    def set_phase(self, phase: str) -> None:
+        """Publishes what this rank is doing."""
+        self.store.set(f"phase/{self.rank}", phase)
+
+    def _phase(self, rank: int) -> str:
+        key = f"phase/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else "starting"
+
+    def describe(self, rank: int) -> str:
+        """A rank's name in error messages: its roles, host and phase."""
+        roles = "+".join(self.placement.roles(rank))
+        return f"{roles} rank {rank} on {self.peers[rank].host} (in {self._phase(rank)!r})"
+
+    def phases(self) -> str:
+        """The ranks of each phase: a rank that did not come to a collective is in another phase than the others."""
+        ranks: dict[str, list[str]] = {}
+        for rank in range(len(self.peers)):
+            ranks.setdefault(self._phase(rank), []).append(str(rank))
+        found = ((", ".join(held[:8]) + ", ..." * (len(held) > 8), phase) for phase, held in ranks.items())
+        return "; ".join(f"rank {held} in {phase!r}" for held, phase in found)
+
+    def suspended_ranks(self) -> str:
+        """Describes the ranks of this machine that SIGSTOP or a debugger holds; "" if there are none."""
+        held = [rank for rank, pid in self.pids.items() if process_state(pid)[0] in ("T", "t")]
+        return ", ".join(f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held)
+
+    def dead_rank(self) -> str | None:
+        """Describes a rank of this machine that died without reporting a failure; None while all ranks live.
+
+        The first rank that asks gets the description, so that it is printed once, and the others get "". Every rank
+        gets "" after a reported failure, or if the store is lost.
+        """
+        try:
+            if self.store.check(["failed"]):
+                return ""
+            if not (dead := [rank for rank, pid in self.pids.items() if not started(pid)]):
+                return None
+            return self.describe(dead[0]) if self._is_first("dead") else ""
+        except (RuntimeError, dist.DistError):
+            return ""
+
+    def report_failure(self) -> bool:
+        """Publishes that this rank failed; returns whether it is the first rank that did."""
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # a suspended rank cannot hear torchrun's SIGTERM, which then waits 30 s
+        try:
+            return self._is_first("failed")
+        except (RuntimeError, dist.DistError):
+            return False  # the store ended with the process that held it, which reports its own failure
+
+    def _is_first(self, key: str) -> bool:
+        return self.store.compare_set(key, "", str(self.rank)).decode() == str(self.rank)
+
+
+class StopRequests:
+    """Requests to end the run early, after a whole step. Any rank may request it; one rank chooses the step.
+
+    Args:
+        store, job: the parts of the store that belong to this start and to the job, on a connection where nobody waits.
+    """
+
+    def __init__(self, store: dist.Store, job: dist.Store, rank: int):
+        self.store, self.job, self.rank = store, job, rank
+
+    def request(self, why: str) -> None:
+        self.store.set("stop/requested", f"{why} to rank {self.rank}")
+
+    def answer(self, step: int) -> None:
+        """Makes this step the last if a stop was requested. One rank calls it, before any can finish the step."""
+        if self.store.check(["stop/requested"]):
+            self.job.set("splitppo/stopped", "1")
+            self.store.set("stop/step", str(step))
+            self.store.get("stop/step")  # then all ranks can see it
+
+    def last_step(self) -> tuple[int, str] | None:
+        """The last step and who requested the stop; None if nobody did."""
+        if not self.store.check(["stop/step"]):
+            return None
+        return int(self.store.get("stop/step")), self.store.get("stop/requested").decode()
+
+    def before_restart(self) -> bool:
+        """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a failure."""
+        return self.job.check(["splitppo/stopped"])

@@ -1,0 +1,124 @@
+"""Rows as inputs of a forward pass, and the cutting of rows into micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitppo.rollout import Rollout, Sample, pad_rows
+
+Fields = dict[str, Tensor]  # per-token tensors by name, packed `[N]` or padded `[B, T]`
+MiniBatches = Sequence[Sequence[int]]  # the rows of each mini-batch
+Cut = list[list[int]]  # micro-batches, as indices of rows
+ROUND = 64  # a packed micro-batch has a multiple of this many tokens
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass, prompt and response together.
+
+    Packed rows follow one another; their boundaries are inputs (attention.py). Padded rows have the padding on the
+    right. Attention is causal, so no token sees the padding, and there is no attention mask.
+
+    Attributes:
+        inputs: the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded.
+        before: `[N]` int64, the place before each response token in the flattened ids.
+        responses: `[N]` int64, the response tokens.
+        mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
+        places: `[N]` int64, where in the flattened mask the response tokens are.
+    """
+
+    inputs: dict[str, Any]
+    before: Tensor
+    responses: Tensor
+    mask: Tensor
+    places: Tensor
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[N]` -> `[B, T]`, 0 where padded."""
+        # by index: the gradient through a mask would make the host wait for the GPU to count the mask
+        return packed.new_zeros(self.mask.numel()).index_copy(0, self.places, packed).view(self.mask.shape)
+
+
+def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
+    """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its group's passes."""
+    rows = [torch.tensor(sample.prompt + sample.response) for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
+    sampled = [sample.places + len(sample.prompt) for sample in samples] or [rows[0][:0]]
+    inputs, starts = _packed_inputs(rows) if packed else _padded_inputs(rows)
+    before = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
+    responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
+    lengths = torch.tensor([len(places) for places in sampled])
+    mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
+    places = mask.flatten().nonzero()[:, 0]
+    inputs = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return MicroBatch(inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places)))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device; the host does not wait for the GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _padded_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
+    """The model's inputs, and where each row begins in the flattened ids."""
+    ids = pad_rows(rows)
+    return {"input_ids": ids}, [i * ids.shape[1] for i in range(len(rows))]
+
+
+def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
+    """The same for packed rows. A row of zeros fills them up to a multiple of ROUND: GPUs are faster at such sizes."""
+    ids, lengths = list(rows), [len(row) for row in rows]
+    if missing := -sum(lengths) % ROUND:
+        ids.append(torch.zeros(missing, dtype=torch.int64))
+        lengths.append(missing)
+    starts, longest = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    return {"input_ids": torch.cat(ids)[None], "position_ids": positions[None]} | bounds, starts[: len(rows)].tolist()
+
+
+def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) -> Cut:
+    """Cuts rows of these lengths into micro-batches of at most `budget` tokens, padding counted. A longer row goes
+    alone. The longest rows come first, so that memory peaks at once."""
+    cut: Cut = []
+    left: list[int] = []  # tokens left of each packed micro-batch's budget
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if packed:
+            at = next((k for k, room in enumerate(left) if room >= lengths[i]), len(cut))
+        else:  # the first row of a micro-batch is its longest
+            at = len(cut) - 1 if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget else len(cut)
+        if at == len(cut):
+            cut.append([])
+            left.append(budget)
+        cut[at].append(i)
+        left[at] -= lengths[i]
+    return cut
+
+
+def partition(
+    costs: Sequence[float], count: int, *, sizes: Sequence[int] = (), room: int = 0
+) -> list[list[int]] | None:
+    """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of each bin.
+
+    With `sizes`, the items of a bin have at most `room` together, unless the bin holds one item. None: they don't fit.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    cost, filled, sizes = [0.0] * count, [0] * count, sizes or [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        fit = [k for k in range(count) if not bins[k] or filled[k] + sizes[i] <= room]
+        if not fit:
+            return None
+        k = min(fit, key=lambda k: (cost[k], k))
+        bins[k].append(i)
+        cost[k] += costs[i]
+        filled[k] += sizes[i]
+    return bins
+
+
+def dummy_rollout(tokens: int = 4096) -> Rollout:
+    """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes: the compiler would
+    take a dimension of the same size to be the same dimension."""
+    rows = -(-tokens // 106) | 1
+    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, "eos") for row in range(rows)])

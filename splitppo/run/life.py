@@ -1,0 +1,140 @@
+"""A run from its first step to its last, as one rank sees it: logs, checkpoints, trackers, the end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from splitppo.actor import Actor
+from splitppo.channel import Links
+from splitppo.critic import Critic
+from splitppo.engine.vllm.process import Process
+from splitppo.errors import UserError
+from splitppo.job.nodes import Peer
+from splitppo.job.runtime import Runtime
+from splitppo.placement import Role
+from splitppo.run import checkpoint
+from splitppo.run.build import Builder
+from splitppo.run.lock import Lock
+from splitppo.run.metrics import ColumnLog
+from splitppo.run.profiler import Profiler
+from splitppo.run.progress import Progress
+from splitppo.run.resolve import Resolved
+from splitppo.run.samples import write_rows
+from splitppo.run.saver import load
+from splitppo.run.start import begin_folder
+from splitppo.run.trackers import Trackers
+
+
+def open_run(resolved: Resolved, runtime: Runtime, engine: Process | None = None) -> "Run":
+    """Agrees with the other ranks on the run's folder and first step, and reads the data; all ranks call it."""
+    runtime.status.set_phase("reading the data")
+    lock = Lock(Peer.of_this_process(runtime.device))
+    try:
+        return Run(resolved, runtime, *begin_folder(resolved, runtime, lock), engine, lock)
+    except BaseException as error:
+        lock.release()
+        if isinstance(error, OSError):
+            wrong = f"run_dir={resolved.config.run_dir or 'runs'}: {error}; fix that, or choose another --run-dir"
+            raise UserError(wrong) from error
+        raise
+
+
+class Run:
+    """A run as one rank sees it.
+
+    Attributes:
+        folder: the run's folder.
+        resumed: the checkpoint that it resumes from.
+        start: the step after which that was written, or 0.
+        progress: its steps and checkpoints.
+        build: makes actor, critic and links.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        runtime: Runtime,
+        folder: Path,
+        resumed: Path | None,
+        engine: Process | None,
+        lock: Lock,
+    ):
+        self.config, self.runtime, self.folder, self.resumed, self.lock = (
+            resolved.config,
+            runtime,
+            folder,
+            resumed,
+            lock,
+        )
+        self.start = checkpoint.step_of(resumed) if resumed else 0
+        self.progress = Progress(self.config, runtime, folder, self.start)
+        runtime.last_checkpoint = self.progress.last_checkpoint
+        self.build = Builder(resolved, runtime, folder, engine, self.progress.allocate)
+        self.logs: dict[Role, ColumnLog] = {}
+        self.links: Links | None = None
+        # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
+        self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
+
+    def log(self, role: Role) -> ColumnLog:
+        """The role's log, made on first use."""
+        if role not in self.logs:
+            first, phase = self.runtime.groups[role].is_first, self.runtime.status.set_phase
+            self.logs[role] = ColumnLog(role, self.folder, first=first, phase=phase, start=self.start)
+        return self.logs[role]
+
+    def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
+        """Loads the checkpoint, if any, and validates before the first step."""
+        steps, ranks = self.config.log.profile_steps, self.config.log.profile_ranks
+        self.profiler = Profiler(steps, ranks, self.runtime.launch.rank, self.folder / "profile")
+        first = "actor" in self.runtime.groups and self.runtime.groups["actor"].is_first
+        self.trackers = Trackers(self.config, self.folder, self.start, active=first)
+        if self.resumed:
+            for role, holder in (("actor", actor), ("critic", critic)):
+                if holder:
+                    load(holder.learner, self.resumed / role, holder.load_state)
+                    holder.learner.updates = self.start
+        elif actor:
+            log = self.log("actor")
+            with log.span("validate"):
+                metrics = actor.validate(0)
+            if metrics:
+                log.finish(0, metrics)
+        self.profiler.boundary(self.start + 1)
+
+    def may_stop(self, step: int) -> None:
+        """Makes this step the last if a stop was requested. The actor group's first rank says so here, before any rank
+        can finish the step: all need its rows' log-probs for that."""
+        group = self.runtime.groups.get("actor")
+        if group is not None and group.is_first:
+            self.runtime.stop.answer(step)
+
+    def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
+        """Ends a step: writes its metrics, then lets its checkpoint count. So a resumed run has the metrics of every
+        step up to its checkpoint."""
+        log = self.log(role)
+        if self.config.placement.barrier:
+            with log.span("wait_barrier"):
+                self.runtime.barrier(f"barrier of step {step}")
+        log.finish(step, metrics | (self.links.wire.spent() if self.links else {}))
+        self.progress.finish(role, step, metrics)
+        if role == "actor":
+            self.trackers.update()
+        self.profiler.boundary(step + 1)
+
+    def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Writes a step's samples; the critic group's first rank does."""
+        if self.runtime.groups["critic"].is_first and samples:
+            write_rows(self.folder / "samples", step, samples)
+
+    def end(self) -> None:
+        """Waits for the checkpoints and the other group's last update, and prints the run's folder."""
+        self.progress.close()
+        self.runtime.end_work()
+        self.trackers.close()
+        if self.runtime.launch.rank == 0:
+            if why := self.progress.stopped:
+                where = checkpoint.complete(self.folder)[-1].name
+                print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} resumes")
+            print(f"run folder: {self.folder}", flush=True)
+        self.runtime.wait_for_all()
+        self.lock.release()

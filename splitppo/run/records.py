@@ -1,0 +1,74 @@
+"""Reads JSON lines: RUN/metrics (one record a step) and RUN/samples. Without torch, so that the tools start fast."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from splitppo.errors import UserError
+from splitppo.run.files import BROKEN
+
+RENAMED_SPANS = {"stragglers": "barrier_wait"}  # name in the runs of older versions: name today
+
+
+def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Args:
+        where: FILE:LINE, for the error.
+
+    Raises:
+        UserError: the line holds no JSON object.
+    """
+    try:
+        found = json.loads(line)
+    except BROKEN as error:
+        raise UserError(f"{where}: {line[:40]!r} is no JSON, and each line must be; fix or remove that line") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line")
+    return found
+
+
+def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
+    """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and end in Unix seconds)
+    and what else is in the line. Spans have the names of today.
+
+    Raises:
+        UserError: the line holds no such record.
+    """
+    record = parse_line(line, where)
+    try:
+        spans = [(RENAMED_SPANS.get(str(n), str(n)), float(a), float(b)) for n, a, b in record.get("spans", [])]
+        if not all(math.isfinite(end - start) for _, start, end in spans):
+            raise ValueError("a span that never begins or ends")
+        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        record |= numbers | {"step": int(record["step"]), "spans": spans}
+    except BROKEN as error:
+        rule = "a record has `step`, numbers and `spans` of [name, start, end]"
+        raise UserError(f"{where}: {line[:40]!r} is no record of a step; {rule}; fix or remove that line") from error
+    for old, new in RENAMED_SPANS.items():
+        if f"timing_s/{old}" in record:
+            record[f"timing_s/{new}"] = record.pop(f"timing_s/{old}")
+    return record
+
+
+def read_lines(path: Path, parse: Callable[[str, str], dict[str, Any]] = parse_line) -> Iterator[dict[str, Any]]:
+    """The objects of a file, line by line. Skips a torn last line with a note: the run may be writing it, or was killed
+    while it wrote it.
+
+    Raises:
+        UserError: another line can't be parsed.
+    """
+    # not splitlines(): a text may hold Unicode's line separators
+    *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*whole, torn] if torn else whole, 1):
+        try:
+            found = parse(line, f"{path}:{number}")
+        except UserError:
+            if number <= len(whole):
+                raise
+            print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
+            return
+        yield found

@@ -1,0 +1,189 @@
+"""The configuration, resolved: what "auto" came to, who plays which role, every model's folder and config.
+
+It is made once, before any process group or GPU is touched. Nothing downstream asks for these facts again.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from splitppo.config import Config
+from splitppo.engine.build import engine_kind
+from splitppo.errors import UserError
+from splitppo.job.device import compiles, dtype_of
+from splitppo.models import tiny
+from splitppo.models.build import Kind, count_parameters, most_positions, read_config
+from splitppo.models.probe import find_mismatch
+from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
+from splitppo.models.weights import check_folder
+from splitppo.placement import Placement, Role
+
+KINDS: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the run's models.
+
+    Attributes:
+        path: its folder as the configuration names it, or `tiny`: the embedded model, built in the run's folder.
+        random_init: whether its weights are drawn from the seed.
+        packed: whether it runs on packed rows.
+    """
+
+    kind: Kind
+    path: str
+    config: PretrainedConfig
+    random_init: bool
+    packed: bool
+
+    def folder(self, run_dir: Path) -> Path:
+        return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
+
+    @cached_property
+    def parameters(self) -> int:
+        return count_parameters(self.config, self.kind)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a run is, the same on every rank but for `device`.
+
+    Attributes:
+        local_world: ranks of a node.
+        dtype: of forward and backward passes.
+        compiled: whether layers are compiled.
+        engine: `hf` or `vllm`.
+        models: the models that the run loads, by name: policy, value, perhaps reference and reward.
+        tokenizer: the policy's. vocabulary_size: ids from 0 that the policy may sample.
+    """
+
+    config: Config
+    placement: Placement
+    local_world: int
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    engine: str
+    models: Mapping[str, Model]
+    tokenizer: Any
+    vocabulary_size: int
+
+    def role_of(self, model: str) -> Role:
+        """The group that holds a model."""
+        if model == "reference":
+            return self.config.placement.reference
+        return "actor" if model == "policy" else "critic"
+
+    def to_json(self) -> str:
+        """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
+        models = {
+            name: {
+                "folder": model.path,
+                "type": model.config.model_type,
+                "group": self.role_of(name),
+                "parameters": model.parameters,
+                "random_init": model.random_init,
+                "packed": model.packed,
+            }
+            for name, model in self.models.items()
+        }
+        facts = {
+            "placement": self.placement.mode,
+            **{role: len(ranks) for role, ranks in self.placement.groups.items()},
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compiled": self.compiled,
+            "engine": self.engine,
+            "vocabulary_size": self.vocabulary_size,
+            "models": models,
+        }
+        return json.dumps(facts, indent=1)
+
+
+def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
+    """Reads and checks each model's folder.
+
+    Args:
+        probe: try on a small copy of each model whether it can run on packed rows. That takes a second or two, so one
+            rank does it for all; the others take its answer (`agree_on_packing`).
+
+    Raises:
+        UserError: a model can't be read, or not be run.
+    """
+    dtype = dtype_of(config, device)
+    wanted = config.compute.packing == "on"
+    wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
+    models = {}
+    for name, path in model_paths(config).items():
+        kind, drawn = KINDS[name], _is_drawn(config, name)
+        if path != "tiny":
+            check_folder(path, kind, random_init=drawn)
+        found = tiny.model_config() if path == "tiny" else read_config(path)
+        packed = wanted and name != "reward"
+        if probe and name != "reward" and path != "tiny":
+            packed = _packs(config, name, path, found, packed)
+        models[name] = Model(kind, path, found, drawn, packed)
+    if config.reward.model:
+        read_tokenizer(config.reward.model)
+    policy = models["policy"].path
+    tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy)
+    size = vocabulary_size(tokenizer)
+    _check_sizes(config, models, size)
+    compiled, engine = compiles(config, device), engine_kind(config, device.type)
+    return Resolved(config, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size)
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """The folders of the models that the run loads, as the configuration names them."""
+    paths = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
+    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
+        paths["reference"] = config.reference.path or config.policy.path
+    if config.reward.model:
+        paths["reward"] = config.reward.model
+    return paths
+
+
+def _is_drawn(config: Config, name: str) -> bool:
+    """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
+    if name == "reward":
+        return config.reward.model_random_init
+    own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
+    return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
+
+
+def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted: bool) -> bool:
+    """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at least."""
+    why = find_mismatch(model, KINDS[name], packed=wanted)
+    if why and wanted and config.compute.packing == "on":
+        raise UserError(f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off")
+    if why and (not wanted or find_mismatch(model, KINDS[name], packed=False)):
+        wrong = f"type {model.model_type!r} does not run here as in transformers: {why}"
+        raise UserError(f"{name}.path={path}: {wrong}; use another model")
+    return wanted and not why
+
+
+def _check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int) -> None:
+    """That each model reads the policy's token ids, and rows as long as they may become."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    for name, model in ((name, model) for name, model in models.items() if name != "reward"):
+        text = model.config.get_text_config()
+        most, setting = most_positions(text)
+        if longest > (most or longest):
+            raise UserError(
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
+                f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting}) that "
+                f"{name}.path={model.path} can read; lower one of them, or use another model"
+            )
+        if text.vocab_size < vocabulary:
+            raise UserError(
+                f"{name}.path={model.path}: its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer "
+                f"({vocabulary}); the {name} must read the policy's token ids"
+            )

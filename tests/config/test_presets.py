@@ -1,0 +1,372 @@
+"""The presets and pages of configs/, the benchmark of launch/: what they say can be run, and is what they say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import tyro
+from ranks import run_ranks
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from splitppo import train
+from splitppo.config import Config
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.config.toml import leaves
+from splitppo.engine import build as start
+from splitppo.models.tiny import VOCABULARY, build_tokenizer
+from splitppo.rewards.functions import find_function
+from splitppo.rewards.scorer import Scorer
+from splitppo.rollout import Prompt
+from splitppo.tools import bench
+
+ROOT = Path(__file__).parents[2]
+CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
+PRESETS = [str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.toml"))]
+PAGES = ("from_verl.md", "from_trl.md", "rewards.md", "../README.md")
+CHAT = (
+    "{% for m in messages %}({{ m.role }}){{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant){% endif %}"
+)
+GSM8K = 7473  # training prompts
+
+# verl's defaults (verl/trainer/config/ppo_trainer.yaml), under the names of here
+VERL = {
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": 0,
+    "rollout.samples": 1,
+    "ppo.gamma": 1.0,
+    "ppo.lam": 1.0,
+    "ppo.lam_value": None,
+    "ppo.clip_low": 0.2,
+    "ppo.clip_high": 0.2,
+    "ppo.dual_clip": 3.0,
+    "ppo.value_clip": 0.5,
+    "ppo.entropy_coef": 0.0,
+    "ppo.kl_kind": "k1",
+    "ppo.kl_target": None,
+    "ppo.kl_loss_coef": 0.0,
+    "ppo.whiten": True,
+    "ppo.epochs": 1,
+    "ppo.value_epochs": None,
+    "ppo.value_mini_batches": None,
+    "ppo.critic_warmup": 0,
+    "ppo.importance": "off",
+    "ppo.aggregate": "token_mean",
+    "compute.activation_checkpointing": True,
+} | {
+    f"{model}.optim.{name}": value
+    for model in ("policy", "value")
+    for name, value in {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }.items()
+}
+# preset -> data.train_batch_size, ppo_mini_batch_size, and the flags of the script
+SCRIPTS = {
+    "gsm8k/qwen2.5_0.5b.toml": (256, 64, {"checkpoint.every": 10, "log.validate_every": 10}),
+    "gsm8k/qwen2.5_7b.toml": (1024, 256, {"checkpoint.every": 20, "data.overlong": "filter"}),
+    "gsm8k/qwen2.5_7b_small_critic.toml": (1024, 256, {"checkpoint.every": 20, "data.overlong": "filter"}),
+}
+SCRIPT = {
+    "policy.optim.lr": 1e-6,
+    "value.optim.lr": 1e-5,
+    "ppo.kl_coef": 0.001,
+    "rollout.max_prompt_tokens": 512,
+    "rollout.max_new_tokens": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy and a reward model of one layer with random weights, and rows in verl's schema."""
+    root = tmp_path_factory.mktemp("small")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        pad_token_id=VOCABULARY["<pad>"],
+        eos_token_id=VOCABULARY["<eos>"],
+    )
+    config.num_labels = 1
+    for name, kind in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        kind(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    for name, count in (("train", 20), ("test", 5)):
+        rows = [verl_row(name, index) for index in range(count)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / f"{name}.parquet")
+    return {path.stem: path for path in root.iterdir()}
+
+
+def verl_row(split: str, index: int) -> dict[str, Any]:
+    """As verl's examples/data_preprocess/gsm8k.py writes it."""
+    question, number = f"What is {index}+1?", str(index + 1)
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f'{question} Answer after "####".'}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": number},
+        "extra_info": {"split": split, "index": index, "answer": f"#### {number}", "question": question},
+    }
+
+
+def settings(config: Config) -> dict[str, Any]:
+    return dict(leaves(asdict(config)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_keep_the_rules(preset: str) -> None:
+    check(parse([f"--config={CONFIGS / preset}"], quiet=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> None:
+    """With small models and small data in place of those that they name."""
+    config = parse([f"--config={CONFIGS / preset}"], quiet=True)
+    flags = [f"--policy.path={small['policy']}", f"--run-dir={tmp_path}"]
+    flags += [f"--value.path={small['policy']}"] if config.value.path else []
+    flags += [f"--reward.model={small['reward']}"] if config.reward.model else []
+    flags += [f"--data.files={small['train']}"] if config.data.files else []
+    flags += [f"--data.validation-files={small['test']}"] if config.data.validation_files else []
+    if "configs/sentiment/vader_reward.py:vader" in config.reward.validation and find_spec("vaderSentiment") is None:
+        flags.append("--reward.validation=exact_match")
+    world = 2
+    if preset in SCRIPTS:
+        # as on a machine with GPUs: the placement must suit vLLM's tensor parallelism
+        monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
+        flags += ["--compute.device=cuda"]
+        world = 8 if "7b" in preset else 2
+    monkeypatch.chdir(ROOT)
+    status = train.main([f"--config={CONFIGS / preset}", *flags, "--dry-run", f"--world-size={world}"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    assert "messages of a step" in out
+    assert "memory a rank" in out
+    if config.data.files:
+        assert "data: 20 prompts" in out
+        assert f"{min(5, config.data.validation_rows)} held out" in out
+
+
+STAND_IN = """#!/usr/bin/env bash
+[[ $1 == -c ]] && exec PYTHON "$@"
+printf '%s\\n' "$@" "" >> "$CALLS"
+"""
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys):
+    """With small models: the script as it is, but that its commands are noted and not run."""
+    for program in ("python", "splitppo"):
+        (tmp_path / program).write_text(STAND_IN.replace("PYTHON", sys.executable))
+        (tmp_path / program).chmod(0o755)
+    for size in ("0.5B", "1.5B", "7B"):
+        (tmp_path / f"Qwen2.5-{size}-Instruct").symlink_to(small["policy"])
+    calls, path = tmp_path / "calls", f"{tmp_path}:{os.environ['PATH']}"
+    shapes = ["1.5b", "small-critic", "long", "fixed", "7b", "7b-small-critic"]
+    command = [ROOT / "launch" / "compare.sh", str(gpus), tmp_path, *shapes]
+    environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out"), "BENCH": "--warmup 4"}
+    subprocess.run(command, env=environ, check=True)
+    tables = [call.split("\n") for call in calls.read_text().strip().split("\n\n")]
+    prompts = tmp_path / "out" / "prompts.jsonl"
+    lines = prompts.read_text().splitlines(keepends=True)
+    assert len(lines) == 4096
+    prompts.write_text("".join(lines[:64]))  # all jobs read them
+    monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
+    jobs = bench.default_jobs(gpus, movable=True)
+    assert f"{3 * gpus // 4}+{gpus // 4}/critic" in jobs
+    rows = []
+    for i, args in enumerate(tables):
+        assert args[0] == "bench"
+        given, extra = tyro.cli(bench.Bench, args=args[1:], return_unknown_args=True)
+        assert (given.gpus, given.jobs, given.warmup) == (gpus, (), 4)
+        rows.append(extra[extra.index("--rollout.batch-size") + 1])
+        for job in jobs if i == 0 else jobs[-1:]:
+            flags = bench.job_flags(given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path)
+            flags += [*bench.parse_job(job, given.gpus)[1], f"--run-dir={tmp_path / 'run'}", "--compute.device=cuda"]
+            status = train.main([*flags, "--dry-run", f"--world-size={gpus}"])
+            out, err = capsys.readouterr()
+            assert status == 0, err
+            assert "data: 64 prompts of 1" in out  # of 99 digits and a template
+    assert rows == [str(128 * gpus)] * 4 + [str(64 * gpus)] * 2
+    wrong = subprocess.run([*command, "2b"], env=environ | {"OUT": str(tmp_path / "none")}, stderr=subprocess.PIPE)
+    assert (wrong.returncode, wrong.stderr[:10]) == (2, b"error: 2b:")
+    assert not (tmp_path / "none").exists(), "it began before it had read all names"
+
+
+@pytest.mark.parametrize("preset", SCRIPTS)
+def test_gsm8k_presets_are_verls(preset: str) -> None:
+    got = settings(parse([f"--config={CONFIGS / preset}"], quiet=True))
+    prompts, mini_batch, flags = SCRIPTS[preset]
+    due = VERL | SCRIPT | flags
+    due |= {"rollout.batch_size": prompts, "ppo.mini_batches": prompts // mini_batch}
+    due |= {"steps": 15 * (GSM8K // prompts), "data.validation_rows": 1319}
+    assert {name: got[name] for name in due} == due
+
+
+def test_the_small_critic_is_the_7b_preset_otherwise() -> None:
+    large, small = (
+        settings(parse([f"--config={CONFIGS / name}"], quiet=True))
+        for name in ("gsm8k/qwen2.5_7b.toml", "gsm8k/qwen2.5_7b_small_critic.toml")
+    )
+    own = {"config", "run_dir", "value.path", "placement.actor", "placement.critic"}
+    assert {name for name in large if large[name] != small[name]} == own
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_named_in_the_pages_exist(page: str) -> None:
+    """On the pages for those who come from elsewhere, the second column of the tables is ours, and what follows --."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    known = set(settings(Config()))
+    second = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    ours = second if page.startswith("from_") else [text]
+    sections = "|".join({name.split(".")[0] for name in known})
+    named = [name for cell in ours for name in re.findall(rf"`((?:{sections})\.[a-z_.]+)[` =]", cell)]
+    assert len(named) > 10
+    # a flag of verl's has no dashes, one of TRL's no dot
+    named += [flag.replace("-", "_") for flag in re.findall(r"--([a-z]+(?:\.[a-z-]+)+)", text)]
+    assert [name for name in named if name not in known] == []
+
+
+@pytest.mark.parametrize(("page", "least"), [("from_verl.md", 10), ("from_trl.md", 12)])
+def test_defaults_named_in_the_pages_are_the_defaults(page: str, least: int) -> None:
+    """What the third column of their tables says is so `here` or `in both`: of a setting in the second."""
+    known, told = settings(Config()), 0
+    words = {"off": [None, False, 0], "greedy": [0.0], "k1": ["k1"], "constant": ["constant"]}
+    value = "|".join([*words, r"\d[\de.-]*"])
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        _, _, names, remark, *_ = [*line.split("|"), "", "", ""]
+        if found := re.search(rf"({value})(?: and ({value}))?`?(?: \(off\))? (?:here|in both)\b", remark):
+            defaults = [known[name] for name in re.findall(r"`([a-z_.]+)`", names)]
+            for word in filter(None, found.groups()):
+                assert set(words.get(word) or [float(word)]) & set(defaults), line
+            told += 1
+    assert told >= least
+
+
+def test_the_readmes_preset_keeps_the_rules(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "mine.toml").write_text(blocks[0])
+    check(parse([f"--config={tmp_path / 'mine.toml'}"], quiet=True))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "measured.md"])
+def test_files_and_commands_named_in_the_pages_exist(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = re.findall(r"\b(?:tests|configs|launch|splitppo)/[\w./-]+\.[a-z]+\b", text)
+    named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (splitppo\.\w+)", text)]
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert [name for name in linked if not (DOCS / page).parent.joinpath(name).is_file()] == []
+    assert named or linked or page == "rewards.md"
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[0])
+    functions = [f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge")]
+    scorer = Scorer(functions, [1.0, 0.2, 0.5], set(), workers=1, timeout=20, failed_score=-1.0)
+    prompt = Prompt("", [1], "gsm8k", "7", {"longest": 10})
+    found = scorer.submit([(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")]).result()
+    scorer.close()
+    # judge raises on the last row, and on it alone
+    assert [row.score for row in found] == pytest.approx([1 + 0.2 + 0.5, 0.2 * (1 - 0.6), 1 + 0.2 * (1 - 0.2) - 0.5])
+    assert [row.figures["answer/marked"] for row in found] == [1, 0, 1]
+    assert [[f"{f.function} {f.kind}" for f in row.failures] for row in found] == [[], [], ["judge error"]]
+
+
+def test_verls_compute_score_runs_unchanged(tmp_path: Path, small: dict[str, Path]) -> None:
+    """The example of from_verl.md: a whole run on two ranks."""
+    file = tmp_path / "my_reward.py"
+    file.write_text(python_blocks("from_verl.md")[0])
+    row = {"data_source": "", "ground_truth": "7", "extra_info": {}}
+    assert find_function(f"{file}:compute_score")(solution_str="so #### 7", **row)["acc"] == 1.0
+    argv = [
+        f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}", f"--data.files={small['train']}",
+        f"--data.validation-files={small['test']}", f"--reward.function={file}:compute_score", "--steps=2",
+        "--rollout.batch-size=8", "--rollout.max-new-tokens=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.001",
+        "--log.validate-every=2", "--compute.device=cpu",
+    ]  # fmt: skip
+    run_ranks(2, main_rank, argv)
+    lines = (tmp_path / "run" / "metrics" / "critic.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["critic/reward_failures"] == 0 for record in records)
+    assert all("critic/acc/mean" in record for record in records)
+
+
+def test_verls_example_is_the_preset() -> None:
+    """The commands of from_verl.md, side by side: ours gives what the preset of the same script does."""
+    example = (DOCS / "from_verl.md").read_text(encoding="utf-8").partition("## An example")[2]
+    cells = [line.split("|")[2].strip(" `") for line in example.splitlines() if line.startswith("| ")]
+    flags = " ".join(cell for cell in cells if cell.startswith("--")).split()
+    ours, preset = (
+        settings(parse(given, quiet=True)) for given in (flags, [f"--config={CONFIGS / 'gsm8k/qwen2.5_7b.toml'}"])
+    )
+    own = {"config", "run_dir", "placement.actor", "placement.critic"}
+    own |= {"data.overlong", "reward.function", "checkpoint.every"}
+    assert {name for name in ours if ours[name] != preset[name]} == own
+    assert ours["reward.function"] == ("my_reward.py:compute_score",)
+
+
+def main_rank(rank: int, argv: list[str]) -> None:
+    if status := train.main(argv):
+        raise RuntimeError(f"exit status {status}")
+
+
+def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
+    """The preset of from_trl.md, with small models and data: a reward model scores, the value model starts as it."""
+    preset = tmp_path / "tldr.toml"
+    page = (DOCS / "from_trl.md").read_text()
+    preset.write_text(re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)[0])
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(20)))
+    argv = [
+        f"--config={preset}", f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}",
+        f"--reward.model={small['reward']}", f"--value.path={small['reward']}", f"--data.files={data}",
+        "--steps=2", "--rollout.batch-size=8", "--rollout.max-new-tokens=8", "--compute.device=cpu",
+    ]  # fmt: skip
+    assert parse(argv, quiet=True).reward.missing_eos_penalty == 1
+    run_ranks(2, main_rank, argv)
+    actors, records = (
+        [json.loads(line) for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()]
+        for role in ("actor", "critic")
+    )
+    (table,) = re.findall(r"^## Metrics\n(.*?)^## ", page, re.M | re.S)
+    ours = re.findall(r"`((?:actor|critic|response_length)/[a-z_/]+)`", table)
+    assert len(ours) > 12
+    assert set(ours) <= actors[0].keys() | records[0].keys()
+    scores = [record["critic/reward_model/mean"] for record in records]
+    assert scores == [record["critic/score/mean"] for record in records]
+    assert scores[0] != 0
+    # its head is the reward model's: the first values aren't the 0 of a new head
+    assert records[0]["critic/values/max"] != 0
+
+
+def test_the_tokenizer_of_small_has_a_template(small: dict[str, Path]) -> None:
+    """Else the dry runs above would not show that message prompts are read."""
+    assert AutoTokenizer.from_pretrained(small["policy"]).chat_template == CHAT

@@ -1,0 +1,631 @@
+"""Prompts from files and generated tasks, their order, and what is said about wrong files."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from splitppo.config import DataConfig
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts, mixed_indices
+from splitppo.errors import UserError
+from splitppo.models.tiny import build_tokenizer
+from splitppo.rewards import rules
+
+GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "({{ message.role }}){{ message.content }}\n{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
+)
+VERL_ROW = {
+    "data_source": "mine",
+    "prompt": [{"role": "user", "content": "What is 3+4?"}],
+    "reward_model": {"ground_truth": "7", "style": "rule"},
+    "extra_info": {"index": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat() -> Any:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _load(config: DataConfig, tokenizer: Any, longest: int = 99, *, seed: int = 0, split: Split = "train") -> PromptSet:
+    return load_prompts(config, tokenizer, max_prompt_tokens=longest, seed=seed, split=split)
+
+
+def _texts(config: DataConfig, tokenizer: Any, longest: int = 99, *, seed: int = 0) -> list[str]:
+    return [prompt.text for prompt in _load(config, tokenizer, longest, seed=seed).prompts]
+
+
+def _write(path: Path, rows: list[Any]) -> str:
+    if not path.suffix:
+        _save_to_disk(path, rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _save_to_disk(folder: Path, rows: list[Any], **state: Any) -> None:
+    """What datasets 5.2 writes, but its row count a file: two rows here, in batches of one."""
+    folder.mkdir(parents=True)
+    table, names = pyarrow.Table.from_pylist(rows), []
+    for start in range(0, len(rows), 2):
+        # their order is that of state.json, not of their names
+        names.append(f"data-{len(rows) - start:05d}-of-00009.arrow")
+        with pyarrow.ipc.new_stream(str(folder / names[-1]), table.schema) as stream:
+            stream.write_table(table.slice(start, 2), max_chunksize=1)
+    written = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "d7e5a3213c9c9802"}
+    (folder / "state.json").write_text(json.dumps({**written, "_format_type": None, "_split": None, **state}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl", ""])
+def test_verl_rows_read_alike_from_every_kind_of_file(suffix: str, tmp_path: Path, chat: Any) -> None:
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    file = _write(tmp_path / f"rows{suffix}", [VERL_ROW, {**VERL_ROW, "prompt": system, "data_source": "other"}])
+    config = DataConfig(files=(file,))
+    check_files(config)
+    first, second = _load(config, chat, 64).prompts
+    assert first.text == "(user)What is 3+4?\n(assistant)"
+    assert chat.decode(first.tokens) == first.text
+    assert (first.data_source, first.ground_truth, first.extra_info) == ("mine", "7", {"index": 5})
+    assert second.text == "(system)Be brief.\n(user)Hi\n(assistant)"
+    assert second.data_source == "other"
+    assert (first.messages, second.messages) == (VERL_ROW["prompt"], system)
+
+
+def test_plain_columns_nested_keys_and_defaults(tmp_path: Path, plain: Any, chat: Any) -> None:
+    row = {"q": {"text": "3+4="}, "a.b": 7}
+    files = (_write(tmp_path / "sums.jsonl", [row]), _write(tmp_path / "more.json", [row, row]))
+    config = DataConfig(files=files, prompt_key="q.text", answer_key="a.b")
+    check_files(config)
+    prompts = _load(config, plain, 9).prompts
+    assert [prompt.data_source for prompt in prompts] == ["sums", "more", "more"]
+    assert (prompts[0].text, prompts[0].ground_truth, prompts[0].extra_info) == ("3+4=", 7, {})
+    assert prompts[0].messages is None
+    templated = _load(config, chat).prompts[0]
+    assert templated.text == "(user)3+4=\n(assistant)"
+    assert templated.messages == [{"role": "user", "content": "3+4="}]
+    untemplated = DataConfig(files=files, prompt_key="q.text", answer_key="", chat=False)
+    bare = _load(untemplated, chat).prompts[0]
+    assert (bare.text, bare.ground_truth, bare.messages) == ("3+4=", None, None)
+
+
+def test_special_tokens_are_the_tokenizers_own_only_without_a_template(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": "3", "a": 1}])
+    config = DataConfig(files=(file,), answer_key="a")
+    three = tokenizer.convert_tokens_to_ids("3")
+    assert _load(config, tokenizer).prompts[0].tokens == [1, three]
+    tokenizer.chat_template = TEMPLATE
+    assert 1 not in _load(config, tokenizer).prompts[0].tokens
+
+
+def test_string_and_message_prompts_may_stand_in_one_data_set(tmp_path: Path, chat: Any) -> None:
+    files = (
+        _write(tmp_path / "a.jsonl", [{**VERL_ROW, "prompt": text} for text in ("1", "22", "333")]),
+        _write(tmp_path / "b.jsonl", [VERL_ROW]),
+        _write(tmp_path / "c.jsonl", [{**VERL_ROW, "prompt": "4444"}]),
+    )
+    prompts = _load(DataConfig(files=files, chat=False), chat).prompts
+    assert [prompt.text for prompt in prompts] == ["1", "22", "333", "(user)What is 3+4?\n(assistant)", "4444"]
+    assert [chat.decode(prompt.tokens) for prompt in prompts] == [prompt.text for prompt in prompts]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
+def test_gsm8k_in_verls_schema(chat: Any) -> None:
+    config = DataConfig(files=(str(GSM8K / "train.parquet"),))
+    check_files(config)
+    prompts = _load(config, chat, 1200).prompts
+    assert len(prompts) == 7473
+    assert prompts[0].text.startswith("(user)Natalia sold clips to 48 of her friends in April")
+    assert prompts[0].text.endswith('output the final answer after "####".\n(assistant)')
+    assert (prompts[0].data_source, prompts[0].ground_truth) == ("openai/gsm8k", "72")
+    assert prompts[0].extra_info["index"] == 0
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
+def test_gsm8k_as_published_asks_the_same_questions(chat: Any) -> None:
+    verl = DataConfig(files=(str(GSM8K / "test.parquet"),))
+    published = DataConfig(files=(str(GSM8K / "test.jsonl"),), prompt_key="question", answer_key="answer")
+    check_files(published)
+    prompts = _load(verl, chat, 1200).prompts
+    questions = _load(published, chat, 1200).prompts
+    assert len(questions) == 1319
+    assert [f"(user){prompt.extra_info['question']}\n(assistant)" for prompt in prompts] == [q.text for q in questions]
+    assert rules.gsm8k("", questions[0].ground_truth, prompts[0].ground_truth, {}) == 1
+
+
+ROW = {"prompt": "1=", "answer": "1"}
+MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"rows\.jsonl holds no rows; remove it from --data\.files"),
+        (
+            [ROW, ROW, {"question": "1="}],
+            r"data\.prompt_key=prompt: .*rows\.jsonl row 3 has no such column; columns: q",
+        ),
+        (
+            [ROW, {"prompt": "1=", "x": {"y": 1}}],
+            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, or ''",
+        ),
+        ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),
+        ([ROW, {**ROW, "prompt": 3}], r"row 2 has a prompt of type int; it must be a string or a list"),
+        ([ROW, {**ROW, "prompt": {"role": "user"}}], r"row 2 has a prompt of type dict"),
+        ([ROW, {**ROW, "prompt": None}], r"row 2 has a prompt of type NoneType"),
+        ([ROW, {**ROW, "prompt": " \n"}], r"row 2 has an empty prompt"),
+        ([ROW, {**ROW, "prompt": []}], r"row 2 has an empty prompt"),
+        ([ROW, {**ROW, "prompt": [{"role": "user", "content": ""}]}], r"row 2 has an empty prompt"),
+        ([ROW, {**ROW, "prompt": ["hello"]}], r"row 2 has a prompt whose message 1 is not \{role"),
+        ([ROW, {**ROW, "prompt": [{"role": "user", "content": ["a"]}]}], r"row 2 .* message 1 is not \{role"),
+        (
+            [ROW, {**ROW, "prompt": "12345678="}],
+            r"max_prompt_tokens=8: .*row 2 has a prompt of 9 tokens .*1 of 2.* 9, or",
+        ),
+        ([ROW, {**ROW, "data_source": 3}], r"row 2 has a data_source of type int"),
+        ([ROW, {**ROW, "extra_info": "x"}], r"row 2 has an extra_info of type str"),
+        ([ROW, ["prompt"]], r"row 2 is a list; a row is an object"),
+        ([ROW, MESSAGES], r"row 2 has a prompt of chat messages, but the tokenizer .* has no chat template; use"),
+    ],
+)
+def test_wrong_rows_are_named_in_one_line(rows: list[Any], message: str, tmp_path: Path, plain: Any) -> None:
+    config = DataConfig(files=(_write(tmp_path / "rows.jsonl", rows),), answer_key="answer")
+    with pytest.raises(UserError, match=message) as caught:
+        _load(config, plain, 8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", b"prompt,answer\n", r"data\.files=.*rows\.csv: unknown kind of file; use \.parquet, \.json or"),
+        ("rows.jsonl", b"", "holds no rows"),
+        ("rows.jsonl", b"\n \n", "holds no rows"),
+        ("rows.json", b"", "holds no rows"),
+        ("rows.json", b"[]", "holds no rows"),
+        ("rows.json", b'{"prompt": "1"}', r"rows\.json holds one dict; a \.json file is a list of rows"),
+        ("rows.json", b'[{"prompt": ', r"rows\.json: broken JSON"),
+        ("rows.jsonl", b'\n{"prompt": "1", \n', r"rows\.jsonl row 2: broken JSON"),
+        ("rows.jsonl", b'{"prompt": "\xff"}\n', r"rows\.jsonl row 1: broken JSON"),
+        ("rows.jsonl", b'{"prompt": "1"}\n', r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet is no parquet file"),
+        (None, b"", r"data\.files=.*: no such file"),
+    ],
+)
+def test_check_files_needs_no_tokenizer_to_find_wrong_files(
+    name: str | None, content: bytes, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / (name or "absent.jsonl")
+    if name:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        check_files(DataConfig(files=(str(file),)))
+    assert "\n" not in str(caught.value)
+    good = _write(tmp_path / "good.jsonl", [VERL_ROW])
+    with pytest.raises(UserError, match=message.replace(r"data\.files", r"data\.validation_files")):
+        check_files(DataConfig(files=(good,), validation_files=(str(file),)))
+
+
+def test_a_message_list_the_template_refuses_names_its_row(tmp_path: Path, chat: Any) -> None:
+    row = {**VERL_ROW, "prompt": [{"role": "tool", "content": "x"}]}
+    config = DataConfig(files=(_write(tmp_path / "rows.jsonl", [VERL_ROW, row]),))
+    with pytest.raises(UserError, match=r"rows\.jsonl row 2: the chat template refuses .*no tools"):
+        _load(config, chat)
+
+
+@pytest.mark.parametrize(("task", "digits", "count"), [("addition", 1, 100), ("addition", 9, 4000), ("echo", 1, 64)])
+def test_generated_splits_are_disjoint_seeded_and_a_fifth(task: str, digits: int, count: int, plain: Any) -> None:
+    config = DataConfig(task=task, digits=digits, validation_rows=4000)
+    train = _load(config, plain, seed=5).prompts
+    held_out = _load(config, plain, seed=5, split="validation").prompts
+    assert (len(train), len(held_out)) == (count - count // 5, count // 5)
+    assert len({prompt.text for prompt in [*train, *held_out]}) == count
+    assert _load(config, plain, seed=5).prompts == train
+    assert _load(config, plain, seed=6).prompts != train
+    fewer = _load(replace(config, max_rows=9, validation_rows=7), plain, seed=5, split="validation").prompts
+    assert fewer == held_out[:7]
+    assert {prompt.data_source for prompt in train} == {task}
+
+
+def test_generated_rows_ask_what_they_score(plain: Any, chat: Any) -> None:
+    for prompt in _load(DataConfig(task="addition", digits=2), plain).prompts:
+        a, b = prompt.text.removeprefix("What is ").removesuffix("?").split("+")
+        assert len(a) == len(b) == 2
+        assert int(a) + int(b) == int(prompt.ground_truth)
+    for prompt in _load(DataConfig(task="echo"), plain, split="validation").prompts:
+        assert prompt.text == f"{prompt.ground_truth}="
+        assert plain.decode(prompt.tokens) == prompt.text
+    first = _load(DataConfig(task="addition"), chat).prompts[0]
+    assert first.text.startswith("(user)What is ")
+    assert first.text.endswith("?\n(assistant)")
+
+
+def test_unknown_task_and_digits_are_refused(plain: Any) -> None:
+    check_task("echo")
+    with pytest.raises(UserError, match=r"data\.task=sums: .*use echo or addition"):
+        check_task("sums")
+    for digits in (0, -1, 10):
+        with pytest.raises(UserError, match=rf"data\.digits={digits}: operands have 1 to 9 digits"):
+            _load(DataConfig(task="addition", digits=digits), plain)
+
+
+@pytest.mark.parametrize(("n", "per_step"), [(10, 4), (10, 10), (7, 3), (3, 8), (1, 2)])
+def test_order_is_epochs_of_permutations_cut_into_steps(n: int, per_step: int) -> None:
+    steps = [batch_indices(n, per_step, step, seed=3) for step in range(1, 5 * n + 1)]
+    assert all(len(step) == per_step for step in steps)
+    stream = [index for step in steps for index in step]
+    epochs = [stream[start : start + n] for start in range(0, len(stream) - n + 1, n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    if n == 10:
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "two epochs in the same order"
+        assert batch_indices(n, per_step, 1, seed=4) != steps[0]
+        assert batch_indices(n, per_step, 1, seed=-1) != steps[0]
+
+
+def test_the_order_without_weights_stays_what_it_was() -> None:
+    # what version 0.1.0 gave: a run must go on as it began
+    assert batch_indices(10, 4, 1, seed=3) == [2, 0, 8, 3]
+    assert batch_indices(10, 4, 3, seed=-1) == [9, 7, 2, 9]
+    assert batch_indices(7473, 4, 100_000, seed=0) == [7108, 649, 3602, 7352]
+
+
+def test_a_late_step_costs_as_little_as_an_early_one() -> None:
+    start = time.monotonic()
+    assert len(set(batch_indices(7473, 512, 10_000_000, seed=0))) > 256
+    assert len(set(mixed_indices([7473, 50, 100_000], [1, 1, 2], 512, 10_000_000, seed=0))) > 256
+    assert time.monotonic() - start < 10  # an epoch after the other: minutes
+
+
+MIXES = [
+    ([7, 5], [1.0, 1.0], 4),
+    ([10, 3, 1], [5.0, 3.0, 2.0], 8),
+    ([3, 40], [0.9, 0.1], 5),
+    ([4, 4, 4], [100.0, 1.0, 1.0], 1),
+    ([6], [2.0], 4),
+    ([2, 9, 5, 3, 8], [0.3, 2.5, 1e-3, 0.7, 0.7], 16),
+]
+
+
+@pytest.mark.parametrize(("sizes", "weights", "per_step"), MIXES)
+@pytest.mark.parametrize("seed", [0, 11, -3])
+def test_a_mix_keeps_its_shares_in_every_stretch_of_steps(
+    sizes: list[int], weights: list[float], per_step: int, seed: int
+) -> None:
+    file_of = [file for file, size in enumerate(sizes) for _ in range(size)]
+    steps = [mixed_indices(sizes, weights, per_step, step, seed) for step in range(1, 121)]
+    assert all(len(step) == per_step for step in steps)
+    counts = [Counter(file_of[index] for index in step) for step in steps]
+    for file, weight in enumerate(weights):
+        share = weight / sum(weights)
+        so_far = [0]
+        for count in counts:
+            so_far.append(so_far[-1] + count[file])
+        for first in range(0, 120, 7):
+            for last in range(first + 1, 121):
+                wanted = share * per_step * (last - first)
+                assert abs(so_far[last] - so_far[first] - wanted) < 1 + share * len(sizes)
+
+
+@pytest.mark.parametrize(("sizes", "weights", "per_step"), MIXES)
+def test_each_file_of_a_mix_has_epochs_of_its_own(sizes: list[int], weights: list[float], per_step: int) -> None:
+    """Within a step the order is shuffled: so much of a file as whole steps took holds each of its rows as often, to
+    one more or less."""
+    starts = [sum(sizes[:file]) for file in range(len(sizes))]
+    seen: Counter[int] = Counter()
+    for step in range(1, 200):
+        seen.update(mixed_indices(sizes, weights, per_step, step, seed=5))
+        for start, size in zip(starts, sizes, strict=True):
+            times = [seen[index] for index in range(start, start + size)]
+            assert max(times) - min(times) <= 1
+
+
+def test_a_mix_follows_from_its_arguments_alone() -> None:
+    mix = ([30, 50], [1.0, 3.0], 8)
+    forwards = [mixed_indices(*mix, step, 1) for step in range(1, 30)]
+    assert [mixed_indices(*mix, step, 1) for step in range(29, 0, -1)] == forwards[::-1]
+    assert mixed_indices([30, 50], [2.0, 6.0], 8, 4, 1) == forwards[3], "weights count by their ratio alone"
+    assert all(mixed_indices(*mix, 4, seed) != forwards[3] for seed in (0, 2, -1))
+    epochs = [[i for step in forwards for i in step if i >= 30][start : start + 50] for start in (0, 50, 100)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # shuffled within the step: no file sits at the same places each time
+    assert len({tuple(index < 30 for index in step) for step in forwards}) > 5
+
+
+def test_a_long_run_of_a_mix_meets_no_seam() -> None:
+    """Where the steps are cut changes the order within a step only."""
+    sizes, weights = [700, 11, 5000], [3.0, 1.0, 0.7]
+    for step in (1, 10, 1000, 100_000):
+        whole = mixed_indices(sizes, weights, 60, step, seed=2)
+        parts = [mixed_indices(sizes, weights, 20, 3 * step - 2 + part, seed=2) for part in range(3)]
+        assert sorted(whole) == sorted(index for part in parts for index in part)
+
+
+@pytest.fixture
+def three_files(tmp_path: Path) -> DataConfig:
+    sizes = {"a": 50, "b": 30, "c": 20}
+    files = [
+        _write(tmp_path / f"{name}.jsonl", [{"prompt": f"{i}{name}"} for i in range(size)])
+        for name, size in sizes.items()
+    ]
+    return DataConfig(files=tuple(files), answer_key="")
+
+
+def test_max_rows_draws_of_each_file_its_share_in_order(three_files: DataConfig, plain: Any) -> None:
+    everything = _texts(three_files, plain)
+    assert _load(three_files, plain).sizes == [50, 30, 20]
+    assert _texts(replace(three_files, max_rows=100), plain) == everything
+    assert _texts(replace(three_files, max_rows=1000), plain) == everything
+    ten = replace(three_files, max_rows=10)
+    drawn = {seed: _load(ten, plain, seed=seed) for seed in range(40)}
+    places: Counter[int] = Counter()
+    for prompts in drawn.values():
+        indices = [everything.index(prompt.text) for prompt in prompts.prompts]
+        assert indices == sorted(set(indices))
+        assert len(indices) == 10
+        assert prompts.sizes == [sum(low <= i < high for i in indices) for low, high in ((0, 50), (50, 80), (80, 100))]
+        assert all(abs(size - wanted) <= 1 for size, wanted in zip(prompts.sizes, (5, 3, 2), strict=True))
+        places.update(indices)
+    assert _load(ten, plain, seed=7) == drawn[7]
+    assert drawn[7] != drawn[8]
+    assert len(places) > 90, "some rows are never drawn"
+    assert len(_load(DataConfig(max_rows=5), plain).prompts) == 5
+
+
+def test_a_file_with_a_weight_must_have_rows_left(three_files: DataConfig, plain: Any) -> None:
+    weighted = replace(three_files, weights=(1.0, 1.0, 1.0))
+    assert _load(weighted, plain).sizes == [50, 30, 20]
+    with pytest.raises(UserError, match=r"data\.weights: no row of .*[bc]\.jsonl is left .* data\.max_rows=2 or"):
+        _load(replace(weighted, max_rows=2), plain)
+
+
+def test_a_file_may_be_trained_on_twice_but_not_held_out_too(three_files: DataConfig, plain: Any) -> None:
+    first, second, third = three_files.files
+    twice = replace(three_files, files=(first, first), validation_files=(third, third))
+    check_files(twice)
+    assert _load(twice, plain).sizes == [50, 50]
+    assert _load(twice, plain, split="validation").sizes == [20, 20]
+    link = Path(first).with_name("link.jsonl")
+    link.symlink_to(first)
+    for held_out in (first, str(Path(first).parent / ".." / Path(first).parent.name / "a.jsonl"), str(link)):
+        with pytest.raises(UserError, match=r"data\.validation_files=.* is one of data\.files, too; held-out rows"):
+            check_files(replace(three_files, files=(second, first), validation_files=(held_out,)))
+
+
+def test_held_out_files_go_with_a_generated_task_too(three_files: DataConfig, plain: Any) -> None:
+    config = DataConfig(validation_files=three_files.files[:1], answer_key="", validation_rows=3)
+    assert _load(config, plain).prompts[0].data_source == "echo"
+    assert [prompt.text for prompt in _load(config, plain, split="validation").prompts] == ["0a", "1a", "2a"]
+    assert _load(three_files, plain, split="validation") == PromptSet([], [], [])
+
+
+def test_system_message_goes_before_prompts_without_one(tmp_path: Path, chat: Any) -> None:
+    user, own = {"role": "user", "content": "1+1"}, {"role": "system", "content": "Mine."}
+    prompts = ["3=", [user], [own, user], [{**own, "role": "developer"}, user]]
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+    config = DataConfig(files=(file,), answer_key="", system="Be brief.")
+    string, bare, with_own, with_developer = _load(config, chat).prompts
+    assert string.text == "(system)Be brief.\n(user)3=\n(assistant)"
+    assert string.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3="}]
+    assert bare.text == "(system)Be brief.\n(user)1+1\n(assistant)"
+    assert with_own.text == "(system)Mine.\n(user)1+1\n(assistant)"
+    assert with_developer.text == "(developer)Mine.\n(user)1+1\n(assistant)"
+    assert _load(DataConfig(system=""), chat).prompts[0].text.startswith("(system)\n(user)")
+
+
+def test_chat_arguments_reach_the_template(chat: Any, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% if think %}(think){% endif %}" + TEMPLATE
+    rows = [{"prompt": "3="}, {"prompt": [{"role": "user", "content": "4="}]}]
+    config = DataConfig(files=(_write(tmp_path / "rows.jsonl", rows),), answer_key="")
+    on = replace(config, chat_kwargs='{"think": true}')
+    assert _texts(on, tokenizer) == ["(think)(user)3=\n(assistant)", "(think)(user)4=\n(assistant)"]
+    assert _texts(replace(config, chat_kwargs='{"think": false}'), tokenizer)[0] == "(user)3=\n(assistant)"
+    assert _texts(replace(config, chat_kwargs='{"add_generation_prompt": false}'), tokenizer)[0] == "(user)3=\n"
+    with pytest.raises(UserError, match=r"rows\.jsonl row 1: the chat template refuses .*fix .*data\.chat_kwargs"):
+        _load(replace(config, chat_kwargs='{"continue_final_message": true}'), tokenizer)
+
+
+@pytest.mark.parametrize("setting", [{"system": "Be brief."}, {"chat_kwargs": '{"think": true}'}])
+def test_what_is_for_the_template_needs_one(setting: dict[str, Any], plain: Any, chat: Any) -> None:
+    name = next(iter(setting))
+    with pytest.raises(UserError, match=rf"data\.{name} is for the chat template, but the tokenizer .* has none; use"):
+        _load(DataConfig(**setting), plain)
+    with pytest.raises(UserError, match=rf"data\.{name} is for the chat template, but data\.chat is off; drop one"):
+        _load(DataConfig(**setting, chat=False), chat)
+    assert _load(DataConfig(**setting), chat).prompts
+
+
+@pytest.mark.parametrize("given", ['{"tokenize": true}', '{"x": 1, "return_tensors": "pt"}', "[]", "{think: 1}"])
+def test_chat_arguments_are_an_object_for_the_template_alone(given: str) -> None:
+    with pytest.raises(UserError, match=r"^data\.chat_kwargs="):
+        check(parse([f"--data.chat-kwargs={given}"]))
+    check(parse(['--data.chat-kwargs={"enable_thinking": false}']))
+
+
+LONG = ["1=", "123456789=", "22=", "12345678="]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_over_the_limit_are_left_out_or_cut_and_noted(split: Split, tmp_path: Path, plain: Any) -> None:
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in LONG])
+    field = "files" if split == "train" else "validation_files"
+    given: dict[str, Any] = {field: (file,)}
+    setting, config = f"data.{field}", DataConfig(answer_key="", **given)
+    cases: list[tuple[Any, list[str], str]] = [
+        ("filter", ["1=", "22="], "are left out"),
+        ("cut", ["1=", "789=", "22=", "678="], "lose their first tokens"),
+    ]
+    for overlong, texts, fate in cases:
+        prompts = _load(replace(config, overlong=overlong), plain, 4, split=split)
+        assert [prompt.text for prompt in prompts.prompts] == texts
+        assert [plain.decode(prompt.tokens) for prompt in prompts.prompts] == texts
+        assert prompts.sizes == [len(texts)]
+        assert prompts.notes == [
+            f"data.overlong={overlong}: 2 of 4 rows of {setting} have prompts over rollout.max_prompt_tokens=4 and "
+            f"{fate}; the first is {file} row 2 (10 tokens)"
+        ]
+        assert _load(replace(config, overlong=overlong), plain, 10, split=split).notes == []
+    with pytest.raises(
+        UserError, match=rf"filter: all 4 rows of {setting} have .*=1; the shortest has 2 tokens: raise"
+    ):
+        _load(replace(config, overlong="filter"), plain, 1, split=split)
+    with pytest.raises(UserError, match=r"max_prompt_tokens=4: .*row 2 has a prompt of 10 tokens .*2 of 4 rows"):
+        _load(config, plain, 4, split=split)
+
+
+def test_cut_takes_the_templates_head_and_leaves_the_messages(tmp_path: Path, chat: Any) -> None:
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": "123456789="}])
+    config = DataConfig(files=(file,), answer_key="", overlong="cut")
+    (prompt,) = _load(config, chat, 15).prompts
+    assert len(prompt.tokens) == 15
+    assert prompt.text == "89=\n(assistant)"
+    assert prompt.messages == [{"role": "user", "content": "123456789="}]
+
+
+def test_max_rows_counts_what_is_left(tmp_path: Path, plain: Any) -> None:
+    rows = [{"prompt": "1" * (9 if i % 2 else 2)} for i in range(20)]
+    file = _write(tmp_path / "rows.jsonl", rows)
+    config = DataConfig(files=(file, file), answer_key="", overlong="filter", max_rows=15)
+    prompts = _load(config, plain, 4)
+    assert sum(prompts.sizes) == len(prompts.prompts) == 15
+    assert {prompt.text for prompt in prompts.prompts} == {"11"}
+    everything_else = _write(tmp_path / "long.jsonl", [{"prompt": "999999"}])
+    gone = replace(config, files=(file, everything_else), max_rows=None)
+    assert _load(gone, plain, 4).sizes == [10, 0]
+    with pytest.raises(UserError, match=r"data\.weights: no row of .*long\.jsonl is left .*data\.overlong=filter"):
+        _load(replace(gone, weights=(1.0, 2.0)), plain, 4)
+
+
+def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, chat: Any) -> None:
+    question, answer = "What is 3+4?", "3+4 = <<3+4=7>>7\n#### 7"
+    verl = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} Think."}],
+        "ability": "math",
+        "reward_model": {"ground_truth": "7", "style": "rule"},
+        "extra_info": {"answer": answer, "index": 0, "question": question, "split": "train"},
+    }
+    published = _write(tmp_path / "gsm8k.jsonl", [{"question": question, "answer": answer}])
+    prepared = _write(tmp_path / "gsm8k.parquet", [verl, verl])
+    flags = {published: ["--data.prompt-key", "question", "--data.answer-key", "answer"], prepared: []}
+    read = {}
+    for file, columns in flags.items():
+        config = parse(["--data.files", file, *columns])
+        check(config)
+        check_files(config.data)
+        read[file] = _load(config.data, chat).prompts
+    assert [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in read[published]] == [
+        (f"(user){question}\n(assistant)", "gsm8k", answer, {})
+    ]
+    one = (f"(user){question} Think.\n(assistant)", "openai/gsm8k", "7", verl["extra_info"])
+    assert [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in read[prepared]] == [one, one]
+    nested = parse(
+        ["--data.files", prepared, "--data.prompt-key=extra_info.question", "--data.answer-key=extra_info.answer"]
+    )
+    assert _load(nested.data, chat).prompts[0].text == read[published][0].text
+    assert _load(nested.data, chat).prompts[0].ground_truth == answer
+
+
+def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path: Path, plain: Any) -> None:
+    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(7)]
+    _save_to_disk(tmp_path / "sums.v2", rows)
+    config = DataConfig(files=(f"{tmp_path}/sums.v2/",), answer_key="answer")
+    check_files(config)
+    prompts = _load(config, plain).prompts
+    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
+        (row["prompt"], row["answer"], "sums.v2") for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"_data_files": []}, r"saved holds no rows; remove it from --data\.files"),
+        ({"_data_files": None}, r"saved/state\.json lists no _data_files; write the folder again"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, r"saved/gone\.arrow is broken \(.*gone\.arrow.*write it again"),
+        ({"_data_files": [{"filename": "dataset_info.json"}]}, r"saved/dataset_info\.json is broken"),
+        (
+            {"_indices_data_files": [{"filename": "i.arrow"}]},
+            r"saved keeps the order .*flatten_indices\(\)\.save_to_disk",
+        ),
+    ],
+)
+def test_wrong_saved_data_sets(state: dict[str, Any], message: str, tmp_path: Path) -> None:
+    _save_to_disk(tmp_path / "saved", [ROW], **state)
+    with pytest.raises(UserError, match=message) as caught:
+        check_files(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_of_a_saved_data_set_is_named_across_its_files(tmp_path: Path, plain: Any) -> None:
+    _save_to_disk(tmp_path / "saved", [ROW, ROW, ROW, {**ROW, "answer": None}])
+    with pytest.raises(UserError, match=r"data\.answer_key=answer: .*saved row 4 has null there"):
+        _load(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"), plain)
+
+
+def test_folders_that_are_no_saved_data_set(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    for split in ("train", "test"):
+        _save_to_disk(both / split, [ROW])
+    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=r"both is a DatasetDict; name one of its splits: \S*both/test, \S*both/train$"):
+        check_files(DataConfig(files=(str(both),)))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        UserError, match=r"empty is a folder without state\.json, so not of save_to_disk; use \.parquet"
+    ):
+        check_files(DataConfig(files=(str(tmp_path / "empty"),)))
+    (both / "test" / "state.json").write_text("{")
+    with pytest.raises(UserError, match=r"both/test/state\.json: broken JSON"):
+        check_files(DataConfig(files=(str(both / "test"),)))
+
+
+def test_a_torn_saved_file_is_named(tmp_path: Path, plain: Any) -> None:
+    _save_to_disk(tmp_path / "saved", [ROW, ROW])
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=rf"saved/{file.name} is broken"):
+        _load(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"), plain)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows"])
+def test_columns_of_json_texts_are_refused_where_they_are_used(name: str, tmp_path: Path) -> None:
+    texts = pyarrow.array(['"7"'], pyarrow.string()).cast(pyarrow.json_())
+    table = pyarrow.table({"prompt": ["1="], "answer": ["1"], "other": texts})
+    if name == "rows":
+        _save_to_disk(tmp_path / name, [ROW])
+        (file,) = (tmp_path / name).glob("*.arrow")
+        with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    else:
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    check_files(DataConfig(files=(str(tmp_path / name),), answer_key="answer"))
+    with pytest.raises(UserError, match=r"has a column other of JSON texts .*give it one type, or write .*\.jsonl"):
+        check_files(DataConfig(files=(str(tmp_path / name),), answer_key="other"))

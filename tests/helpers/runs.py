@@ -1,0 +1,146 @@
+"""Small runs, what they leave behind, and checkpoints that hold nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import FRESH
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from splitppo import train
+from splitppo.run import checkpoint
+
+MARK = "SPLITPPO_TEST_JOB"  # variable by which the processes of a job are known
+SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
+
+
+def main_rank(rank: int, argv: list[str]) -> int:
+    status = train.main(argv)
+    if status:
+        raise RuntimeError(f"exit status {status}")
+    return status
+
+
+def records(run_dir: Path, role: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+
+
+def figures(run_dir: Path, role: str) -> dict[int, dict]:
+    """step -> what doesn't depend on the clock."""
+    clock = ("time", "spans")
+    return {
+        record["step"]: {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
+        for record in records(run_dir, role)
+    }
+
+
+class Torchrun:
+    """A job as torchrun runs it: torch's elastic agent in a process of its own. All of it is forked, the ranks too, so
+    that nothing is imported anew.
+
+    Args:
+        main: what each rank runs, with `args`; its ranks end with the status that it returns.
+        out: where agent and ranks write.
+        restarts: `--max-restarts`.
+
+    Attributes:
+        pid: the agent's.
+    """
+
+    def __init__(self, ranks: int, main: Callable[..., int | None], *args: Any, out: Path, restarts: int = 0) -> None:
+        self.out, self.mark = out, uuid.uuid4().hex
+        self._process = FRESH.Process(target=_agent, args=(ranks, main, args, str(out), restarts, self.mark))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def wait(self, limit: float) -> int:
+        """The exit status; 124 if the job had to be killed."""
+        self._process.join(limit)
+        if self._process.exitcode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+            return 124
+        return self._process.exitcode
+
+    def said(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in ascending order."""
+        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=True).stdout
+        return sorted(map(int, found.split()))
+
+    def left(self) -> list[str]:
+        """The job's processes that are still there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes()
+                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+            except (OSError, ValueError, IndexError):
+                continue
+            if marked or session == self.pid:
+                found.append(f"{path.name} {(path / 'cmdline').read_text()[:80]}")
+        return found
+
+
+def _agent(ranks: int, main: Callable[..., int | None], args: tuple, out: str, restarts: int, mark: str) -> None:
+    os.setsid()
+    os.environ[MARK] = mark
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a test's may be others
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=mark, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts, monitor_interval=0.1, start_method="fork",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, _forked_rank)(main, *args)
+    except Exception as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def _forked_rank(main: Callable[..., int | None], *args: Any) -> None:
+    torch.set_num_threads(1)
+    status = main(*args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+
+
+def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
+    assert got.keys() == due.keys()
+    for step, record in due.items():
+        assert got[step].keys() == record.keys()
+        for name, value in record.items():
+            flat = [value] if isinstance(value, float | int) else [v for figure in value for v in figure.values()]
+            seen = got[step][name]
+            seen = [seen] if isinstance(seen, float | int) else [v for figure in seen for v in figure.values()]
+            assert seen == pytest.approx(flat, rel=1e-4, abs=1e-5), f"step {step} {name}"
+
+
+def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -> Path:
+    """A checkpoint that holds nothing."""
+    for role in roles:
+        part = checkpoint.step_folder(run_dir, step) / role
+        part.mkdir(parents=True)
+        for name in (".metadata", "__0_0.distcp", "state.json"):
+            (part / name).write_text("{}")
+        checkpoint.write_manifest(part, step, {path.name: checkpoint.measure(path) for path in part.iterdir()})
+    return checkpoint.step_folder(run_dir, step)
+
+
+def names(run_dir: Path) -> list[str]:
+    return [folder.name for folder in checkpoint.complete(run_dir)]

@@ -1,0 +1,317 @@
+"""The nodes of a job: whether they are alike, the interface between them, restarts, and heartbeats between hosts.
+
+The tests with two hosts (tests/helpers/hosts.py) run torchrun as its users do, once on each.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import threading
+import time
+import types
+from datetime import timedelta
+from typing import Any, cast
+
+import hosts
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import figures, main_rank
+
+from splitppo import train
+from splitppo.config import PlacementConfig
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
+from splitppo.job import heartbeat, nodes, runtime
+from splitppo.job.launch import Launch
+from splitppo.job.nodes import Peer, check_alike, choose_interface, facts_of, join
+from splitppo.job.runtime import Runtime
+from splitppo.placement import place
+
+ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--timeout=8"]
+SHORT = timedelta(seconds=10)
+
+
+def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
+    return Peer(host=host, device="cuda:0", pid=1, network=machine or host, machine=machine or host, master=master)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """n0's view of two hosts; a thread sends n1's heartbeats: (what ended n0's rank, its Heartbeat, n1's stop)."""
+    stop, ended = threading.Event(), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    store = dist.HashStore()
+    for rank in range(2):
+        store.set(f"heartbeat/{rank}", "0")
+
+    def end(error: Exception, *, torchrun: int | None) -> None:
+        ended.append((str(error), torchrun))
+        ours.close()
+
+    def send() -> None:
+        while not stop.wait(0.05):
+            store.add("heartbeat/1", 1)
+
+    ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 1.2, end)
+    threads = [threading.Thread(target=send)]
+    threads[0].start()
+    ours.start()
+    yield ended, ours, stop
+    ours.close()
+    stop.set()
+    threads[0].join()
+
+
+def test_a_host_that_falls_silent_ends_the_rank(watched):
+    ended, _, stop = watched
+    time.sleep(1.5)
+    assert not ended
+    stop.set()
+    end = time.monotonic() + 20
+    while not ended and time.monotonic() < end:
+        time.sleep(0.05)
+    ((message, torchrun),) = ended
+    assert re.match(r"no heartbeat of n1 \(ranks 1\) has reached n0 \(rank 0\) for \d s: ", message)
+    assert torchrun is None, "its store answers: torchrun can end by itself"
+
+
+def test_a_lost_store_ends_the_rank_and_its_torchrun(watched):
+    ended, ours, _ = watched
+
+    def no_answer(*_: Any) -> Any:
+        raise dist.DistNetworkError("closed")
+
+    ours.store = types.SimpleNamespace(add=no_answer)
+    end = time.monotonic() + 20
+    while not ended and time.monotonic() < end:
+        time.sleep(0.05)
+    ((message, torchrun),) = ended
+    assert re.match(r"the job's store on .* has not answered n0 \(rank 0\) for \d s: ", message)
+    assert torchrun == os.getppid()
+
+
+def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_notices_one_that_dies_later(monkeypatch):
+    """The watching thread, period by period; the clock goes on as given between two of them."""
+    clock, ended, store = types.SimpleNamespace(now=100.0), [], dist.HashStore()
+    monkeypatch.setattr(heartbeat, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+
+    def looks(*seconds: float) -> float:
+        """Seconds until the rank is ended, if it is."""
+        ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 8.0, lambda *_, **__: ended.append(clock.now))
+        began, left = clock.now, list(seconds)
+
+        def wait(_: float) -> bool:
+            clock.now += left.pop(0) if left else 0.0
+            ours.store_answered = clock.now
+            return not left or bool(ended)
+
+        ours.closed = cast(Any, types.SimpleNamespace(wait=wait, is_set=lambda: False))
+        ours._watch()
+        return ended.pop() - began if ended else 0.0
+
+    assert looks(1, 1, 1000, 1, 1, 1) == 0  # as after SIGSTOP and SIGCONT
+    assert looks(1, 1, 1000, 1, 1, 1, 1, 1, 1, 1, 1, 1) == 1009  # 8 s of silence beside it
+    assert looks(*[1] * 12) == 9
+
+
+def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "n7")
+    Launch(rank=0, world=6, local_world=3, nodes=2).check_nodes()
+    with pytest.raises(UserError, match="6 ranks on 2 nodes, 4 of them on n7: all nodes need the same number"):
+        Launch(rank=0, world=6, local_world=4, nodes=2).check_nodes()
+
+
+def test_nodes_with_gpus_must_have_the_same_vllm(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28))
+    monkeypatch.setattr(nodes, "installed", lambda package: {"vllm": "0.26.0"}.get(package, "1"))
+    first = facts_of(parse([]))
+    with pytest.raises(UserError, match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; install the same"):
+        check_alike(first, first | {"vLLM": "not installed"}, [peer("n0"), peer("n0"), peer("n1")], 2)
+
+
+def test_what_differs_is_named_with_the_hosts():
+    first = facts_of(parse(["--seed=3"]))
+    assert {"torch", "splitppo", "transformers", "--seed"} < first.keys()
+    peers = [peer("n0"), peer("n0"), peer("n1")]
+    check_alike(first, facts_of(parse(["--seed=3", "--run-dir=elsewhere"])), peers, 2)
+    with pytest.raises(UserError, match=r"nodes differ in --seed: 3 on n0 \(rank 0\), 4 on n1 \(rank 2\); give all"):
+        check_alike(first, facts_of(parse(["--seed=4"])), peers, 2)
+    with pytest.raises(UserError, match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; install the same"):
+        check_alike(first, first | {"torch": "1.0"}, peers, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"GLOO_SOCKET_IFNAME": "eth9"},
+            r"GLOO_SOCKET_IFNAME=eth9 names no interface of n1; set it to one of lo \(127\.0\.0\.1\)",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, r"=lo on n1 \(rank 1\) does not lead to the other nodes, n0; "),
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, "NCCL_SOCKET_IFNAME==ib names no interface of n1"),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, ""),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_interface_leads_to_the_other_nodes(monkeypatch, given, says):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, given.get(name, ""))
+    monkeypatch.setattr(nodes, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.2"})
+    monkeypatch.setattr(nodes, "_interface_to_others", lambda *_: "ib0")
+    peers = [peer("n0"), peer("n1")]
+    if says:
+        with pytest.raises(UserError, match=says):
+            choose_interface(peers, 1)
+    else:
+        choose_interface(peers, 1)
+        assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_one_machine_keeps_its_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "any")
+    choose_interface([peer("n0", "same"), peer("n1", "same")], 1)
+    assert nodes.os.environ["GLOO_SOCKET_IFNAME"] == "any"
+
+
+def test_this_machine_has_a_loopback():
+    assert nodes.interfaces()["lo"] == "127.0.0.1"
+
+
+def test_all_ranks_of_a_start_get_the_same_restart_count():
+    """Also after a start that some ranks never reached, although torchrun's own count differs by node."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=SHORT)
+
+    def together(ranks: list[int]) -> list[int]:
+        found: dict[int, int] = {}
+
+        def play(rank: int) -> None:
+            found[rank], peers = join(client(), Launch(rank=rank, world=3), peer(f"n{rank}"), SHORT)
+            assert [other.host for other in peers] == ["n0", "n1", "n2"]
+
+        threads = [threading.Thread(target=play, args=[rank]) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in ranks]
+
+    client().add("splitppo/tickets", 1)  # a rank of a start that ended before its rank 0 came
+    assert together([0, 1, 2]) == [0, 0, 0]
+    assert together([2, 1, 0]) == [1, 1, 1]
+
+
+def absent_rank(rank: int) -> str:
+    if rank == 1:
+        time.sleep(5)
+        return ""
+    runtime.STARTUP_LIMIT = 2.0
+    try:
+        Runtime(Launch(0, 2, 0, 2), place(PlacementConfig(), world=2, local_world=2), torch.device("cpu"), 2.0)
+    except RuntimeError as error:
+        return str(error)
+    return "it came"
+
+
+def test_a_rank_that_does_not_start_is_named():
+    said = run_ranks(2, absent_rank)[0]
+    assert re.fullmatch(r"rank 0 on .* waited 2 s for ranks \[1\], which did not start; those that did: 0 on .*", said)
+
+
+def unlike_rank(rank: int, run_dir: str) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = train.main([*ARGV, "--steps=1", f"--run-dir={run_dir}", f"--seed={5 if rank else 0}"])
+    return status, said.getvalue()
+
+
+def test_other_settings_on_one_rank_end_the_run_before_it_begins(tmp_path):
+    both = run_ranks(2, unlike_rank, str(tmp_path / "run"))
+    assert [status for status, _ in both] == [2, 2]
+    for _, said in both:
+        assert re.search(
+            r"^error: nodes differ in --seed: 0 on .* \(rank 0\), 5 on .* \(rank 1\); give all nodes", said
+        )
+
+
+# Two hosts
+
+
+@pytest.fixture
+def pair(tmp_path):
+    if why := hosts.missing():
+        pytest.skip(why)
+    with hosts.two_hosts(tmp_path) as both:
+        yield both
+
+
+def start(pair, *argv: str, restarts: int = 0, **env: str) -> tuple[hosts.Job, hosts.Job]:
+    """The job on both; `env` is for the second alone."""
+    first, second = pair
+    return first.start(*ARGV, *argv, restarts=restarts), second.start(*ARGV, *argv, restarts=restarts, **env)
+
+
+def ended(jobs: tuple[hosts.Job, hosts.Job], limit: float = 300) -> list[int]:
+    try:
+        return [job.wait(limit) for job in jobs]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still there after {limit} s:\n{jobs[0].text()}\n{jobs[1].text()}")
+
+
+@pytest.mark.hosts
+def test_a_cut_cable_ends_both_sides_in_time_with_the_host_named(pair, tmp_path):
+    jobs = start(pair, "--steps=10000", f"--run-dir={tmp_path / 'run'}")
+    lines, end = tmp_path / "run" / "metrics" / "critic.jsonl", time.monotonic() + 300
+    while not (lines.is_file() and len(lines.read_text().splitlines()) >= 2):
+        assert time.monotonic() < end, jobs[0].text()
+        time.sleep(0.05)
+    pair[0]("ip", "link", "set", "cable", "down")
+    cut = time.monotonic()
+    assert 0 not in ended(jobs, limit=40)
+    assert time.monotonic() - cut < 25
+    # the rendezvous, and so the store, is on one of them
+    said = [re.search(r"(no heartbeat of|the job's store on) (east|west)", job.text()) for job in jobs]
+    assert [found and found[2] for found in said] == ["west", "east"], jobs[0].text() + jobs[1].text()
+
+
+@pytest.mark.hosts
+def test_a_wrong_interface_is_explained(pair, tmp_path):
+    jobs = start(pair, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo")
+    assert 0 not in ended(jobs)
+    due = "error: GLOO_SOCKET_IFNAME=lo on west (rank 2) does not lead to the other nodes, east; "
+    for job in jobs:
+        assert due + "set it to the interface of their network, one of lo (127.0.0.1), cable (10.77.0.2)" in job.text()
+
+
+REWARD = """
+import os, pathlib, socket
+seen = pathlib.Path(__file__).with_name("seen")
+def score(data_source, solution_str, ground_truth, extra_info):
+    if socket.gethostname() == "west" and not seen.exists():
+        seen.touch()
+        os.kill(os.getppid(), 9)  # its critic's rank
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.hosts
+def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
+    """Each host knows itself by a loopback address; the interface between them is found all the same."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
+    argv += ["--timeout=30"]
+    # the second start resumes, whatever --resume says
+    flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
+    jobs = start(pair, *argv, *flags, restarts=2)
+    assert ended(jobs) == [0, 0], jobs[0].text() + jobs[1].text()
+    assert (tmp_path / "seen").exists()
+    run_ranks(4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"])
+    for role in ("actor", "critic"):
+        assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)

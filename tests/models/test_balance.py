@@ -1,0 +1,72 @@
+"""Rows move inside a group once their lengths are known: all of them, whole, with what belongs to them, and evenly."""
+
+import random
+from dataclasses import replace
+
+import torch
+from ranks import run_threads
+
+from splitppo.models.balance import balance
+from splitppo.placement import own
+from splitppo.rollout import Rollout, Sample
+
+ROWS, LEFT_OUT = 120, {3, 50}
+
+
+def sample(row: int) -> Sample:
+    """Every fourth row has two turns, with an environment's answer between them."""
+    length = round(random.Random(row).lognormvariate(3.5, 0.8)) + 1
+    response = [1000 * row + i for i in range(length)]
+    plain = Sample(row, [row] * (1 + row % 7), response, [], "eos" if row % 2 else "limit")
+    if row % 4 or length < 4:
+        return plain
+    mask = [not length // 3 <= i < length // 2 for i in range(length)]
+    return replace(plain, mask=mask, turns=(length // 3, sum(mask)), end="environment")
+
+
+def sampled(row: Sample) -> torch.Tensor:
+    """The row's response tokens."""
+    return torch.tensor(row.response)[row.places]
+
+
+def balance_rank(group, count=ROWS, cuts=3):
+    world, rank = group.dp_size, group.dp_rank
+    owned = own(seed=0, step=1, batch_size=count, samples=1, mini_batches=cuts, sizes={"actor": world, "critic": world})
+    mine = owned.rows("actor", rank)
+    rollout = Rollout([sample(row) for part in mine for row in part])
+    trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
+    fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.samples)])}
+    fields["twice"] = 2 * fields["old"]
+    got, mini_batches, figures = balance(rollout, trained, fields, float, group, torch.device("cpu"))
+    tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
+    before = [sum(rollout.totals[rollout.index[row]] for row in part) for part in trained]
+    per_row = {name: [t.tolist() for t in got.split(x)] for name, x in figures.items()}
+    return mini_batches, got.samples, per_row, tokens, before
+
+
+def test_rows_are_spread_evenly_and_keep_what_is_theirs():
+    parts = run_threads(3, balance_rank)
+    owned = own(seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, sizes={"actor": 1, "critic": 1})
+    uneven = []
+    for index, rows in enumerate(owned.rows("actor", 0)):
+        together = sorted(row for part in parts for row in part[0][index])
+        assert together == sorted(set(rows) - LEFT_OUT), "a mini-batch lost rows or got others"
+        now, before = ([part[k][index] for part in parts] for k in (3, 4))
+        assert max(now) < 1.02 * sum(now) / 3
+        uneven.append(max(before) / (sum(before) / 3))
+    assert max(uneven) > 1.05, "there was nothing to even out"
+    for mini_batches, held, per_row, _, _ in parts:
+        assert [s.row for s in held] == sorted(row for part in mini_batches for row in part)
+        assert held == [sample(s.row) for s in held], "masks, turns and ends stay with their rows"
+        for row, old, twice in zip(held, per_row["old"], per_row["twice"], strict=True):
+            assert old == (sampled(row) / 7).tolist()
+            assert twice == (2 * sampled(row) / 7).tolist()
+
+
+def test_ranks_without_rows_take_part():
+    """Two rows for three ranks: one has none before, and one has none after."""
+    parts = run_threads(3, balance_rank, 2, 1)
+    assert sorted(len(held) for _, held, *_ in parts) == [0, 1, 1]
+    assert sorted((row for _, held, *_ in parts for row in held), key=lambda row: row.row) == [sample(0), sample(1)]
+    for _, held, per_row, _, _ in parts:
+        assert per_row["old"] == [(sampled(row) / 7).tolist() for row in held]

@@ -1,0 +1,87 @@
+"""What becomes of a raw score, the adaptive KL controller."""
+
+import pytest
+import torch
+
+from splitppo import algo
+from splitppo.config import RewardConfig
+from splitppo.rewards.shaping import AdaptiveKL, shape_scores
+
+SCORES = torch.tensor([1.0, 3.0, -5.0, 1.0])
+LENGTHS, TRUNCATED = [4, 8, 10, 7], [False, False, True, False]
+
+
+def of(config: RewardConfig, moments: algo.Moments | None = None) -> list[float]:
+    moments = moments or algo.moments(SCORES[None], torch.ones(1, 4))
+    return shape_scores(SCORES, LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist()
+
+
+def test_by_default_a_score_is_left_alone() -> None:
+    assert of(RewardConfig()) == SCORES.tolist()
+
+
+def test_a_row_without_an_end_loses_the_penalty() -> None:
+    assert of(RewardConfig(missing_eos_penalty=0.5)) == [1.0, 3.0, -5.5, 1.0]
+
+
+def test_the_last_tokens_before_the_limit_cost_ever_more() -> None:
+    # 4 tokens of 10: the 7th costs a quarter, the 10th the whole
+    assert of(RewardConfig(overlong_tokens=4, overlong_penalty=2.0)) == [1.0, 2.0, -7.0, 0.5]
+
+
+def test_normalised_scores_have_mean_0_and_deviation_1() -> None:
+    shaped = torch.tensor(of(RewardConfig(normalize="batch")))
+    assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(shaped.std()) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_batch_of_equal_scores_becomes_zeros() -> None:
+    same = torch.full((1, 4), 7.0)
+    moments = algo.moments(same, torch.ones(1, 4))
+    config = RewardConfig(normalize="batch")
+    assert shape_scores(same[0], LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
+
+
+def test_a_failed_row_beside_equal_scores_is_as_far_from_them_as_it_was() -> None:
+    """It is no part of the moments, whose deviation is then 0, or the rounding of a mean."""
+    scores = torch.tensor([0.1, 0.1, 0.1, 0.0])
+    moments = algo.moments(scores[None], torch.tensor([[1, 1, 1, 0]]))
+    for rounding in (0.0, 1e-17):
+        near = algo.Moments(moments.count, moments.mean, moments.variance + rounding)
+        shaped = shape_scores(scores, LENGTHS, TRUNCATED, near, RewardConfig(normalize="batch"), max_new_tokens=10)
+        assert shaped.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.1], abs=1e-6)
+
+
+def test_clipping_comes_after_normalising_and_before_the_penalties() -> None:
+    config = RewardConfig(normalize="batch", clip=(-1.0, 0.25), missing_eos_penalty=3.0)
+    shaped = of(config)
+    assert max(shaped) == 0.25
+    assert min(shaped) == -4.0
+
+
+def test_what_is_added_to_the_deviation_is_1e_8() -> None:
+    moments = algo.Moments(*(torch.tensor(x, dtype=torch.float64) for x in (2, -1e-8, 1e-16)))
+    config = RewardConfig(normalize="running")
+    shaped = shape_scores(torch.tensor([0.0]), [1], [False], moments, config, max_new_tokens=10)
+    assert shaped.tolist() == pytest.approx([0.5])  # 1e-8 over 1e-8 + 1e-8
+    assert shaped.dtype == torch.float32
+
+
+def test_no_response_costs_more_than_the_whole_penalty() -> None:
+    config = RewardConfig(overlong_tokens=4, overlong_penalty=2.0)
+    moments = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))  # of no scores
+    shaped = shape_scores(torch.zeros(3), [6, 10, 14], [False] * 3, moments, config, max_new_tokens=10)
+    assert shaped.tolist() == [0.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)])
+def test_the_kl_coefficient_follows_the_kl(kl: float, factor: float) -> None:
+    controller = AdaptiveKL(0.5, 6.0, 10000)
+    controller.update(kl, 100)
+    assert controller.coef == pytest.approx(0.5 * factor)
+
+
+def test_a_coefficient_without_a_target_stays() -> None:
+    controller = AdaptiveKL(0.5, None, 10000)
+    controller.update(60.0, 100)
+    assert controller.coef == 0.5

@@ -1,0 +1,185 @@
+"""A column's log by value, on a clock that the test moves."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from splitppo.errors import UserError
+from splitppo.run import metrics
+from splitppo.run.metrics import ColumnLog, check_records, read_records
+
+
+class Clock(SimpleNamespace):
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = perf_counter = time
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+def spend(log: ColumnLog, clock: Clock, name: str, seconds: float) -> None:
+    with log.span(name):
+        clock.now += seconds
+
+
+def records(run: Path, role: str = "actor") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+
+
+def test_a_steps_record_by_hand(tmp_path, clock, capsys):
+    phases: list[str] = []
+    log = ColumnLog("actor", tmp_path, first=True, phase=phases.append, start=4)
+    spend(log, clock, "rollout", 2.0)
+    spend(log, clock, "wait_advantages", 1.5)
+    spend(log, clock, "sync", 2**-12)  # under half a millisecond: there was nothing to do
+    spend(log, clock, "wait_critic", 0.5)
+    spend(log, clock, "rollout", 0.5)
+    clock.now = 108.0
+    log.finish(5, {"tokens": 400, "actor/pg_loss": 0.25, "actor/entropy": 1.5, "actor/skipped": 2.0})
+    spend(log, clock, "rollout", 4.0)
+    log.finish(6, {"response_length/mean": 3.0})
+    first, second = records(tmp_path)
+    spans, first_spans = second.pop("spans"), first.pop("spans")
+    assert first == {
+        "step": 5,
+        "time": 108.0,
+        "tokens": 400,
+        "actor/pg_loss": 0.25,
+        "actor/entropy": 1.5,
+        "actor/skipped": 2.0,
+        "timing_s/rollout": 2.5,
+        "timing_s/wait_advantages": 1.5,
+        "timing_s/wait_critic": 0.5,
+        "timing_s/step": 8.0,
+        "perf/throughput": 50.0,  # 400 in 8 s
+        "perf/idle_share": 0.25,  # 2 of 8 s
+    }
+    assert next(iter(first)) == "step"
+    assert first_spans[0] == ["rollout", 100.0, 102.0]
+    assert [name for name, *_ in first_spans] == ["rollout", "wait_advantages", "wait_critic", "rollout"]
+    due = {"step": 6, "time": 112.0, "response_length/mean": 3.0, "timing_s/rollout": 4.0, "timing_s/step": 4.0}
+    assert second == due | {"perf/idle_share": 0.0}
+    assert spans == [["rollout", 108.0, 112.0]]
+    assert phases[0] == "actor step 5 rollout"
+    assert phases[-1] == "actor step 6 rollout"
+    line, next_line = capsys.readouterr().out.splitlines()
+    shown, seconds = line.split("|")
+    assert (line[:8].strip(), line[8:18].split()) == ("[actor]", ["step", "5"])
+    assert {"loss 0.25", "entropy 1.5"} < set(shown.split("  "))
+    assert "2 updates" in shown
+    assert seconds.split("  ")[1:] == ["rollout 2.50 s", "wait_advantages 1.50 s", "wait_critic 0.50 s"]
+    assert "len 3 " in next_line
+    assert "updates" not in next_line
+
+
+def test_the_screen_leaves_out_spans_that_round_to_nothing(tmp_path, clock, capsys):
+    clock.now = 0.0
+    log = ColumnLog("critic", tmp_path / "new" / "run", first=True, phase=print, start=0)
+    spend(log, clock, "update", 0.005)
+    spend(log, clock, "score", 2**-8)  # 4 ms
+    log.finish(1, {"critic/skipped": 0.0})
+    assert set(records(tmp_path / "new" / "run", "critic")[0]) >= {"timing_s/score", "timing_s/update"}
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split("|")[1].split() == ["update", "0.01", "s"]
+    assert "updates:" not in line
+
+
+def test_the_other_ranks_write_and_print_nothing(tmp_path, clock, capsys):
+    log = ColumnLog("actor", tmp_path, first=False, phase=lambda _: None, start=0)
+    spend(log, clock, "rollout", 1.0)
+    log.finish(1, {})
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+    assert log.spans == []
+
+
+def test_records_after_the_start_are_dropped(tmp_path):
+    path = tmp_path / "metrics" / "actor.jsonl"
+    path.parent.mkdir()
+    lines = [json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)]  # 0: a validation before all
+    path.write_text("".join(lines) + '{"step": 5, "ke')  # torn by a crash
+    ColumnLog("actor", tmp_path, first=True, phase=print, start=3)
+    assert path.read_text() == "".join(lines[:4])
+    ColumnLog("actor", tmp_path, first=False, phase=print, start=1)
+    assert path.read_text() == "".join(lines[:4])
+    ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "start", "kept", "wrong"),
+    [
+        (["1", "2", "3", "4"], 3, "123", ""),
+        (["1", "2", "3", '{"step": 4, "ke'], 3, "123", ""),  # torn by a crash
+        (["1", "2", "3"], 3, "123", ""),
+        (["1", "2", '{"step": 3, "ke'], 3, "12", "the record of step 3 is missing"),
+        (["1", "{", "3"], 3, "13", ":2: "),
+        (["1", "[]", "{"], 1, "1", ":2: "),
+        (["1", "3", "4"], 4, "134", "the record of step 2 is missing"),
+        (["3", "4"], 4, "34", ""),  # it began there
+        ([], 2, "", "the record of step 2 is missing"),
+        (["1", "2", "2", "3"], 2, "12", ""),  # written again
+    ],
+)
+def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept, wrong):
+    def record(step: str) -> str:
+        return json.dumps({"step": int(step), "größe": 2}, ensure_ascii=False)
+
+    path = tmp_path / "actor.jsonl"
+    path.write_text("\n".join(record(line) if line.isdigit() else line for line in lines))  # the last without an end
+    text, problem = read_records(path, start)
+    assert text == "".join(record(step) + "\n" for step in kept)
+    assert bool(problem) == bool(wrong)
+    assert wrong in problem
+    assert (str(path) in problem) == bool(wrong)
+
+
+def test_a_broken_record_is_refused_or_warned_of(tmp_path, capsys):
+    for role in ("actor", "critic"):
+        (tmp_path / f"{role}.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    check_records(tmp_path, 2, force=False)
+    with pytest.raises(UserError, match=r"actor\.jsonl.*step 3"):
+        check_records(tmp_path, 3, force=False)
+    (tmp_path / "actor.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"critic\.jsonl.*step 3"):
+        check_records(tmp_path, 3, force=False)
+    assert capsys.readouterr().out == ""
+    check_records(tmp_path, 3, force=True)
+    assert str(tmp_path / "critic.jsonl") in capsys.readouterr().out
+
+
+def test_without_a_file_there_is_no_record(tmp_path):
+    text, problem = read_records(tmp_path / "none", 2)
+    assert text == ""
+    assert "step 2 is missing" in problem
+
+
+def test_a_record_is_on_the_disk_when_its_step_ends(tmp_path, monkeypatch):
+    synced: list[tuple[int, int]] = []
+    log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
+    path = tmp_path / "metrics" / "actor.jsonl"
+    # which file, and how many lines it has by then
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, len(records(tmp_path)))))
+    log.finish(1, {})
+    log.finish(2, {})
+    assert synced == [(path.stat().st_ino, 1), (path.stat().st_ino, 2)]
+
+
+def test_the_most_memory_is_told_in_gib_where_there_is_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    ColumnLog("actor", tmp_path, first=True, phase=print, start=0).finish(1, {"tokens": 1})
+    assert records(tmp_path)[0]["perf/max_memory_allocated_gb"] == 3.0

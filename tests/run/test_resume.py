@@ -1,0 +1,427 @@
+"""Resuming a run after damage of every kind: as if nothing had been, or refused in one line. The hold on its folder."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import figures, made_up, names
+
+from splitppo import train
+from splitppo.config import Config
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
+from splitppo.job.launch import Launch
+from splitppo.job.nodes import Peer, started
+from splitppo.models.tiny import build_tiny
+from splitppo.run import checkpoint, lock
+from splitppo.run import folder as run_files
+from splitppo.run import main as run_main
+from splitppo.run.lock import Lock
+from splitppo.run.metrics import ColumnLog
+from splitppo.run.progress import Progress
+from splitppo.run.start import find_checkpoint
+
+FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
+FLAGS += ["--rollout.max-new-tokens=4"]
+FLAGS += ["--checkpoint.every=1", "--placement.mode=colocated", "--engine.kind=hf", "--data.answer-key=answer"]
+REWARD = "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
+
+Spoil = Callable[[Path, Path], object]
+
+
+def part(run: Path, role: str, step: int = 2) -> Path:
+    return checkpoint.step_folder(run, step) / role
+
+
+def tensors(run: Path) -> Path:
+    return next(part(run, "actor").glob("__0_*"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def swap_part(run: Path) -> None:
+    shutil.rmtree(part(run, "critic"))
+    shutil.copytree(part(run, "critic", 1), part(run, "critic"))
+
+
+def empty_part(run: Path) -> None:
+    shutil.rmtree(part(run, "actor"))
+    part(run, "actor").mkdir()
+    checkpoint.write_manifest(part(run, "actor"), 2, {})
+
+
+def by_hand(run: Path, name: str, text: str) -> None:
+    """Changes a file of a part, and its size and checksum in the manifest with it."""
+    folder = part(run, "actor")
+    (folder / name).write_text(text)
+    step, files = checkpoint.read_manifest(folder)
+    checkpoint.write_manifest(folder, step, files | {name: checkpoint.measure(folder / name)})
+
+
+def file_for_folder(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("")
+
+
+def folder_for_file(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def hold(run: Path, pid: int, begun: str) -> None:
+    held = {"host": "there", "pid": pid, "since": "noon", "machine": this_machine().machine, "started": begun}
+    (run / "lock").write_text(json.dumps(held))
+
+
+def this_machine() -> Peer:
+    return Peer.of_this_process(torch.device("cpu"))
+
+
+def metrics(run: Path, role: str = "actor") -> Path:
+    return run / "metrics" / f"{role}.jsonl"
+
+
+# what is done to a run of two steps, and what is said of it; all of these go on as if nothing had been
+GOES_ON: dict[str, tuple[Spoil, str]] = {
+    "nothing": (lambda run, _: None, "going on from .*step_000002"),
+    "a line of metrics torn": (lambda run, _: append(metrics(run), '{"step": 3, "ti'), "from .*step_000002"),
+    "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
+    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp is missing"),
+    "a byte flipped": (lambda run, _: flip(tensors(run)), r"actor/__0_0.distcp is not what was written \(CRC-32\)"),
+    "a file cut": (lambda run, _: cut(part(run, "critic") / ".metadata", 1), r"critic/.metadata has \d+ bytes, not"),
+    "a folder for a file": (lambda run, _: folder_for_file(tensors(run)), "step_000002: actor/__0_0"),
+    "parts of two steps": (lambda run, _: swap_part(run), "step_000002: critic/manifest.json is of step 1"),
+    "renamed to another step": (
+        lambda run, _: checkpoint.step_folder(run, 1).rename(checkpoint.step_folder(run, 3)),
+        "step_000003: actor/manifest.json is of step 1",
+    ),
+    "an empty part": (lambda run, _: empty_part(run), "step_000002: actor/manifest.json does not list what a part has"),
+    "no manifest": (lambda run, _: (part(run, "critic") / "manifest.json").unlink(), "critic/manifest.json can't be"),
+    "a torn manifest": (lambda run, _: cut(part(run, "critic") / "manifest.json", 9), "critic/manifest.json can't be"),
+    "half a checkpoint": (
+        lambda run, _: part(run, "critic").rename(part(run, "critic.partial")),
+        "removed an unfinished checkpoint: .*step_000002",
+    ),
+    "a dead process's lock": (lambda run, _: hold(run, os.getppid(), "1"), "from .*step_000002"),
+}
+
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "a checkpoint's record torn": (
+        lambda run, _: cut(metrics(run, "critic"), 5),
+        "critic.jsonl: the record of step 2 is missing; restore it, or --force",
+    ),
+    "no metrics": (lambda run, _: shutil.rmtree(run / "metrics"), "actor.jsonl: the record of step 2 is missing"),
+    "a broken line among others": (
+        lambda run, _: metrics(run).write_text("{]\n" + metrics(run).read_text()),
+        "actor.jsonl:1: .* is no JSON",
+    ),
+    "a state made by hand": (lambda run, _: by_hand(run, "state.json", "[1"), "actor/state.json can't be read"),
+    "another state": (lambda run, _: by_hand(run, "state.json", "{}"), "actor/state.json can't be read .KeyError"),
+    "tensors made by hand": (
+        lambda run, _: by_hand(run, ".metadata", "no"),
+        "actor can't be loaded .*invalid load key",
+    ),
+    "a live process's lock": (
+        lambda run, _: hold(run, os.getppid(), started(os.getppid())),
+        r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
+    ),
+    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir=.*lock.*; fix that, or"),
+    "data changed": (
+        lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
+        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
+    ),
+    "reward changed": (
+        lambda _, inputs: (inputs / "reward.py").write_text(REWARD.replace("len", "1 + len")),
+        r"reward.function \S+reward.py was .*: that is another run",
+    ),
+    "weights changed": (
+        lambda _, inputs: flip(inputs / "model/model.safetensors"),
+        r"policy.path \S+model.safetensors was .*: that is another run",
+    ),
+    "a chat template added": (
+        lambda _, inputs: (inputs / "model/chat_template.jinja").write_text("{{ messages }}"),
+        r"policy.path \S+chat_template.jinja was unset, and is",
+    ),
+    "settings torn": (lambda run, _: cut(run / "config.toml", 9), "config.toml can't be read .*; fix it, or delete"),
+    "inputs torn": (lambda run, _: cut(run / "inputs.json", 9), "inputs.json can't be read .*; fix it, or delete it"),
+    "settings not text": (lambda run, _: (run / "config.toml").write_bytes(b"\xff"), "config.toml can't be read"),
+    "a file for the checkpoints": (
+        lambda run, _: file_for_folder(run / "checkpoints"),
+        "/checkpoints is no folder that",
+    ),
+    "a file for the metrics": (lambda run, _: file_for_folder(run / "metrics"), "/metrics is no folder that can be"),
+}
+
+
+def one_run(config: Config, run_dir: Path, steps: int) -> tuple[int, str]:
+    """Exit status and screen of a run in this process."""
+    said = io.StringIO()
+    run_main.parse = lambda *_, **__: replace(config, run_dir=str(run_dir), steps=steps)  # parsing takes its time
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+        status = train.main([])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status, said.getvalue()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
+    """Does every damage to a copy of a run of two steps, and resumes it to four; one process, since it starts once."""
+    del os.environ["RANK"]
+    inputs = folder / "inputs"
+    inputs.mkdir()
+    rows = [{"prompt": f"{number}+1=", "answer": number + 1, "data_source": "mine"} for number in range(20)]
+    (inputs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (inputs / "reward.py").write_text(REWARD)
+    build_tiny(inputs / "model", seed=5)
+    argv = [*FLAGS, f"--data.files={inputs / 'rows.jsonl'}", f"--reward.function={inputs / 'reward.py'}:score"]
+    argv += [f"--policy.path={inputs / 'model'}"]
+    config = parse(argv)
+    found = {"whole": one_run(config, folder / "whole", 4), "two steps": one_run(config, folder / "two", 2)}
+    shutil.copytree(inputs, folder / "kept")
+    for name, (spoil, _) in {**GOES_ON, **REFUSED}.items():
+        run = folder / name
+        shutil.copytree(folder / "two", run)
+        spoil(run, inputs)
+        before = contents(run)
+        found[name] = one_run(config, run, 4)
+        if name in REFUSED and contents(run) != before and "state" not in name and "tensors" not in name:
+            found[name] = (-1, f"the run's folder was changed: {found[name]}")
+        shutil.rmtree(inputs)
+        shutil.copytree(folder / "kept", inputs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[str, tuple[int, str]]]:
+    folder = tmp_path_factory.mktemp("damage")
+    (found,) = run_ranks(1, all_runs, folder)
+    assert [found.pop(name)[0] for name in ("whole", "two steps")] == [0, 0]
+    return folder, found
+
+
+@pytest.mark.parametrize("damage", GOES_ON)
+def test_a_damaged_run_goes_on_as_if_nothing_had_been(runs, damage):
+    folder, found = runs
+    status, said = found[damage]
+    assert status == 0, said
+    assert re.search(GOES_ON[damage][1], said), said
+    for role in ("actor", "critic"):
+        assert figures(folder / damage, role) == figures(folder / "whole", role)
+    assert names(folder / damage) == ["step_000003", "step_000004"]
+    assert not any(checkpoint.damage(saved) for saved in checkpoint.complete(folder / damage))
+    assert not (folder / damage / "lock").exists()
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
+    status, said = runs[1][damage]
+    assert status == 2, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(REFUSED[damage][1], errors[0]), said
+    assert "Traceback" not in said
+
+
+def test_force_goes_on_and_records_anew(tmp_path):
+    config, file = parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]), tmp_path / "rows.jsonl"
+    file.write_text("{}")
+    run_files.write_run_files(config, tmp_path, "", before := run_files.inputs_of(config, {}))
+    run_files.check_same_run(config, tmp_path, before)
+    file.write_text("[]")
+    after = run_files.inputs_of(config, {})
+    assert list(before) == list(after) == [f"data.files {file}"]
+    with pytest.raises(UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"):
+        run_files.check_same_run(config, tmp_path, after)
+    run_files.write_run_files(config, tmp_path, "", after)
+    run_files.check_same_run(config, tmp_path, after)
+    (tmp_path / "inputs.json").unlink()  # a run of an earlier version
+    run_files.check_same_run(config, tmp_path, before)
+
+
+def test_all_that_a_run_reads_is_among_its_inputs(tmp_path):
+    files = "a.jsonl b.parquet lengths rw.py m/config.json m/sub/x.json m/README.md r/x.json"
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    argv = [f"--data.files={tmp_path / 'a.jsonl'}", f"--data.validation-files={tmp_path / 'b.parquet'}"]
+    argv += [f"--rollout.lengths={tmp_path / 'lengths'}", f"--reward.function={tmp_path / 'rw.py'}:score"]
+    models = {"policy": f"{tmp_path}/m", "value": f"{tmp_path}/m", "reward": f"{tmp_path}/r"}
+    found = run_files.inputs_of(parse([*argv, f"--reward.validation={tmp_path / 'rw.py'}:other"]), models)
+    due = ["data.files a.jsonl", "rollout.lengths lengths", "data.validation_files b.parquet", "reward.function rw.py"]
+    due += ["reward.validation rw.py", "policy.path m/config.json", "reward.model r/x.json"]
+    assert sorted([name.replace(f"{tmp_path}/", "") for name in found]) == sorted(due)
+
+
+def test_large_weights_are_told_apart_by_a_part_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "BLOCK", 4)
+    path = tmp_path / "model.safetensors"
+    seen = set()
+    for change in (1, 5, 80 * 16 - 1):  # in the head; between two blocks
+        content = bytearray(80 * 16)
+        content[change] = 1
+        path.write_bytes(bytes(content))
+        seen.add(run_files.fingerprint(path))
+    assert len(seen) == 2
+    (tmp_path / "rows.jsonl").write_bytes(path.read_bytes())
+    assert run_files.fingerprint(tmp_path / "rows.jsonl") not in seen, "data is read as a whole"
+
+
+def test_a_good_checkpoint_is_kept_where_newer_ones_are_damaged(tmp_path):
+    for step in (1, 2, 3, 4):
+        made_up(tmp_path, step)
+    for step in (2, 4):
+        (checkpoint.step_folder(tmp_path, step) / "critic" / ".metadata").unlink()
+    checkpoint.prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_000003", "step_000004"]
+    good = Progress.last_checkpoint(cast(Any, SimpleNamespace(folder=tmp_path)))
+    assert good == checkpoint.step_folder(tmp_path, 3)
+
+
+def test_a_checkpoint_is_named_by_its_step(tmp_path):
+    saved = made_up(tmp_path / "run", 2)
+    (tmp_path / "newest").symlink_to(saved)
+    assert checkpoint.find(tmp_path / "other", str(tmp_path / "newest")) == saved
+    saved.rename(saved.with_name("best"))
+    with pytest.raises(UserError, match=r"no complete checkpoint there; name a RUN/checkpoints"):
+        checkpoint.find(tmp_path / "other", str(saved.with_name("best")))
+
+
+def test_a_line_is_on_the_disk_before_its_checkpoint_counts(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def noting(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
+    synced.clear()
+    log.finish(1, {})
+    assert synced == [str(metrics(tmp_path))]
+
+
+def elsewhere(pid: int = 7) -> Peer:
+    return replace(this_machine(), host="elsewhere", machine="another", pid=pid)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(lock, "STALE", 1.5)
+
+
+def test_a_live_run_on_another_machine_is_told_from_a_dead_one(tmp_path, quick, capsys, monkeypatch):
+    owner, newcomer, lost = Lock(elsewhere()), Lock(this_machine()), []
+    monkeypatch.setattr(lock, "end_rank", lost.append)
+    owner.take(tmp_path)
+    with pytest.raises(UserError, match=rf"run_dir={tmp_path} is held by process 7 on elsewhere since \d{{4}}-"):
+        newcomer.take(tmp_path)
+    assert f"{tmp_path} was last held by process 7 on elsewhere since" in capsys.readouterr().out
+    owner.released.set()  # dies
+    began = time.monotonic()
+    newcomer.take(tmp_path)
+    assert 1 < time.monotonic() - began < 6, "the heartbeats must stop for STALE seconds"
+    owner.released.clear()  # was only stopped, and goes on
+    threading.Thread(target=owner._heartbeat, args=(tmp_path / "lock",), daemon=True).start()
+    deadline = time.monotonic() + 20
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "another process has taken the run's folder" in str(lost[0])
+    owner.release()
+    assert (tmp_path / "lock").exists(), "it's the newcomer's"
+    newcomer.release()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_that_says_nothing_is_waited_for(tmp_path, quick):
+    (tmp_path / "lock").write_text("")
+    began = time.monotonic()
+    newcomer = Lock(this_machine())
+    newcomer.take(tmp_path)
+    assert time.monotonic() - began > 1
+    newcomer.release()
+    for text in ("", "[", '{"machine": 3}'):
+        (tmp_path / "lock").write_text(text)
+        os.utime(tmp_path / "lock", (0, 0))
+        began = time.monotonic()
+        newcomer = Lock(this_machine())
+        newcomer.take(tmp_path)
+        assert time.monotonic() - began < 0.9, "an old one is not waited for"
+        newcomer.release()
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    assert [str(run_files.new_folder()) for _ in range(3)] == ["runs/now", "runs/now-2", "runs/now-3"]
+
+
+def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
+    """And nothing is overwritten; a restart of a start that was let in resumes from its checkpoints."""
+    job, rows = dist.HashStore(), tmp_path / "rows"
+
+    def start(*argv: str) -> str:
+        runtime: Any = {
+            "launch": Launch(),
+            "job": job,
+            "broadcast": lambda _, value: value(),
+            "all_gather": lambda _, own: [own],
+        }
+        config = parse([*FLAGS, "--steps=4", f"--run-dir={tmp_path}", f"--rollout.lengths={rows}", *argv])
+        inputs = run_files.inputs_of(config, {})
+        found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), tmp_path, inputs)
+        run_files.write_run_files(config, tmp_path, found, inputs)
+        return Path(found).name
+
+    rows.write_text("1")
+    made_up(tmp_path, 1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="--resume never, but"):
+            start("--resume=never")
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert start("--resume=never") == ""
+    made_up(tmp_path, 1)
+    (tmp_path / "metrics").mkdir()
+    for role in checkpoint.ROLES:
+        metrics(tmp_path, role).write_text('{"step": 1}\n')
+    assert start("--resume=never") == "step_000001"
+    rows.write_text("2")
+    with pytest.raises(UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: that is another run"):
+        start()
+    metrics(tmp_path).unlink()
+    rows.write_text("1")
+    with pytest.raises(UserError, match=r"actor.jsonl: the record of step 1 is missing"):
+        start()
+    assert start("--force") == "step_000001"

@@ -1,0 +1,588 @@
+"""Whole runs as their users start them: resuming, exporting, previewing, tracing, failing."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from splitppo import train
+from splitppo.actor import Actor
+from splitppo.channel import Hop, RolloutLink, Wire
+from splitppo.config.cli import parse
+from splitppo.config.toml import to_toml
+from splitppo.critic import Critic, Scored
+from splitppo.engine.hf import HFEngine
+from splitppo.errors import UserError
+from splitppo.job.device import pick_device
+from splitppo.job.launch import Launch
+from splitppo.models.build import build, read_config
+from splitppo.models.weights import fill
+from splitppo.placement import Placement, Role
+from splitppo.rollout import Rollout, Sample
+from splitppo.run import checkpoint
+from splitppo.run import main as run_main
+from splitppo.run.checks import check_run_folder, warnings
+from splitppo.run.folder import check_same_run, write_run_files
+from splitppo.run.profiler import Profiler
+from splitppo.run.resolve import model_paths
+from splitppo.tools import export
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 1+1 with checkpoints every second step."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(2, main_rank, [*SMALL, f"--run-dir={folder}", "--checkpoint.every=2"])
+    return folder
+
+
+def glossary() -> re.Pattern[str]:
+    """The names that the README explains: of its table's first column, with {a,b}, `...` and NAMES filled in."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = text[text.index("## Metrics") :].splitlines()
+    names = [name for line in lines if line.startswith("| `") for name in re.findall("`(.+?)`", line.split(" | ")[0])]
+    patterns = []
+    for name in names:
+        pattern = re.sub(r"\{(.+?)\}", lambda found: f"({found[1].replace(',', '|')})", name)
+        patterns.append(re.sub(r"[A-Z]{2,}|\.\.\.", "[^/]+", pattern))
+    return re.compile("|".join(patterns))
+
+
+def test_every_metric_is_explained(whole):
+    known = glossary()
+    for role in ("actor", "critic"):
+        lines = records(whole, role)
+        assert not [
+            name for line in lines for name in line if name not in ("step", "time") and not known.fullmatch(name)
+        ]
+    for line in records(whole, "actor")[1:]:  # the first one is the validation before training
+        assert 0 < line["perf/engine_step_ms/mean"] <= line["perf/engine_step_ms/max"]
+
+
+def test_metrics_have_their_step_first_and_both_columns_spans(whole):
+    for role, spans in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
+        for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            assert next(iter(record)) == "step"
+            if record["step"]:
+                assert spans <= {name for name, _, _ in record["spans"]}
+                assert all(start <= end for _, start, end in record["spans"])
+    assert [record["step"] for record in records(whole, "critic")] == [1, 2, 3, 4]
+
+
+def test_run_folder_holds_what_makes_it_again(whole):
+    saved = tomllib.loads((whole / "config.toml").read_text())
+    assert saved["rollout"]["batch_size"] == 12
+    again = parse(["--config", str(whole / "config.toml")])
+    assert to_toml(again) == (whole / "config.toml").read_text()
+    versions = json.loads((whole / "versions.json").read_text())
+    assert {"torch", "transformers", "git", "command"} <= versions.keys()
+    assert len(list((whole / "logs").glob("rank_*.log"))) == 2
+    samples = [json.loads(line) for line in (whole / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert {"prompt", "response", "score", "ground_truth", "row"} <= samples[0].keys()
+
+
+def after_step(whole: Path, step: int, folder: Path) -> Path:
+    """A copy of the whole run, as if it had been killed one step after the checkpoint of a step."""
+    shutil.copytree(whole, folder)
+    for saved in checkpoint.complete(folder):
+        if checkpoint.step_of(saved) > step:
+            shutil.rmtree(saved)
+    for path in (folder / "metrics").iterdir():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step + 1))
+    return folder
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path):
+    """From 1+1 to one rank; and to four that hold the weights twice, from there to 1+2."""
+    argv = [*SMALL, "--checkpoint.every=1"]
+    one = after_step(whole, 2, tmp_path / "one")
+    run_ranks(1, main_rank, [*argv, f"--run-dir={one}"])
+    replicas = after_step(whole, 2, tmp_path / "replicas")
+    run_ranks(4, main_rank, [*argv, f"--run-dir={replicas}", "--placement.mode=colocated", "--fsdp.shard-size=2"])
+    more = after_step(replicas, 3, tmp_path / "more")
+    run_ranks(3, main_rank, [*argv, f"--run-dir={more}", "--placement.critic=2"])
+    for role in ("actor", "critic"):
+        for folder in (one, replicas, more):
+            assert_same(figures(folder, role), figures(whole, role))
+
+
+def test_eight_ranks_give_the_figures_of_two(whole, tmp_path):
+    run_ranks(8, main_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.actor=5"])
+    for role in ("actor", "critic"):
+        assert_same(figures(tmp_path / "run", role), figures(whole, role))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
+    folder = after_step(whole, 2, tmp_path / "run")
+    run_ranks(2, main_rank, [*SMALL, f"--run-dir={folder}", "--checkpoint.every=2"])
+    for role in ("actor", "critic"):
+        assert figures(folder, role) == figures(whole, role)
+    assert names(folder) == names(whole)
+
+
+def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):
+    """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint is written."""
+    argv = [*SMALL, "--ppo.critic-warmup=3", "--checkpoint.every=2", "--placement.mode=colocated"]
+    argv += [f"--run-dir={tmp_path / 'run'}"]
+    run_ranks(2, main_rank, argv)
+    due = [figures(tmp_path / "run", role) for role in ("actor", "critic")]
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "run", 4))
+    run_ranks(2, main_rank, argv)
+    assert [figures(tmp_path / "run", role) for role in ("actor", "critic")] == due
+
+
+def test_only_checkpoints_of_both_groups_count(whole, tmp_path):
+    found = checkpoint.complete(whole)
+    assert [folder.name for folder in found] == ["step_000002", "step_000004"]
+    half = tmp_path / "checkpoints" / "step_000006" / "actor"
+    half.mkdir(parents=True)
+    checkpoint.write_manifest(half, 6, {})
+    assert checkpoint.complete(tmp_path) == []
+    assert checkpoint.find(tmp_path, "auto") is None
+
+
+def dies_before_the_actors_word(rank: int, folder: Path) -> int:
+    rename = Path.rename
+
+    def dying(self: Path, target: Any) -> Path:
+        if self.name == "actor.partial":
+            raise OSError("killed")
+        return rename(self, target)
+
+    Path.rename = dying
+    return train.main([*SMALL, "--steps=1", "--checkpoint.every=1", f"--run-dir={folder}"])
+
+
+def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
+    """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
+    folder = tmp_path / "run"
+    made_up(folder, 1, ["actor"])
+    assert run_ranks(1, dies_before_the_actors_word, folder) == [2]
+    assert names(folder) == []
+
+
+def test_going_back_needs_another_folder(whole):
+    with pytest.raises(UserError, match="holds step_000004, a later one"):
+        checkpoint.find(whole, str(checkpoint.step_folder(whole, 2)))
+    assert checkpoint.find(whole.parent, str(checkpoint.step_folder(whole, 2))) == checkpoint.step_folder(whole, 2)
+
+
+def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
+    config = parse(["--ppo.value-clip", "None", "--reward.clip", "-1", "1", "--data.chat-kwargs", '{"a": 1}'])
+    assert config.ppo.value_clip is None
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    again = replace(parse(["--config", str(tmp_path / "again.toml")]), config=None)
+    assert again == config
+
+
+def test_export_loads_with_from_pretrained(whole, tmp_path):
+    command = [sys.executable, "-m", "splitppo", "export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
+    done = subprocess.run(command, check=True, capture_output=True)
+    assert b"Warning" not in done.stderr
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    policy, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    value, info = loaded
+    assert not info["missing_keys"]
+    start = AutoModelForCausalLM.from_pretrained(whole / "tiny")
+    changed = [name for name, w in policy.state_dict().items() if not torch.equal(w, start.state_dict()[name])]
+    assert len(changed) == len(start.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    ids = torch.tensor([tokenizer("123=").input_ids])
+    assert value(input_ids=ids).logits.shape == (1, 4, 1)
+    again = build(read_config(str(tmp_path / "value")), "value")
+    fill(again, str(tmp_path / "value"), device=torch.device("cpu"))
+    assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), "the head is lost"
+    assert value.state_dict()["score.weight"].any()
+    for kind, said in (("policy", "* `val/score/mean`:"), ("value", "* started from: the embedded tiny model")):
+        card = (tmp_path / kind / "README.md").read_text()
+        assert said in card
+        assert "* steps: 4 of 4, 12 rows each" in card
+        assert "batch_size = 12" in card
+    # the trained policy's greedy score is what the run logged last
+    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+
+
+def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    next((checkpoint.step_folder(tmp_path / "run", 4) / "critic").glob("__0_*")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"):
+        export.export(export.Export(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2, and is 0.3: that is another run than"),
+        (["--seed=8"], "seed was 0"),
+        (["--reward.clip", "0", "1"], r"reward.clip was unset, and is \[0.0, 1.0\]"),
+        (["--policy.optim.schedule=linear"], 'policy.optim.schedule was "constant"'),
+        (["--ppo.gamma=0.5", "--seed=8"], "ppo.gamma was 1.0, and is 0.5; seed was 0, and is 8: that is"),
+    ],
+)
+def test_another_run_is_refused_by_name(whole, change, told, capfd):
+    argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
+    assert train.main([*argv, *change]) == 2
+    assert re.search(told, capfd.readouterr().err)
+    check_run_folder(parse([*argv, *change, "--force"]), "auto")
+    free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
+    check_same_run(parse([*argv, *free]), whole)
+
+
+def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
+    """The same run begins anew there, as after a crash before the first checkpoint; another is refused."""
+    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", "--steps=1"]
+    assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=0"]) == [0]
+    assert train.main([*argv, "--checkpoint.every=0"]) == 2
+    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
+    assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
+    assert train.main([*argv, "--checkpoint.every=1", "--resume=never"]) == 2
+    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
+    assert f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten" in capfd.readouterr().out
+    (tmp_path / "other/metrics").mkdir(parents=True)
+    (tmp_path / "other/metrics/actor.jsonl").write_text("mine\n")
+    assert train.main([*SMALL, f"--run-dir={tmp_path / 'other'}", "--checkpoint.every=1"]) == 2
+    assert (tmp_path / "other/metrics/actor.jsonl").read_text() == "mine\n"
+
+
+def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
+    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, "", {"data.files a": "1 bytes"})
+    now = parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"])
+    write_run_files(now, tmp_path, "step_000002", {"data.files a": "2 bytes"})
+    told = ["going on from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
+    told += ["  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
+    argv = [*SMALL, f"--run-dir={tmp_path}", "--checkpoint.every=1"]
+    write_run_files(parse(argv), tmp_path, "", {})
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "actor.jsonl").touch()
+    check_run_folder(parse([*argv, "--seed=8"]), "auto")
+    (tmp_path / "metrics" / "actor.jsonl").write_text("a step\n")
+    with pytest.raises(UserError, match="seed was 0, and is 8: that is another run"):
+        check_run_folder(parse([*argv, "--seed=8"]), "auto")
+
+
+def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_main, "preflight", interrupt)
+    assert train.main(SMALL) == 130
+    assert capsys.readouterr().err == "interrupted: before the run began\n"
+
+
+def interrupted_rank(rank: int, argv: list[str]) -> int:
+    def interrupt(_: Profiler, next_step: int) -> None:
+        if next_step == 4:
+            raise KeyboardInterrupt
+
+    cast(Any, Profiler).boundary = interrupt
+    return train.main(argv)
+
+
+def test_ctrl_c_on_one_rank_says_what_is_kept(tmp_path, capfd):
+    argv = [*SMALL, "--checkpoint.every=1", f"--run-dir={tmp_path / 'run'}"]
+    assert run_ranks(1, interrupted_rank, argv) == [130]
+    kept = checkpoint.complete(tmp_path / "run")[-1]
+    assert capfd.readouterr().err.splitlines()[-1] == f"interrupted: the last good checkpoint is {kept}"
+
+
+def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
+    argv = ["--policy.optim.schedule=cosine", "--steps=6"]
+    (tmp_path / "config.toml").write_text(to_toml(parse(argv)))
+    check_same_run(parse(argv), tmp_path)
+    with pytest.raises(UserError, match=r"steps was 6, and is 8 and the learning rate's schedule ends"):
+        check_same_run(parse([*argv, "--steps=8"]), tmp_path)
+
+
+def test_what_cannot_be_removed_of_an_old_checkpoint_does_not_end_the_run(tmp_path, monkeypatch):
+    """As on NFS, where a file that another host has open leaves one behind; it doesn't count, and goes later."""
+    for step in (2, 4):
+        made_up(tmp_path, step)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as held:
+        held.setattr(os, "rmdir", refuse)
+        checkpoint.prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_000004"]
+    assert (tmp_path / "checkpoints" / "step_000002.gone").exists()
+    checkpoint.tidy(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
+    noted = []
+    monkeypatch.setattr(run_main, "keep_early_signals", lambda: noted.append(True))
+    assert train.main(["--steps=0"]) == 2
+    assert not noted
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--steps=0"]) == 2
+    assert noted
+    assert "steps=0 must be at least 1" in capsys.readouterr().err
+
+
+def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[str]:
+    mode = "colocated" if groups["actor"] == groups["critic"] else "per_node"
+    config = parse(argv)
+    models = dict.fromkeys(model_paths(config))
+    resolved: Any = SimpleNamespace(
+        config=config, placement=Placement(mode, groups), device=torch.device("cpu"), models=models
+    )
+    return warnings(resolved)
+
+
+def warned(*argv: str) -> list[str]:
+    return warned_of({"actor": (0, 1, 2), "critic": (3, 4)}, argv)
+
+
+def test_what_is_allowed_but_hardly_meant_is_warned_of():
+    assert warned() == [], "no weights are kept, but the embedded model is there to try things"
+    lost = "checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too"
+    assert warned("--policy.path=mine") == [lost]
+    assert warned("--policy.path=mine", "--checkpoint.every=50") == []
+    unused = "reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+    assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
+    assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
+    slow = "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
+    assert warned("--steps=5", "--value.optim.warmup-steps=6") == [slow]
+    assert warned("--steps=6", "--value.optim.warmup-steps=6") == []
+    (few,) = warned("--rollout.batch-size=6", "--ppo.mini-batches=3")
+    for part in ("rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks", "1 of them", "from 9 "):
+        assert part in few
+    assert warned("--rollout.batch-size=9", "--ppo.mini-batches=3") == []
+    (few,) = warned("--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12")
+    assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
+    both: dict[Role, tuple[int, ...]] = {"actor": (0, 1, 2), "critic": (0, 1, 2)}
+    (few,) = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
+    assert "3 actor ranks" in few, "told once"
+
+
+def uneven_rank(rank: int, argv: list[str]) -> int:
+    """Only the first engine goes to sleep after a rollout, as if its GPU alone were too full."""
+
+    def release(self: HFEngine, *, trained: bool) -> None:
+        self.loaded = rank > 0
+
+    HFEngine.release_memory = release
+    return train.main(argv)
+
+
+def slow_engine_rank(rank: int, argv: list[str]) -> int:
+    """The second rank's engine is a second late."""
+    release = HFEngine.release_memory
+
+    def late(self: HFEngine, *, trained: bool) -> None:
+        if rank == 1:
+            time.sleep(1)
+        release(self, trained=trained)
+
+    HFEngine.release_memory = late
+    return main_rank(rank, argv)
+
+
+@pytest.mark.parametrize("placement", ["--placement.actor=2", "--placement.mode=colocated"])
+def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
+    run_ranks(
+        3, slow_engine_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", placement, "--log.validate-every=0"]
+    )
+    for record in records(tmp_path / "run", "actor"):
+        assert 0.5 < record["timing_s/barrier_wait"] < 5
+        spans = [name for name, _, _ in record["spans"]]
+        assert spans.index("rollout") < spans.index("barrier_wait") < spans.index("logprobs")
+    for record in records(tmp_path / "run", "critic")[1:]:  # the first pass through a model takes its time
+        assert record["timing_s/score"] < 0.5, "what the critic ranks waited for is in their work"
+
+
+def slow_critic_rank(rank: int, argv: list[str]) -> int:
+    """The critic learns for two seconds; log-probs take half a second."""
+    update, logprobs = Critic.update, Actor.logprobs
+
+    def learning(self: Critic, step: int, scored: Scored, returns: torch.Tensor) -> dict[str, Any]:
+        time.sleep(2)
+        return update(self, step, scored, returns)
+
+    def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        time.sleep(0.5)
+        return logprobs(self, rollout)
+
+    Critic.update, Actor.logprobs = learning, reading
+    return main_rank(rank, argv)
+
+
+def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
+    argv = [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.critic=2", "--log.validate-every=0"]
+    run_ranks(3, slow_critic_rank, argv)
+    assert all(record["timing_s/wait_critic"] > 0.5 for record in records(tmp_path / "run", "actor")[1:])
+    for record in records(tmp_path / "run", "critic")[1:]:
+        waited = record.get("timing_s/wait_logprobs", 0.0)
+        assert waited < 0.3, "the actor waited for the critic before it took log-probs"
+
+
+def frozen_rank(rank: int, argv: list[str]) -> int:
+    main_rank(rank, argv)
+    return gc.get_freeze_count()
+
+
+def test_models_are_not_searched_for_garbage(tmp_path):
+    (frozen,) = run_ranks(1, frozen_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
+    assert frozen > 50_000, "what the libraries and models are made of is looked through in the middle of a step"
+
+
+def late_rows_rank(rank: int, argv: list[str]) -> int:
+    """The second critic rank has its first rows a second late."""
+    recv = RolloutLink.recv
+
+    def late(self: RolloutLink, step: int, chunk: int) -> list[Sample]:
+        if rank == 2 and chunk == 0:
+            time.sleep(1)
+        return recv(self, step, chunk)
+
+    RolloutLink.recv = late
+    return main_rank(rank, argv)
+
+
+def test_a_critic_rank_that_has_its_rows_waits_for_the_others_rows(tmp_path):
+    run_ranks(3, late_rows_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.critic=2"])
+    for record in records(tmp_path / "run", "critic")[1:]:
+        assert record["timing_s/score"] < 0.5 < record["timing_s/wait_rollouts"]
+
+
+def test_engines_need_not_all_sleep(tmp_path):
+    """While the critic warms up there are no new weights for those that stay awake, and the others need them."""
+    argv = [*SMALL, "--placement.actor=2", "--ppo.critic-warmup=3", "--timeout=30"]
+    assert run_ranks(3, uneven_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0, 0, 0]
+    run_ranks(3, main_rank, [*argv, f"--run-dir={tmp_path / 'whole'}"])
+    assert figures(tmp_path / "run", "actor") == figures(tmp_path / "whole", "actor")
+
+
+@pytest.mark.parametrize(("argv", "device"), [([], "cpu"), (["--policy.path=mine"], None)])
+def test_fewer_gpus_than_ranks(argv, device, monkeypatch):
+    """The embedded model trains on the CPU then, as it would without any; for others it's an error."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launch = Launch(rank=1, world=2, local_rank=1, local_world=2)
+    if device:
+        assert pick_device(parse(argv), launch) == torch.device(device)
+    else:
+        with pytest.raises(UserError, match=r"with 2 ranks on a node of 1 GPUs: .*; start 1 ranks"):
+            pick_device(parse(argv), launch)
+
+
+def test_dry_run_needs_no_process_group(capsys):
+    argv = ["--dry-run", "--world-size=8", "--placement.actor=5", "--rollout.chunks=2", "--ppo.kl-coef=0.1"]
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "placement per_node: 5 actor, 3 critic" in out
+    assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
+    assert "batch_size = 128" in out
+    assert '"engine": "hf"' in out
+    assert re.search(r"rank 0 -> 5: rollouts 2 messages of \d+-\d+ rows, [\d,]+ B", out)
+    assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
+    assert not torch.distributed.is_initialized()
+
+
+def test_preset_is_flags_and_flags_win(tmp_path):
+    preset = tmp_path / "preset.toml"
+    preset.write_text(
+        'steps = 7\n[rollout]\nstop = ["a b", "c"]\n[reference]\noffload = true\n[ppo]\nvalue_clip = "None"\n'
+    )
+    config = parse(["--config", str(preset), "--steps", "9"])
+    assert config.steps == 9
+    assert config.rollout.stop == ("a b", "c")
+    assert config.reference.offload
+    assert config.ppo.value_clip is None
+    assert not parse(["--config", str(preset), "--reference.no-offload"]).reference.offload
+
+
+def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPLITPPO_TRACE", "1")
+    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.chunks=3"]
+    run_ranks(2, main_rank, argv)
+    out = capfd.readouterr().err
+    for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
+        for chunk in range(chunks):
+            hops = re.findall(rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out)
+            assert sorted(word for _, word in hops) == ["clear", "has received", "sends"]
+
+
+def crash_rank(argv: list[str]) -> int:
+    """The critic raises in its second step. The other ranks fail in its wake, as over NCCL, and sooner."""
+    advantages, recv, show = Critic.advantages, Wire.recv, traceback.print_exception
+
+    def crash(self: Critic, *scored: Any) -> Any:
+        if self.value.updates == 1:
+            raise ValueError("the critic's own trouble")
+        return advantages(self, *scored)
+
+    def follow(self: Wire, hop: Hop, *rest: Any) -> Any:
+        while self.rank < 2 and hop.step == 2:
+            if self.store.check(["failed"]):
+                raise ConnectionError("closed by the peer")
+        return recv(self, hop, *rest)
+
+    def slowly(error: BaseException) -> None:
+        time.sleep(0.5)
+        show(error)
+
+    owners: Any = (Critic, Wire, traceback)
+    owners[0].advantages, owners[1].recv, owners[2].print_exception = crash, follow, slowly
+    return train.main(argv)
+
+
+def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
+    argv = [*SMALL, "--steps=1000", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0"]
+    job = Torchrun(3, crash_rank, argv, out=tmp_path / "out")
+    assert job.wait(200) not in (0, 124)
+    out, ended = job.said(), time.time()
+    last = records(tmp_path / "run", "critic")[-1]["time"]
+    assert ended - last < 20
+    assert len(re.findall("rank [01] stops: another rank failed", out)) == 2
+    tail = out[out.rindex("Root Cause") :]
+    assert "ValueError: the critic's own trouble" in tail, "torchrun ends with a rank that failed after it"
+    assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
+    assert not job.left()
+
+
+def test_a_peer_that_does_not_come_is_named(tmp_path, capfd):
+    """The critic hangs in its second scoring; the actor's wait ends with an error that says who, what and where."""
+    (tmp_path / "reward.py").write_text(
+        "import time\ncount = 0\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    global count\n    count += 1\n    time.sleep(60 if count > 15 else 0)\n    return 0.5\n"
+    )
+    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", f"--reward.function={tmp_path / 'reward.py'}:score"]
+    with pytest.raises(RuntimeError, match="rank 0: "):
+        run_ranks(2, main_rank, [*argv, "--log.validate-every=0", "--timeout=8"])
+    found = re.search(r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", err := capfd.readouterr().err)
+    assert found, err
+    for part in ("actor rank 0", "critic rank 1", "waited 8 s", "critic step 2 score", "--timeout"):
+        assert part in found[0]

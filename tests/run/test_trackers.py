@@ -1,0 +1,461 @@
+"""Weights & Biases, TensorBoard and the torch profiler: what they hold is what RUN/metrics holds."""
+
+import io
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+from splitppo import train
+from splitppo.config import Config
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
+from splitppo.placement import Placement
+from splitppo.run import trackers
+from splitppo.run.profiler import Profiler, check_profiler
+from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of, table_of, text_of
+
+ROLES = ("actor", "critic")
+ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
+
+
+def main_rank(rank: int, argv: list[str]) -> None:
+    if status := train.main(argv):
+        raise RuntimeError(f"exit status {status}")
+
+
+def jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
+    """(name in the trackers, step) -> value, from the metrics' files."""
+    due = {}
+    for role in ROLES:
+        for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
+            for name, value in record.items():
+                if name not in ("step", "time", "spans", "optimizer_steps"):
+                    group, _, rest = name.partition("/")
+                    name = f"{group}/{role}/{rest}" if group in ("timing_s", "perf") else name
+                    assert (name, record["step"]) not in due
+                    due[name, record["step"]] = value
+    return due
+
+
+def wandb_records(path: Path) -> Iterator[Record]:
+    """The records of an offline run's file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
+    data, offset, record = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while offset < len(data):
+        if (left := 32768 - offset % 32768) < 7:  # too few for a header: padding
+            offset += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            parsed = Record()
+            parsed.ParseFromString(record)
+            record = b""
+            yield parsed
+
+
+def wandb_rows(path: Path) -> list[dict[str, Any]]:
+    """What was logged, a dict for each call."""
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(path)
+        if record.HasField("history")
+    ]
+
+
+def wandb_files(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A run of 1+1 with both trackers and a profiled step: two steps, then two more after resuming."""
+    folder = tmp_path_factory.mktemp("tracked") / "run"
+    argv = [*ARGV, f"--run-dir={folder}", "--log.trackers", "wandb", "tensorboard", "--log.profile-steps=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        run_ranks(2, main_rank, [*argv, "--steps=2"])
+        run_ranks(2, main_rank, [*argv, "--steps=4"])
+    return folder
+
+
+def assert_figures(seen: Mapping[tuple[str, int], float], run_dir: Path, *, rel: float) -> None:
+    """All figures of the files and nothing else."""
+    due = figures_due(run_dir)
+    assert dict(seen) == pytest.approx(due, rel=rel)
+    assert {step for name, step in due if name == "timing_s/critic/update"} == {1, 2, 3, 4}
+    assert {step for name, step in due if name == "timing_s/actor/update"} == {1, 2, 3, 4}
+    assert {step for name, step in due if name == "val/score/mean"} == {0, 2, 4}
+    for role in ROLES:
+        for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
+            waits = sum(value for name, value in record.items() if name.startswith("timing_s/wait_"))
+            share = seen[f"perf/{role}/idle_share", record["step"]]
+            assert share == pytest.approx(waits / record["timing_s/step"], rel=max(rel, 1e-6), abs=1e-9)
+
+
+def test_wandb_holds_both_roles_figures_once(tracked):
+    seen: dict[tuple[str, int], float] = {}
+    for path in wandb_files(tracked):
+        for row in wandb_rows(path):
+            for name, value in row.items():
+                if name != "step" and not name.startswith(("_", "samples/", "validation/")):
+                    assert isinstance(value, int | float)
+                    assert (name, row["step"]) not in seen, f"{name} of step {row['step']} was sent twice"
+                    seen[name, row["step"]] = value
+    assert_figures(seen, tracked, rel=1e-12)
+
+
+def test_resumed_run_goes_on_in_the_same_wandb_run(tracked):
+    first, second = wandb_files(tracked)
+    ident = (tracked / "wandb_id").read_text()
+    assert [path.name for path in (first, second)] == [f"run-{ident}.wandb"] * 2
+    assert [{row["step"] for row in wandb_rows(path)} for path in (first, second)] == [{0, 1, 2}, {3, 4}]
+    assert json.loads((tracked / "trackers.json").read_text()) == {
+        "wandb": {"actor": 4, "critic": 4},
+        "tensorboard": {"actor": 4, "critic": 4},
+    }
+
+
+def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
+    records = list(wandb_records(wandb_files(tracked)[0]))
+    run = next(record.run for record in records if record.HasField("run"))
+    assert (run.project, run.display_name) == ("splitppo", "run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["rollout"]["batch_size"] == 12
+    metrics = [record.metric for record in records if record.HasField("metric")]
+    assert [metric.step_metric for metric in metrics if metric.glob_name == "*"] == ["step"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "steps"), [("samples", "samples", {1, 2, 3, 4}), ("validation", "validation/samples", {0, 2, 4})]
+)
+def test_wandb_has_tables_of_samples(tracked, folder, name, steps):
+    tables = {}
+    for path in wandb_files(tracked):
+        for row in wandb_rows(path):
+            file = row.get(f"{name}/path")
+            if file:
+                tables[row["step"]] = json.loads((path.parent / "files" / file).read_text())
+    assert tables.keys() == steps
+    for step, table in tables.items():
+        rows = jsonl(tracked / folder / f"step_{step:06d}.jsonl")
+        assert [dict(zip(table["columns"], cells, strict=True))["response"] for cells in table["data"]] == [
+            row["response"] for row in rows
+        ]
+
+
+def test_tensorboard_holds_both_roles_figures(tracked):
+    events = EventAccumulator(str(tracked / "tensorboard"))
+    events.Reload()
+    seen: dict[tuple[str, int], float] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            assert (name, event.step) not in seen, f"{name} of step {event.step} was sent twice"
+            seen[name, event.step] = event.value
+    assert_figures(seen, tracked, rel=1e-6)
+    texts = events.Tensors("samples/text_summary")
+    assert [text.step for text in texts] == [1, 2, 3, 4]
+    first = jsonl(tracked / "samples" / "step_000004.jsonl")[0]
+    assert f"    prompt: {first['prompt']}\n" in texts[-1].tensor_proto.string_val[0].decode()
+
+
+def test_profiled_step_leaves_a_trace_of_its_rank_alone(tracked):
+    (path,) = (tracked / "profile").iterdir()
+    assert path.name == "step_2_rank_0.json"
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    names = [event["name"] for event in events]
+    assert any("addmm" in name or "aten::mm" in name for name in names)
+    assert any(name.startswith("autograd::engine::evaluate_function") for name in names)
+    # step 2 alone: its two epochs of two mini-batches
+    assert sum(name.startswith("Optimizer.step") for name in names) == 4
+
+
+def test_torn_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "actor.jsonl"
+    tail = Tail(path)
+
+    def new() -> list[tuple[int, str]]:
+        return [(record["step"], record.get("note", "")) for record in tail.read()]
+
+    assert new() == []
+    path.write_text('{"step": 1}\n{"step": 2, "no')
+    assert new() == [(1, "")]
+    assert new() == []
+    with path.open("a") as file:
+        file.write('te": "ä"}\n{"step": 3}\n')
+    assert new() == [(2, "ä"), (3, "")]
+    assert new() == []
+    with path.open("a") as file:
+        file.write("{]\n")
+    with pytest.raises(UserError, match=r"actor\.jsonl:4: .*fix or remove that line"):
+        new()
+
+
+def test_old_names_are_sent_as_the_new_ones(tmp_path):
+    path = tmp_path / "actor.jsonl"
+    path.write_text('{"step": 1, "timing_s/stragglers": 2.0}\n')
+    (record,) = Tail(path).read()
+    assert metrics_of("actor", record) == {"timing_s/actor/barrier_wait": 2.0}
+
+
+def test_names_of_both_roles_do_not_collide():
+    record = {"step": 3, "time": 1e9, "val/score/mean": 0.5, "perf/throughput": 7.0, "tokens": 12}
+    record |= {"timing_s/wait_critic": 1.0, "timing_s/wait_advantages": 2.0, "timing_s/step": 12.0}
+    record |= {"spans": [["update", 0.0, 1.0]], "optimizer_steps": [{"loss": 1.0}], "note": "text", "absent": None}
+    assert metrics_of("actor", record) == {
+        "val/score/mean": 0.5,
+        "perf/actor/throughput": 7.0,
+        "tokens": 12,
+        "timing_s/actor/wait_critic": 1.0,
+        "timing_s/actor/wait_advantages": 2.0,
+        "timing_s/actor/step": 12.0,
+    }
+
+
+class Notes:
+    """A tracker that notes what it gets; `fails` makes it raise."""
+
+    got: list[tuple[int, dict, dict]]
+    fails = False
+
+    def __init__(self, config: Config, run_dir: Path, start: int):
+        self.got, self.closed = [], False
+
+    def write(self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Any]) -> None:
+        if self.fails:
+            raise ConnectionError("no network")
+        self.got.append((step, dict(figures), dict(tables)))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def steps(self, name: str) -> list[int]:
+        return [step for step, figures, _ in self.got if name in figures]
+
+
+def noted(run_dir: Path, start: int, *, argv: tuple[str, ...] = ()) -> tuple[Trackers, Notes]:
+    config = parse(["--log.trackers=tensorboard", f"--run-dir={run_dir}", "--steps=400", *argv])
+    owner = Trackers(config, run_dir, start)
+    tracker = owner.trackers["tensorboard"]
+    assert isinstance(tracker, Notes)
+    return owner, tracker
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Notes)
+
+
+def write_lines(run_dir: Path, role: str, *steps: int) -> None:
+    path = run_dir / "metrics" / f"{role}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps({"step": step, "time": 0.0, f"{role}/loss": step / 2}) + "\n" for step in steps)
+
+
+def test_late_lines_of_the_critic_come_under_their_own_step(tmp_path, notes):
+    owner, tracker = noted(tmp_path, 0)
+    write_lines(tmp_path, "actor", 0, 1)
+    owner.update()
+    write_lines(tmp_path, "actor", 2)
+    write_lines(tmp_path, "critic", 1)
+    owner.update()
+    write_lines(tmp_path, "critic", 2)
+    owner.close()
+    assert [(step, figures) for step, figures, _ in tracker.got] == [
+        (0, {"actor/loss": 0.0}),
+        (1, {"actor/loss": 0.5}),
+        (2, {"actor/loss": 1.0}),
+        (1, {"critic/loss": 0.5}),
+        (2, {"critic/loss": 1.0}),
+    ]
+    assert tracker.closed
+
+
+def test_resumed_run_sends_what_the_crash_kept_back_and_what_is_done_again(tmp_path, notes):
+    owner, _ = noted(tmp_path, 0)
+    write_lines(tmp_path, "actor", 1, 2, 3)
+    write_lines(tmp_path, "critic", 1)  # its line of step 2 came after the actor's last word
+    owner.update()
+    # it goes on from step 2: both roles drop what comes after
+    for role in ROLES:
+        (tmp_path / "metrics" / f"{role}.jsonl").unlink()
+        write_lines(tmp_path, role, 1, 2, 3)
+    owner, tracker = noted(tmp_path, 2)
+    owner.close()
+    assert tracker.steps("actor/loss") == [3]
+    assert tracker.steps("critic/loss") == [2, 3]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"notes": {"actor": "x"}}'])
+def test_broken_note_of_what_was_sent_is_refused(tmp_path, notes, text):
+    (tmp_path / "trackers.json").write_text(text)
+    with pytest.raises(UserError, match=r"trackers.json can't be read .*; delete it, and the trackers get all steps"):
+        noted(tmp_path, 2)
+
+
+def test_tracker_that_is_new_to_a_resumed_run_gets_all_of_it(tmp_path, notes):
+    write_lines(tmp_path, "actor", 0, 1, 2, 3)
+    owner, tracker = noted(tmp_path, 2)
+    owner.close()
+    assert tracker.steps("actor/loss") == [0, 1, 2, 3]
+
+
+def test_run_that_begins_anew_sends_all(tmp_path, notes):
+    (tmp_path / "trackers.json").write_text('{"tensorboard": {"actor": 9, "critic": 9}}')
+    write_lines(tmp_path, "actor", 0, 1)
+    owner, tracker = noted(tmp_path, 0)
+    owner.close()
+    assert tracker.steps("actor/loss") == [0, 1]
+
+
+def test_failing_tracker_ends_the_run(tmp_path, notes, monkeypatch):
+    monkeypatch.setattr(Notes, "fails", True)
+    owner, _ = noted(tmp_path, 0)
+    write_lines(tmp_path, "actor", 1)
+    with pytest.raises(ConnectionError, match="no network"):
+        owner.update()
+
+
+def test_other_ranks_trackers_do_nothing(tmp_path, notes):
+    config = parse(["--log.trackers=tensorboard"])
+    write_lines(tmp_path, "actor", 1)
+    owner = Trackers(config, tmp_path, 0, active=False)
+    owner.update()
+    owner.close()
+    assert not owner.trackers
+    assert not (tmp_path / "trackers.json").exists()
+
+
+def test_tables_are_bounded(tmp_path, notes):
+    for folder in ("samples", "validation"):
+        (tmp_path / folder).mkdir()
+        for step in (1, 2, 3, 4, 399, 400):
+            rows = [{"step": step, "row": row, "response": "ä\n"} for row in range(100)]
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (tmp_path / folder / f"step_{step:06d}.jsonl").write_text(text, encoding="utf-8")
+    for role in ROLES:
+        write_lines(tmp_path, role, 1, 2, 3, 4, 399, 400)
+    owner, tracker = noted(tmp_path, 0)
+    owner.close()
+    tables = {(step, name): rows for step, _, tables in tracker.got for name, rows in tables.items()}
+    # of 400 steps each fourth one's samples; what was validated, whenever it was
+    assert {step for step, name in tables if name == "samples"} == {4, 400}
+    assert {step for step, name in tables if name == "validation/samples"} == {1, 2, 3, 4, 399, 400}
+    assert {len(rows) for rows in tables.values()} == {64}
+    assert tables[4, "samples"][63] == {"step": 4, "row": 63, "response": "ä\n"}
+
+
+def test_columns_hold_one_kind_of_value():
+    rows = [{"score": 1, "truth": "4", "parts": ["a"]}, {"score": None, "truth": 4, "cut": True}]
+    columns, cells = table_of(rows)
+    assert columns == ["score", "truth", "parts", "cut"]
+    assert cells == [[1, "4", '["a"]', None], [None, "4", None, "true"]]
+
+
+def test_text_of_rows_stands_as_it_was_written():
+    text = text_of([{"row": 1, "response": "# a\n* b"}, {"row": 2, "response": ""}])
+    assert text == "    row: 1\n    response: # a\n    * b\n\n---\n\n    row: 2\n    response: "
+
+
+@pytest.fixture
+def fresh_wandb():
+    """wandb reads the environment once a process, until it is torn down."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_may_be_disabled(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_lines(tmp_path, "actor", 1)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "step_000001.jsonl").write_text('{"step": 1, "response": "a"}\n')
+    owner = Trackers(parse(["--log.trackers=wandb"]), tmp_path, 0)
+    owner.update()
+    owner.close()
+    assert not (tmp_path / "wandb").exists()
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nobody to ask
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"log.trackers=wandb: .*wandb login.*WANDB_MODE=offline"):
+        Trackers(parse(["--log.trackers=wandb"]), tmp_path, 0)
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_tracker_that_is_not_installed_is_named(monkeypatch, name):
+    config = parse([f"--log.trackers={name}"])
+    check_trackers(config)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    check_trackers(parse([]))
+    with pytest.raises(UserError, match=rf"{name} is not installed; pip install -e '.\[{name}\]' or leave"):
+        check_trackers(config)
+
+
+def test_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "wandb")
+    with pytest.raises(UserError, match="wandb is not installed"):
+        check_trackers(parse(["--log.trackers=wandb"]))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement("per_node", {"actor": (0,), "critic": (1,)}),
+        Placement("colocated", {"actor": (0, 1), "critic": (0, 1)}),
+    ],
+)
+def test_profiler_knows_the_runs_ranks_and_steps(placement):
+    check_profiler(parse(["--log.profile-steps=80", "--log.profile-ranks", "0", "1"]), placement)
+    check_profiler(parse(["--log.profile-ranks=2"]), placement)
+    with pytest.raises(UserError, match=r"log.profile_ranks=2: the last rank is 1"):
+        check_profiler(parse(["--log.profile-steps=1", "--log.profile-ranks=2"]), placement)
+    with pytest.raises(UserError, match=r"log.profile_steps=81: the run has steps=80"):
+        check_profiler(parse(["--log.profile-steps=81"]), placement)
+
+
+def test_boundary_told_twice_is_one_boundary(tmp_path):
+    """As in a colocated run, where both roles end a step in one process."""
+    profiler = Profiler((2, 3), (0,), 0, tmp_path)
+    for step, function in ((1, torch.sin), (2, torch.cos), (3, torch.exp), (4, torch.tanh)):
+        profiler.boundary(step)
+        function(torch.ones(3))
+        profiler.boundary(step)
+    profiler.boundary(5)
+    seen = {
+        path.name: {event["name"] for event in json.loads(path.read_text())["traceEvents"]} & {
+            "aten::sin", "aten::cos", "aten::exp", "aten::tanh",
+        }
+        for path in tmp_path.iterdir()
+    }  # fmt: skip
+    assert seen == {"step_2_rank_0.json": {"aten::cos"}, "step_3_rank_0.json": {"aten::exp"}}
+
+
+def test_other_ranks_are_not_profiled(tmp_path):
+    profiler = Profiler((1,), (0,), 1, tmp_path / "profile")
+    profiler.boundary(1)
+    profiler.boundary(2)
+    assert not (tmp_path / "profile").exists()

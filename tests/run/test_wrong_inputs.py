@@ -1,0 +1,695 @@
+"""Whatever is wrong in what a user gives: one line that names value, rule and remedy, and exit status 2."""
+
+import ast
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from ranks import run_ranks
+from runs import Torchrun
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, Gemma2Config, LlamaConfig
+
+from splitppo import train
+from splitppo.config import Config
+from splitppo.config.rules import RULES, check
+from splitppo.engine.vllm import vllm_version
+from splitppo.errors import UserError
+from splitppo.models import build as models
+from splitppo.models import weights
+from splitppo.models.tiny import build_tiny
+from splitppo.run import main as run_main
+from splitppo.run import trackers
+
+SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
+
+FLAGS = [
+    # tyro's own box: it names the flag
+    (["--steps=x"], ["--steps", "'x'"]),
+    (["--steps=1.5"], ["--steps", "'1.5'"]),
+    (["--rollout.bath-size=8"], ["--rollout.bath-size", "--rollout.batch-size"]),
+    (["--engine.kind=sglang"], ["--engine.kind", "sglang"]),
+    (["--policy.optim.schedule=step"], ["--policy.optim.schedule", "step"]),
+    (["--policy.optim.betas=0.9"], ["--policy.optim.betas"]),
+    (["--reward.clip", "1"], ["--reward.clip"]),
+    (["--reward.weights", "0.5,2"], ["--reward.weights", "0.5,2"]),
+    (["--reward.normalize=std"], ["--reward.normalize", "std"]),
+    (["--data.overlong=drop"], ["--data.overlong", "drop"]),
+    (["--data.max-rows=all"], ["--data.max-rows", "all"]),
+    (["--ppo.kl-kind=k4"], ["--ppo.kl-kind", "k4"]),
+    (["--ppo.importance=rows"], ["--ppo.importance", "rows"]),
+    (["--log.trackers", "wandb", "mlflow"], ["--log.trackers", "mlflow"]),
+    (["--log.profile-steps", "1", "x"], ["--log.profile-steps", "'x'"]),
+    (["stray"], ["stray"]),
+]
+
+# For each rule of config/rules.py: values that break it as they are given and shown, the rule, the settings.
+BOUNDS = [
+    ("0", "0", "must be at least 1", "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples"),
+    ("0", "0", "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows"),
+    ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
+    ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
+    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
+    ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
+    (
+        "-1",
+        "-1",
+        "must be at least 0",
+        "checkpoint.every checkpoint.keep checkpoint.keep_every log.samples log.validate_every",
+    ),
+    ("-1", "-1", "must be at least 0", "ppo.critic_warmup reward.overlong_tokens policy.optim.warmup_steps"),
+    ("-1e-3", "-0.001", "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef policy.optim.lr"),
+    ("-0.1", "-0.1", "must be at least 0", "value.optim.weight_decay"),
+    ("0", "0.0", "must be at least 0.001, or logits overflow", "rollout.temperature"),
+    ("1e-4", "0.0001", "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
+    ("9999999", "9999999", "must be at most 1000000", "rollout.batch_size world_size nodes"),
+    ("1025", "1025", "must be at most 1024", "reward.workers"),
+    ("-1", "-1.0", "must be at least 0", "value.optim.max_grad_norm"),
+    ("-1", "-1.0", "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
+    ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout"),
+    ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip policy.optim.eps"),
+    ("1 0", "(1, 0)", "holds a step below 1; steps count from 1", "log.profile_steps"),
+    ("0 -1", "(0, -1)", "holds a rank below 0; ranks count from 0", "log.profile_ranks"),
+    ("1 0", "(1.0, 0.0)", "holds a weight that is not above 0; raise it, or drop the file", "data.weights"),
+    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip"),
+    (
+        "echo gsm8k echo",
+        "('echo', 'gsm8k', 'echo')",
+        "names a function twice; name it once",
+        "reward.function reward.validation",
+    ),
+    ("[1]", "[1]", """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
+    ("{", "{", "must be a JSON object", "data.chat_kwargs"),
+    ('{"padding":1}', '{"padding":1}', "says how to tokenise; give only the template's variables", "data.chat_kwargs"),
+    ("1.01", "1.01", "must lie between 0 and 1", "ppo.gamma ppo.lam ppo.lam_value policy.optim.min_lr_ratio"),
+    ("-0.1", "-0.1", "must lie between 0 and 1", "ppo.lam_value"),
+    ("0", "0", "must lie between 1 and 9", "data.digits"),
+    ("9" * 20, "9" * 20, "must fit into 64 bits, as torch's generators need", "seed"),
+    ("1e14", "100000000000000.0", "must lie between 0 and 1000000000", "timeout"),
+    ("1", "1.0", "must lie between 0 and 1 (the ratio's lower bound is 1 - clip_low)", "ppo.clip_low"),
+    ("1", "1.0", "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
+    ("0.9 1", "(0.9, 1.0)", "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas"),
+    ("1.5", "1.5", "must lie between 0 and 1", "engine.memory_fraction"),
+    ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k"),
+    ("0", "0.0", "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
+]
+NO_STOP = "holds an empty string, which would end every response at once; drop it"
+
+
+def as_flags(given: str, name: str) -> list[str]:
+    flag, words = "--" + name.replace("_", "-"), given.split()
+    argv = [f"{flag}={given}"] if len(words) == 1 else [flag, *words]
+    # braces of JSON would be places for folders
+    return [word.replace("{", "{{").replace("}", "}}") for word in argv]
+
+
+# the first setting of each row, as a flag
+FLAGS_OUT_OF_BOUNDS = [
+    (as_flags(given, names.split()[0]), [f"{names.split()[0]}={shown} {rule}"]) for given, shown, rule, names in BOUNDS
+]
+
+TWO_FILES = ["--data.files", "{d}/good.jsonl", "{d}/two.jsonl", "--data.weights", "1", "2"]
+
+EARLY = [
+    # flags
+    *FLAGS_OUT_OF_BOUNDS,
+    (["--rollout.stop", "a", ""], [f"rollout.stop=('a', '') {NO_STOP}"]),
+    (
+        ["--rollout.batch-size=510", "--ppo.mini-batches=4"],
+        ["rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512\n"],
+    ),
+    (
+        ["--rollout.batch-size=510", "--ppo.mini-batches=4", "--rollout.samples=3"],
+        ["rollout.batch_size=510 does not cut into 4 mini-batches; use 504 or 516\n"],
+    ),
+    (["--rollout.samples=3", "--ppo.mini-batches=1"], ["batch_size=128 is not a multiple", "samples=3", "126 or 129"]),
+    (["--rollout.batch-size=2", "--ppo.mini-batches=3"], ["rollout.batch_size=2", "use 3\n"]),
+    (["--value.optim.lr=inf"], ["value.optim.lr=inf must be a finite number"]),
+    (["--ppo.kl-coef=nan"], ["ppo.kl_coef=nan must be a finite number"]),
+    (["--policy.optim.betas", "nan", "0.9"], ["policy.optim.betas=nan"]),
+    (["--ppo.dual-clip=nan"], ["ppo.dual_clip=nan must be a finite number"]),
+    (["--reward.clip", "-inf", "1"], ["reward.clip=-inf must be a finite number"]),
+    (["--reward.weights", "nan"], ["reward.weights=nan must be a finite number"]),
+    (["--reward.failed-score=nan"], ["reward.failed_score=nan must be a finite number"]),
+    (["--ppo.kl-target=6"], ["ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it at 0.05"]),
+    (["--ppo.value-mini-batches=3"], ["ppo.value_mini_batches=3 must divide ppo.mini_batches=2 or be a multiple of"]),
+    (
+        ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=8"],
+        ["rollout.batch_size=12 does not cut into ppo.value_mini_batches=8"],
+    ),
+    (["--ppo.critic-warmup=3", "--steps=3"], ["ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps"]),
+    (
+        ["--reward.overlong-tokens=6", "--rollout.max-new-tokens=6"],
+        ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it"],
+    ),
+    (
+        ["--log.validate-samples=2"],
+        ["log.validate_samples=2: greedy samples are equal; raise log.validate_temperature"],
+    ),
+    (["--log.profile-steps=1", "--log.profile-ranks", "0", "3"], ["log.profile_ranks=3: the last rank is 0;"]),
+    (
+        ["--log.profile-steps", "1", "9", "--steps=8"],
+        ["log.profile_steps=9: the run has steps=8; choose one up to that"],
+    ),
+    (
+        ["--placement.reference=critic"],
+        [
+            "placement.reference=critic with ppo.kl_coef=0",
+            "the critic group only uses the KL in the reward; set kl_coef above",
+        ],
+    ),
+    (
+        ["--placement.reference=critic", "--ppo.kl-coef=0.1", "--ppo.kl-loss-coef=0.1"],
+        ["placement.reference=critic with ppo.kl_coef=0.1, ppo.kl_loss_coef=0.1"],
+    ),
+    (
+        ["--placement.reference=critic", "--ppo.kl-coef=0.1"],
+        ["placement.reference is for two groups, and every rank plays both roles; leave it unset"],
+    ),
+    (
+        ["--ppo.old-logprobs=engine", "--ppo.importance=token"],
+        ["ppo.importance=token needs the trainer's old log-probs", "set one of them back"],
+    ),
+    (
+        ["--ppo.old-logprobs=engine", "--rollout.top-k=5"],
+        ["ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5", "use top_p 1 and top_k 0"],
+    ),
+    (["--placement.barrier"], ["placement.barrier is for two groups"]),
+    (["--rollout.lengths={d}/none.txt"], ["rollout.lengths={d}/none.txt: no such file", "name one that every rank"]),
+    (["--rollout.lengths={d}/lengths.txt"], ["lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6"]),
+    (["--rollout.lengths={d}/key.toml"], ["key.toml number 1 is '[rollout]'; use 1 to"]),
+    (["--rollout.lengths={d}/bare.txt"], ["bare.txt holds no number; write one a line"]),
+    (["--rollout.lengths={d}/bare.txt", "--ppo.mask-truncated"], ["and ppo.mask_truncated would drop them; unset one"]),
+    (["--rollout.lengths={d}/bare.txt", "--rollout.stop=a"], ["leave rollout.stop unset"]),
+    (
+        ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
+        ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
+    ),
+    (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
+    pytest.param(
+        ["--engine.kind=vllm"],
+        ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
+        marks=pytest.mark.skipif(vllm_version() is not None, reason="vLLM is installed"),
+    ),
+    (["--engine.kind=hf", "--engine.tensor-parallel=2"], ["engine.tensor_parallel=2 is for vLLM only; use 1 with"]),
+    (["--engine.kind=hf", "--engine.sleep=1"], ["engine.sleep=1 is for vLLM only; use auto with engine.kind hf, or"]),
+    (["--world-size=2"], ["world_size=2 is for --dry-run", "--nproc_per_node"]),
+    # presets
+    (["--config={d}/none.toml"], ["--config {d}/none.toml: no such file"]),
+    (["--config={d}/broken.toml"], ["--config {d}/broken.toml: not TOML", "line 2", "write it as"]),
+    (["--config={d}/model/model.safetensors"], ["not TOML"]),
+    (["--config={d}/key.toml"], ["key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?"]),
+    (["--config={d}/empty_section.toml"], ["unknown key 'checkpoints'; did you mean checkpoint?"]),
+    (["--config={d}/below.toml"], ["unknown key 'policy.lr'; did you mean policy.optim.lr?"]),
+    (["--config={d}/type.toml"], ['type.toml: ppo.lam = "high"', "could not convert", "--help"]),
+    (["--config={d}/list.toml"], ["list.toml: steps = [1, 2]"]),
+    (["--config={d}/bool.toml"], ["bool.toml: rollout.batch_size = true, but it is no switch; write a value"]),
+    (["--config={d}/switch.toml"], ["switch.toml: ppo.whiten = 1: write true or false"]),
+    (["--config={d}/pair.toml"], ["pair.toml: reward.clip = 5: ", "FLOAT FLOAT", "['5']", "see --help"]),
+    (["--config={d}"], ["--config {d}: it is a folder"]),
+    (["--config={d}/key.toml", "--config", "{d}/list.toml"], ["--config is given twice"]),
+    (["mine.toml"], ["mine.toml: unknown word; did you mean --config mine.toml?"]),
+    (["--rollout.max-new-tokens=1000"], ["more than the 1024", "policy.path=tiny can read"]),
+    (["--config={d}/section.toml"], ["section.toml: steps is a section there", "write steps = value"]),
+    (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
+    # placement
+    (["--placement.actor=2"], ["placement.actor=2: all 1 ranks play both", "start more ranks (a dry run: --world-"]),
+    (["--placement.mode=per_node"], ["placement.mode=per_node needs 2 ranks", "use colocated"]),
+    (
+        ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
+        ["actor=5", "8 ranks", "give one"],
+    ),
+    (["--dry-run", "--world-size=8", "--placement.actor=9"], ["actor=9", "no rank of 8 is left for the critic"]),
+    (["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"], ["placement.actor=5", "a multiple of 2"]),
+    (["--dry-run", "--world-size=7", "--nodes=2"], ["world_size=7", "set --world-size to a multiple of 2"]),
+    (["--dry-run", "--world-size=0"], ["world_size=0"]),
+    # files
+    (["--data.files={d}/none.jsonl"], ["data.files={d}/none.jsonl: no such file", "give a path"]),
+    (["--data.files={d}/rows.csv"], ["data.files={d}/rows.csv: unknown kind of file; use .parquet, .json or .jsonl"]),
+    (["--data.files={d}/empty.jsonl"], ["empty.jsonl holds no rows; remove it from --data.files"]),
+    (["--data.files={d}/good.jsonl"], ["data.answer_key=reward_model.ground_truth", "columns: prompt, answer; set"]),
+    (["--data.files={d}/cut.jsonl", "--data.answer-key=answer"], ["cut.jsonl row 1: broken JSON", "fix it"]),
+    (["--data.files={d}/no.parquet"], ["no.parquet is no parquet file", "write it again"]),
+    (["--data.files={d}/json.parquet"], ["json.parquet has a column prompt of JSON texts", "write the rows as .jsonl"]),
+    (["--data.files={d}/one.json"], ["one.json holds one dict; a .json file is a list of rows: write [...], or"]),
+    (["--data.files={d}/number.jsonl"], ["number.jsonl row 1 is a int; a row is an object with columns: write {...}"]),
+    (["--data.files={d}/good.jsonl", "--data.prompt-key=q.a"], ["data.prompt_key=q.a: {d}/good.jsonl row 1 has no"]),
+    (
+        ["--data.files={d}/null.jsonl", "--data.answer-key=answer"],
+        ["data.answer_key=answer: {d}/null.jsonl row 1 has null there; fill it in, or set --data.answer_key ''"],
+    ),
+    (["--data.files={d}/blank.jsonl"], ["data.prompt_key=prompt: {d}/blank.jsonl row 1 has an empty prompt; fill"]),
+    (["--data.files={d}/roles.jsonl"], ["row 1 has a prompt whose message 2 is not {role: string, content: string}"]),
+    (["--data.files={d}/ids.jsonl"], ["row 1 has token ids for a prompt; set data.prompt_key to a column of"]),
+    (["--data.files={d}/source.jsonl", "--data.answer-key="], ["row 1 has a data_source of type int; it must be a"]),
+    (["--data.files={d}/extra.jsonl", "--data.answer-key="], ["row 1 has an extra_info of type list; it must be an"]),
+    (["--data.files={d}/dict"], ["{d}/dict is a DatasetDict; name one of its splits: {d}/dict/train"]),
+    (["--data.files={d}/dict/train"], ["dict/train/state.json lists no _data_files; write the folder again"]),
+    (["--data.files={d}/model"], ["{d}/model is a folder without state.json, so not of save_to_disk; use .parquet"]),
+    (["--data.files={d}/torn"], ["{d}/torn/state.json: broken JSON", "fix it"]),
+    (["--data.files={d}/gone"], ["{d}/gone/a.arrow is broken", "write it again"]),
+    (["--data.files={d}/shuffled"], ["{d}/shuffled keeps the order of its rows apart", "flatten_indices().save_to_"]),
+    (
+        ["--data.files={d}/good.jsonl", "--data.validation-files={d}/none.jsonl", "--data.answer-key=answer"],
+        ["data.validation_files={d}/none.jsonl: no such file"],
+    ),
+    (
+        ["--data.files={d}/good.jsonl", "--data.validation-files={d}/model/../good.jsonl"],
+        ["data.validation_files={d}/model/../good.jsonl is one of data.files, too", "split the file in two, or name"],
+    ),
+    (
+        ["--data.files={d}/good.jsonl", "--data.answer-key=answer", "--log.validate-every=2"],
+        ["log.validate_every=2 needs held-out data.validation_files"],
+    ),
+    (["--data.weights", "1"], ["data.weights=(1.0,) for 0 data.files; give one weight per file, in their order"]),
+    (
+        ["--data.files", "{d}/good.jsonl", "{d}/good.jsonl", "--data.weights", "1", "1", "2"],
+        ["data.weights=(1.0, 1.0, 2.0) for 2 data.files; give one weight per file, in their order"],
+    ),
+    # model folders
+    (["--policy.path={d}/none"], ["model folder {d}/none: no config.json there; give"]),
+    (["--policy.path={d}/config_only"], ["config_only: no model.safetensors; load it with transformers and"]),
+    (["--policy.path={d}/config_only", "--policy.random-init"], ["config_only: no tokenizer there; save one"]),
+    (
+        ["--policy.path={d}/model", "--rollout.max-new-tokens=99999"],
+        ["rollout.max_new_tokens=99999 are 100511 together, more than the 1024 (max_position_embeddings) that policy."],
+    ),
+    (["--policy.path={d}/unknown"], ["model folder {d}/unknown: config.json is of no model that transformers knows"]),
+    (["--policy.path={d}/heads"], ["model folder {d}/heads: config.json is of no model", "attention heads"]),
+    (["--policy.path={d}/encoder"], ["'bert' is not a causal language model; choose another policy.path"]),
+    (["--value.path={d}/encoder"], ["'bert' is not a causal language model; choose another value.path"]),
+    (["--policy.path={d}/cut"], ["cut/model.safetensors is no safetensors file", "fetch it again"]),
+    (["--policy.path={d}/shape"], ["weight model.norm.weight is [32], but [64] by config.json; take both from one"]),
+    (["--policy.path={d}/lacks"], ["no weight model.norm.weight in its safetensors"]),
+    (
+        ["--reward.model={d}/headless"],
+        ["model folder {d}/headless: no weight score.weight in its safetensors; it is another model's"],
+    ),
+    (["--policy.path={d}/half"], ["half: b.safetensors is in the index but not there; fetch it again"]),
+    (["--value.path={d}/narrow", "--value.random-init"], ["value.path={d}/narrow: its vocabulary of 50", "(83)"]),
+    (["--policy.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter; this", "merge it into its base"]),
+    (["--value.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
+    (["--policy.path={d}/experts"], ["'mixtral' is not dense: mixtures of experts are not", "choose another policy"]),
+    (["--policy.path={d}/index"], ["index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch"]),
+    (["--policy.path={d}/garbled"], ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"]),
+    (
+        ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
+        ["model folder {d}/narrow: no model.safetensors; load it with transformers and save_pretrained it"],
+    ),
+    # reward models
+    (["--reward.model={d}/none"], ["model folder {d}/none: no config.json there; give a local folder"]),
+    (["--reward.model={d}/no_value"], ["reward.model={d}/no_value: no sequence classification of type 'mamba'; use"]),
+    (["--reward.model={d}/model"], ["reward.model={d}/model: it gives 2 numbers a text", "num_labels 1 in its"]),
+    (["--reward.model={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
+    (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; load it"]),
+    (["--reward.model={d}/judge", "--reward.model-random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
+    # reward functions
+    (["--reward.function=none"], ["reward.function=none needs a reward.model, or nothing scores the rows"]),
+    (
+        ["--reward.function", "none", "echo"],
+        ["reward.function=none echo: name functions, or none alone beside a reward.model"],
+    ),
+    (
+        ["--reward.function=none", "--reward.model={d}/judge", "--log.validate-every=2"],
+        ["log.validate_every=2: functions score held-out rows", "name one in --reward.validation"],
+    ),
+    (
+        ["--reward.function", "echo", "exact_match", "--reward.weights", "0.5"],
+        ["reward.weights=(0.5,) for 2 functions; give one weight each, in their order"],
+    ),
+    (["--reward.validation=exactmatch"], ["reward.validation=exactmatch: no such rule; use auto, exact_match"]),
+    (["--reward.function", "echo", "{d}/reward.py:gone"], ["reward.function={d}/reward.py:gone: ", "has no gone"]),
+    (["--reward.function={d}/reward.py:rows"], ["reward.py:rows: it is a int; name a function"]),
+    (["--reward.function=exactmatch"], ["reward.function=exactmatch: no such rule; use auto, exact_match"]),
+    (["--reward.function={d}/none.py:score"], ["reward.function={d}/none.py:score: no such file"]),
+    (["--reward.function={d}/reward.py:scores"], ["reward.py has no scores; functions there: score, two"]),
+    (["--reward.function={d}/reward.py:two"], ["reward.py:two: it does not take", "define it with (data_source, "]),
+    (["--reward.function={d}/imports.py:score"], ["imports.py failed: ModuleNotFoundError", "line 2", "fix the file"]),
+    # run folder and resume
+    (["--run-dir={d}/rows.csv"], ["run_dir={d}/rows.csv", "choose another --run-dir"]),
+    (["--resume={d}/run/checkpoints/step_000004"], ["needs --run-dir"]),
+    (
+        ["--resume={d}/nowhere", "--run-dir={d}/new"],
+        ["--resume {d}/nowhere: no complete checkpoint", "name a RUN/checkpoints/step_*"],
+    ),
+    (["--resume=never", "--run-dir={d}/run"], ["--resume never, but {d}/run holds step_000004; choose another"]),
+    (["--run-dir={d}/run", "--steps=4"], ["steps=4, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps"]),
+]
+
+DATA = [
+    # told by the dry run, and by all ranks at once, with a process group, before a model is built
+    (["--data.files={d}/third.jsonl"], ["third.jsonl row 3 has a prompt of type int", "must be a string"]),
+    (
+        ["--data.files={d}/good.jsonl", "--rollout.max-prompt-tokens=5", "--reward.function=exact_match"],
+        [
+            "rollout.max_prompt_tokens=5",
+            "good.jsonl row 2 has a prompt of 9 tokens",
+            "set --rollout.max_prompt_tokens 9",
+        ],
+    ),
+    (
+        ["--data.files={d}/good.jsonl", "--reward.function=last_number"],
+        ["prompt 2 of 2: ground truth 'blue'", "last_number needs a number; set --reward.function"],
+    ),
+    (
+        ["--data.files={d}/good.jsonl"],
+        ["reward.function=auto: no rule for data_source 'good'", "set --reward.function"],
+    ),
+    (
+        [
+            "--data.files={d}/good.jsonl",
+            "--reward.function=exact_match",
+            "--reward.validation=auto",
+            "--data.validation-files={d}/two.jsonl",
+        ],
+        ["reward.validation=auto: no rule for data_source 'two'", "set --reward.validation to exact_match, "],
+    ),
+    (
+        ["--data.files={d}/good.jsonl", "--reward.function=exact_match", "--data.validation-files={d}/third.jsonl"],
+        ["data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int"],
+    ),
+    (
+        [
+            "--data.files={d}/good.jsonl",
+            "--reward.function=exact_match",
+            "--data.overlong=filter",
+            "--rollout.max-prompt-tokens=3",
+        ],
+        [
+            "data.overlong=filter: all 2 rows of data.files have prompts over rollout.max_prompt_tokens=3; the",
+            "shortest has 4 tokens: raise the limit, or set --data.overlong cut",
+        ],
+    ),
+    (
+        [*TWO_FILES, "--data.overlong=filter", "--rollout.max-prompt-tokens=4", "--reward.function=exact_match"],
+        ["data.weights: no row of {d}/two.jsonl is left to take its share; drop the file, or change data.max_rows="],
+    ),
+    (
+        [*TWO_FILES, "--data.max-rows=1", "--reward.function=exact_match"],
+        ["data.weights: no row of {d}/", "change data.max_rows=1 or data.overlong=refuse"],
+    ),
+    (["--data.system=Add."], ["data.system is for the chat template, but the tokenizer", "an instruct model or drop"]),
+    (['--data.chat-kwargs={{"a":1}}'], ["data.chat_kwargs is for the chat template, but the", "drop data.chat_kwargs"]),
+    (
+        ["--policy.path={d}/chat", "--data.system=Add.", "--data.no-chat"],
+        ["data.system is for the chat template, but data.chat is off; drop one of the two"],
+    ),
+    (
+        ["--data.files={d}/messages.jsonl"],
+        ["messages.jsonl row 1 has a prompt of chat messages, but the tokenizer (", "use an instruct model or string"],
+    ),
+    (
+        ["--data.files={d}/messages.jsonl", "--policy.path={d}/chat"],
+        ["messages.jsonl row 1: the chat template refuses these messages (no tools); fix the row, or data.chat"],
+    ),
+    (
+        ["--data.files={d}/good.jsonl", "--policy.path={d}/mute"],
+        ["good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer"],
+    ),
+]
+
+MODELS = [
+    # told while the models are loaded, or in the first step
+    (
+        ["--reward.function={d}/raises.py:score"],
+        ["in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU here", "fix the file"],
+    ),
+    (
+        ["--reward.function={d}/exits.py:score"],
+        ["its process ended with status 3 while it imported the reward {d}/exits.py:score; fix the file"],
+    ),
+]
+
+REWARDS = """
+rows = 0
+def score(data_source, solution_str, ground_truth, extra_info): return 1.0
+def two(solution_str, ground_truth): return 1.0
+"""
+
+# imported by the trainer without trouble, and not by its reward workers
+IN_WORKER = """import os, sys
+if sys.argv[0].endswith("worker_main.py"):
+    {}
+def score(data_source, solution_str, ground_truth, extra_info): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the table names and that is there."""
+    folder = tmp_path_factory.mktemp("inputs")
+    texts = {
+        "broken.toml": "steps = 3\n[rollout\n",
+        "key.toml": "[rollout]\nbatch-size = 8\n",
+        "empty_section.toml": "[checkpoints]\n",
+        "below.toml": "[policy]\nlr = 1\n",
+        "type.toml": 'steps = 3\n[ppo]\nlam = "high"\n',
+        "list.toml": "steps = [1, 2]\n",
+        "bool.toml": "[rollout]\nbatch_size = true\n",
+        "switch.toml": "[ppo]\nwhiten = 1\n",
+        "pair.toml": "[reward]\nclip = 5\n",
+        "section.toml": "[steps]\n",
+        "value.toml": "ppo = 3\n",
+        "rows.csv": "prompt,answer\n",
+        "empty.jsonl": "\n",
+        "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "The sky: ", "answer": "blue"}\n',
+        "third.jsonl": '{"prompt": "a", "answer": "2"}\n{"prompt": "b", "answer": "2"}\n{"prompt": 3, "answer": "2"}\n',
+        "cut.jsonl": '{"prompt": "1+1=", "ans',
+        "no.parquet": "PAR",
+        "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
+        "null.jsonl": '{"prompt": "a", "answer": null}\n',
+        "blank.jsonl": '{"prompt": " "}\n',
+        "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
+        "roles.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}\n',
+        "source.jsonl": '{"prompt": "a", "data_source": 3}\n',
+        "extra.jsonl": '{"prompt": "a", "extra_info": [1]}\n',
+        "messages.jsonl": '{"prompt": [{"role": "tool", "content": "a"}], "answer": "b"}\n',
+        "one.json": '{"prompt": "a"}',
+        "number.jsonl": "3\n",
+        "dict/dataset_dict.json": '{"splits": ["train"]}',
+        "dict/train/state.json": '{"_data_files": null}',
+        "torn/state.json": "{",
+        "gone/state.json": '{"_data_files": [{"filename": "a.arrow"}]}',
+        "shuffled/state.json": '{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}',
+        "adapter/adapter_config.json": '{"peft_type": "LORA"}',
+        "experts/config.json": '{"model_type": "mixtral"}',
+        "no_value/config.json": '{"model_type": "mamba"}',
+        "reward.py": REWARDS,
+        "raises.py": IN_WORKER.format("raise OSError('no GPU here')"),
+        "exits.py": IN_WORKER.format("os._exit(3)"),
+        "imports.py": "import os\nimport no_such_module\n",
+        "unknown/config.json": '{"model_type": "nope"}',
+        "heads/config.json": '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}',
+    }
+    for role in ("actor", "critic"):
+        files = (".metadata", "state.json", "__0_0.distcp")
+        listed = json.dumps({"step": 4, "files": {name: [0, 0] for name in files}})
+        part = f"run/checkpoints/step_000004/{role}"
+        texts |= dict.fromkeys((f"{part}/{name}" for name in files), "") | {f"{part}/manifest.json": listed}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in ("model", "shape", "lacks", "cut", "half", "index", "garbled", "headless", "chat", "mute"):
+        build_tiny(folder / name, seed=0)
+    weights = load_file(folder / "model" / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, folder / "lacks" / "model.safetensors")
+    save_file(weights | {"model.norm.weight": norm[:32].clone()}, folder / "shape" / "model.safetensors")
+    (folder / "cut" / "model.safetensors").write_bytes(b"cut")
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "model.embed_tokens.weight": "b.safetensors"}}
+    (folder / "half" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "index" / "model.safetensors.index.json").write_text("{}")
+    (folder / "garbled" / "tokenizer.json").write_text("{}")
+    for name, template in (("chat", "{{ raise_exception('no tools') }}"), ("mute", "{{ '' }}")):
+        (folder / name / "chat_template.jinja").write_text(template)
+    for name in ("judge", "headless"):
+        LlamaConfig.from_pretrained(folder / "model", num_labels=1).save_pretrained(folder / name)
+    texts_of_json = pyarrow.array(['"7"'], pyarrow.string()).cast(pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts_of_json}), folder / "json.parquet")
+    BertConfig().save_pretrained(folder / "encoder")
+    (folder / "lengths.txt").write_text("3\n4 99999")
+    (folder / "bare.txt").write_text("\n")
+    shutil.copytree(folder / "model", folder / "capped")
+    sizes: Any = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    Gemma2Config(vocab_size=200, hidden_size=16, intermediate_size=16, **sizes).save_pretrained(folder / "capped")
+    LlamaConfig.from_pretrained(folder / "model").save_pretrained(folder / "config_only")
+    LlamaConfig(vocab_size=50, hidden_size=64, num_attention_heads=4).save_pretrained(folder / "narrow")
+    return folder
+
+
+def command(argv: list[str], inputs: Path) -> list[str]:
+    return [word.format(d=inputs) for word in argv]
+
+
+def assert_told(err: str, says: list[str], inputs: Path) -> None:
+    """One line, and all that it must say."""
+    assert err.startswith("error: "), err
+    assert err.count("\n") == 1, err
+    for text in says:
+        assert text.replace("{d}", str(inputs)) in err
+
+
+def forbidden(*_: Any, **__: Any) -> None:
+    raise AssertionError("too late: this could have been told before")
+
+
+@pytest.mark.parametrize(("argv", "says"), FLAGS, ids=lambda value: " ".join(value))
+@pytest.mark.timeout(20)
+def test_a_flag_that_tyro_refuses_is_named(argv, says, capsys, monkeypatch):
+    monkeypatch.setattr(run_main, "Runtime", forbidden)
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "Traceback" not in err
+    assert all(text in err for text in says), err
+
+
+@pytest.mark.parametrize(("argv", "says"), EARLY, ids=lambda value: " ".join(value))
+@pytest.mark.timeout(20)
+def test_told_before_anything_is_written_or_built(argv, says, inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_main, "Runtime", forbidden)
+    monkeypatch.setattr(models, "build", forbidden)
+    before = sorted(path for path in inputs.rglob("*") if "__pycache__" not in path.parts)
+    for dry in ([], ["--dry-run"]):
+        if not (dry and "--world-size=2" in argv):  # wrong without it alone
+            assert train.main([*command(argv, inputs), *dry]) == 2
+            assert_told(capsys.readouterr().err, says, inputs)
+    assert sorted(path for path in inputs.rglob("*") if "__pycache__" not in path.parts) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def changed(section: Any, name: str, value: Any) -> Any:
+    """A configuration with one setting changed."""
+    head, _, rest = name.partition(".")
+    return replace(section, **{head: changed(getattr(section, head), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(("shown", "rule", "names"), [row[1:] for row in BOUNDS])
+def test_every_setting_of_a_rule_keeps_it(shown, rule, names):
+    for name in names.split():
+        value = shown if name == "data.chat_kwargs" else ast.literal_eval(shown)
+        with pytest.raises(UserError, match=f"^{re.escape(f'{name}={shown} {rule}')}"):
+            check(changed(Config(), name, value))
+
+
+def test_every_rule_on_a_setting_has_a_row_above():
+    tested = {
+        (name.replace("policy.", "").replace("value.", ""), rule)
+        for *_, rule, names in BOUNDS
+        for name in names.split()
+    }
+    tested.add(("rollout.stop", NO_STOP))
+    assert {(name, rule) for _, rule, names in RULES for name in names.split()} <= tested
+
+
+@pytest.mark.parametrize(
+    ("library", "argv", "says"),
+    [
+        ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install -e '.["),
+        (
+            "tensorboard",
+            ["--log.trackers", "wandb", "tensorboard"],
+            "log.trackers=wandb tensorboard: tensorboard is not installed; pip install -e '.[tensorboard]' or",
+        ),
+        ("math_verify", ["--reward.function=math"], "reward.function=math: the rule math needs the library math-"),
+        ("math_verify", ["--reward.validation=math"], "reward.validation=math: the rule math needs the library math-"),
+    ],
+)
+def test_a_library_that_is_not_installed(library, argv, says, inputs, tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+
+    def find_others(name: str, package: str | None = None) -> Any:
+        return None if name == library else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    monkeypatch.setattr(trackers, "find_spec", find_others)
+    test_told_before_anything_is_written_or_built(argv, [says], inputs, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    assert train.main(["--compute.device=cuda"]) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "error: compute.device=cuda with 1 ranks on a node of 0 GPUs: each rank needs its own; "
+        "start on a GPU machine or set --compute.device cpu\n"
+    )
+
+
+def main_rank(rank: int, argv: list[str], fill: Callable | None) -> tuple[int, str]:
+    """Exit status of a rank and what it says on stderr."""
+    if fill:
+        weights.fill = fill
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = train.main(argv)
+    return status, said.getvalue()
+
+
+@pytest.mark.parametrize(("argv", "says"), DATA, ids=lambda value: " ".join(value))
+def test_wrong_rows_are_told_by_the_dry_run(argv, says, inputs, capsys, monkeypatch):
+    monkeypatch.setattr(weights, "fill", forbidden)
+    given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", "--dry-run"]
+    assert train.main(given) == 2
+    assert_told(capsys.readouterr().err, says, inputs)
+
+
+@pytest.mark.parametrize(("argv", "says"), DATA[:2], ids=lambda value: " ".join(value))
+def test_wrong_rows_are_reported_by_one_rank_before_weights_are_read(argv, says, inputs, tmp_path):
+    given = [*SMALL, *command(argv, inputs), "--data.answer-key=answer", f"--run-dir={tmp_path / 'run'}"]
+    results = run_ranks(2, main_rank, given, forbidden, timeout=200)
+    assert [status for status, _ in results] == [2, 2]
+    assert_told("".join(err for _, err in results), says, inputs)
+
+
+@pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
+def test_wrong_weights_and_rewards_are_a_line_too(argv, says, inputs, tmp_path):
+    given = [*SMALL, *command(argv, inputs), f"--run-dir={tmp_path / 'run'}"]
+    ((status, err),) = run_ranks(1, main_rank, given, None, timeout=200)
+    assert status == 2
+    assert_told(err, says, inputs)
+
+
+def own_tracebacks(said: str) -> list[str]:
+    """Those of the ranks."""
+    return [part for part in said.split("Traceback (most recent call last)")[1:] if "splitppo/train.py" in part]
+
+
+def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
+    job = Torchrun(2, train.main, ["--rollout.batch-size=510", "--ppo.mini-batches=4"], out=tmp_path / "out")
+    assert job.wait(200) == 1
+    line = "error: rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512"
+    assert job.said().splitlines().count(line) == 1, job.said()
+    assert own_tracebacks(job.said()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "cause"),
+    [
+        ("raises", "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU here"),
+        ("exits", "its process ended with status 3 while it imported the reward {d}/exits.py:score"),
+    ],
+)
+def test_a_reward_that_its_worker_cannot_import_ends_the_job_with_its_cause_last(file, cause, inputs, tmp_path):
+    run, cause = tmp_path / "run", re.escape(cause.format(d=inputs))
+    argv = [*SMALL, "--steps=1000", f"--run-dir={run}", f"--reward.function={inputs}/{file}.py:score", "--timeout=60"]
+    job = Torchrun(2, train.main, argv, out=tmp_path / "out")
+    assert job.wait(200) == 1
+    assert not list((run / "metrics").glob("critic.jsonl")) or not (run / "metrics" / "critic.jsonl").read_text()
+    said = job.said()
+    ours, _, last = said.rpartition("Root Cause")
+    assert re.search(cause, last), said
+    assert own_tracebacks(ours) == [], said
+    assert len(re.findall(f"^error: {cause}", ours, re.MULTILINE)) == 1, said

@@ -1,0 +1,73 @@
+"""The package's rooms import one way, downward, and no file imports in a circle."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "splitppo"
+# A room, a file or a folder at the top of the package, may import from its own floor and from those below.
+FLOORS = [
+    {"__main__"},
+    {"train", "tools"},
+    {"run"},
+    {"actor", "critic", "validation"},
+    {"learner", "engine", "rewards"},
+    {"models"},
+    {"channel"},
+    {"job"},
+    {"context"},
+    {"placement", "data"},
+    {"config"},
+    {"algo", "rollout", "errors"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+    if path != PACKAGE / "__init__.py"
+}
+
+
+def imports(module: str) -> set[str]:
+    """Modules of the package that a module names in an import of any kind: in functions and for types, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}  # of a module, or of a name in one
+    inside = {name.removeprefix("splitppo.") for name in found if name.startswith("splitppo.")}
+    named = {name if name in FILES else name.rpartition(".")[0] for name in inside}
+    return {name for name in named if name in FILES} - {module}
+
+
+GRAPH = {module: imports(module) for module in FILES}
+
+
+def test_every_room_has_a_floor():
+    assert {module.split(".")[0] for module in FILES} == set(FLOOR)
+    assert "rollout" in GRAPH["models.balance"], "imports are not found"
+
+
+def test_imports_go_down():
+    wrong = []
+    for module, others in GRAPH.items():
+        room = module.split(".")[0]
+        for other in others:
+            target = other.split(".")[0]
+            beside = {room, target} <= {"actor", "critic", "validation"}
+            if target != room and FLOOR[target] <= FLOOR[room] and not beside:
+                wrong.append(f"{module} imports {other}, which is not below it")
+            if target == "tools" != room and room != "__main__":
+                wrong.append(f"{module} imports {other}, a tool")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_in_a_circle():
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")

@@ -1,0 +1,177 @@
+"""A row with turns is trained on as its turns are, each after all that came before: the same log-probs, values, losses
+and gradients. And the turns are one sequence in time: GAE passes over what the environment said."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import Tensor
+
+from splitppo import algo
+from splitppo.config import Config, OptimConfig, PlacementConfig, PPOConfig, RolloutConfig
+from splitppo.critic import Critic, Scored
+from splitppo.job.collectives import Group
+from splitppo.job.nodes import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.learner import Learner
+from splitppo.models.build import Kind, build, read_config
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.runner import Runner
+from splitppo.models.sharding import local, parallelize
+from splitppo.models.tiny import build_tiny
+from splitppo.models.weights import fill
+from splitppo.placement import place
+from splitppo.rollout import Rollout, Sample
+
+CPU = torch.device("cpu")
+OUTPUTS = PolicyOutputs(0.7, 80)
+# (prompt, (what the policy said, what the environment answered), ...)
+EPISODES: list[tuple[int, list[tuple[int, int]]]] = [
+    (3, [(2, 2), (2, 0)]),  # P | a1 a2 | o1 o2 | a3 a4
+    (1, [(4, 3), (1, 1), (2, 0)]),
+    (5, [(6, 0)]),
+    (2, [(1, 4), (3, 2)]),  # ends with an observation
+]
+
+
+def draw(name: str, count: int) -> list[int]:
+    return torch.randint(3, 80, (count,), generator=torch.Generator().manual_seed(sum(map(ord, name)))).tolist()
+
+
+def with_turns() -> list[Sample]:
+    found = []
+    for row, (prompt, turns) in enumerate(EPISODES):
+        lengths = [part for turn in turns for part in turn]
+        response = draw(f"response {row}", sum(lengths))
+        mask = [number % 2 == 0 for number, length in enumerate(lengths) for _ in range(length)]
+        sizes = torch.tensor([said for said, _ in turns])
+        ends = tuple(sizes.cumsum(0).tolist())
+        found.append(
+            Sample(row, draw(f"prompt {row}", prompt), response, [0.0] * int(sizes.sum()), "environment", mask, ends)
+        )
+    return found
+
+
+def turn_by_turn() -> list[Sample]:
+    """Each turn as a plain row, whose prompt is all that came before."""
+    found: list[Sample] = []
+    for sample, (_, turns) in zip(with_turns(), EPISODES, strict=True):
+        before, rest = list(sample.prompt), list(sample.response)
+        for said, answered in turns:
+            found.append(Sample(len(found), before, rest[:said], [0.0] * said, "eos"))
+            before, rest = before + rest[: said + answered], rest[said + answered :]
+    return found
+
+
+def fields(tokens: int) -> dict[str, Tensor]:
+    """Of the response tokens, which come in the same order either way."""
+    generator = torch.Generator().manual_seed(1)
+    return {"old": -4 - torch.rand(tokens, generator=generator), "wanted": torch.randn(tokens, generator=generator)}
+
+
+def policy_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
+    logprobs, entropy = OUTPUTS(model, batch, entropy=True)
+    clips: Any = {"clip_low": 0.2, "clip_high": 0.3, "aggregate": "token_mean"}
+    loss, metrics = algo.policy_loss(logprobs, given["old"], given["wanted"], batch.mask, **clips)
+    return loss - 0.01 * algo.aggregate_loss(entropy, batch.mask, "token_mean"), metrics
+
+
+def value_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
+    old = given["old"] + 4.5
+    return algo.value_loss(
+        value_outputs(model, batch), old, given["wanted"], batch.mask, clip=0.5, aggregate="token_mean"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(path, seed=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    runtime = Runtime(Launch(), place(PlacementConfig(), world=1, local_world=1), CPU, 60.0)
+    yield runtime
+    runtime.close()
+
+
+def trained(folder: Path, group: Group, kind: Kind, samples: list[Sample], *, packed: bool) -> Any:
+    """A forward pass and an update: outputs `[N]`, figures, the gradient by name, the weights after."""
+    model = build(read_config(str(folder)), kind, packed=packed)
+    parallelize(model, group.mesh, dtype=torch.float32, activation_checkpointing=False)
+    fill(model, str(folder), device=CPU, head="normal", seed=9)
+    runner = Runner(group, CPU, 20)  # tokens: several micro-batches, cut in other ways for turns than for rows
+    optim = OptimConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.0)
+    learner = Learner(model, runner, optim, steps=4, aggregate="token_mean")
+    rollout = Rollout(samples)
+    objective = policy_objective if kind == "policy" else value_objective
+    outs = runner.forward(
+        model, rollout, lambda m, b: OUTPUTS(m, b, entropy=True) if kind == "policy" else [value_outputs(m, b)],
+        fields=2 if kind == "policy" else 1,
+    )  # fmt: skip
+    (figures,) = learner.update(rollout, [rollout.rows], fields(rollout.tokens), objective, step=1, epochs=1)
+    named = {id(parameter): name for name, parameter in learner.sharded().items()}
+    # of AdamW's first step
+    gradient = {named[id(p)]: local(state["exp_avg"]) / 0.1 for p, state in learner.optimizer.state.items()}
+    after = {name: local(parameter).detach() for name, parameter in learner.sharded().items()}
+    return outs, figures, gradient, after
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_a_row_with_turns_is_trained_on_as_its_turns_are(folder, runtime, kind, packed):
+    group = runtime.groups["actor"]
+    rows, turns = with_turns(), turn_by_turn()
+    assert rows[0].mask == [True, True, False, False, True, True]
+    assert sum(sample.tokens for sample in rows) == sum(len(sample.response) for sample in turns) == 21
+    outs, figures, gradient, after = trained(folder, group, kind, rows, packed=packed)
+    due_outs, due, due_gradient, due_after = trained(folder, group, kind, turns, packed=packed)
+    for out, expected in zip(outs, due_outs, strict=True):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    names = ["loss", "grad_norm", *(["ppo_kl", "pg_clipfrac"] if kind == "policy" else ["vf_clipfrac", "vpred_mean"])]
+    assert {name: figures[name] for name in names} == pytest.approx({name: due[name] for name in names}, abs=1e-6)
+    assert due["grad_norm"] > 0.1
+    assert gradient.keys() == due_gradient.keys()
+    for name, expected in due_gradient.items():
+        torch.testing.assert_close(gradient[name], expected, rtol=0, atol=1e-6, msg=name)
+    for name, expected in due_after.items():
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-5, msg=name)
+
+
+GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
+VALUES = [0.5, -1.0, 2.0, 0.25]
+
+
+def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> tuple[list[float], list[float]]:
+    """Of rows whose first has VALUES and a KL of 0.1 a token, and the others nothing."""
+    rollout = Rollout(samples)
+    ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
+    value = SimpleNamespace(runner=SimpleNamespace(group=group))
+    critic = Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
+    padded = torch.zeros(rollout.tokens - 4)
+    scored = Scored(rollout, torch.cat([torch.tensor(VALUES), padded]), torch.tensor(scores), {}, [])
+    old = torch.cat([torch.full((4,), -1.0), padded])
+    ref = torch.cat([torch.full((4,), -1.1), padded])
+    advantages, returns, _ = critic.advantages(scored, [old, ref])
+    return advantages[:4].tolist(), returns[:4].tolist()
+
+
+def test_gae_goes_over_the_response_tokens_in_sequence():
+    """By hand: the score is the last response token's, and an observation is no step in time."""
+    first = with_turns()[0]
+    rewards = [-0.05, -0.05, -0.05, 3.0 - 0.05]
+    nexts = [*VALUES[1:], 0.0]
+    deltas = [r + GAMMA * n - v for r, n, v in zip(rewards, nexts, VALUES, strict=True)]
+    due = [sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, 4)) for t in range(4)]
+    longer = Sample(1, [5], [6] * 7, [0.0] * 7, "eos")  # so that the row is padded
+    for samples, scores in (([first], [3.0]), ([first, longer], [3.0, 0.0])):
+        ((advantages, returns),) = run_threads(1, advantages_of, samples, scores)
+        assert advantages == pytest.approx(due, abs=1e-6)
+        assert returns == pytest.approx([a + v for a, v in zip(due, VALUES, strict=True)], abs=1e-6)

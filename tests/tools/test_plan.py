@@ -1,0 +1,372 @@
+"""The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs, lengths and table."""
+
+import json
+import re
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runs import Torchrun
+
+from splitppo import train
+from splitppo.errors import UserError
+from splitppo.models.build import count_parameters, read_config
+from splitppo.models.tiny import build_tiny
+from splitppo.tools import bench, plan
+from splitppo.tools.cost import (
+    Split,
+    Traffic,
+    Work,
+    advice,
+    columns,
+    may_move,
+    measured,
+    node_lines,
+    predict,
+    splits,
+    waiting,
+)
+
+# 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is twice the mean
+WORK = Work(
+    batch=500, rollout=1.0, sync=0.1, other=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0, longest=2.0
+)
+
+
+def test_columns_by_hand():
+    # rollout 1 + 1/2, sync and other 0.3; old, reference and update over two ranks 5; scores and update over two 4
+    assert columns(WORK, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0, 4.0))
+    assert predict(WORK, Split(2, 2)) == pytest.approx(6.8)
+    assert columns(WORK, Split(2, 2, "critic")) == pytest.approx((1.5 + 0.3 + 4.0, 5.0))
+    assert columns(WORK, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3, 8.0))
+    assert predict(WORK, Split(4, 0)) == pytest.approx(1.25 + 0.3 + 18 / 4)
+    # rows that are all equally long end at once: 250 double the time of a rollout, and they are scored after it
+    alike = replace(WORK, longest=1.0)
+    assert columns(alike, Split(2, 2, "critic")) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 5.0))
+    assert columns(alike, Split(2, 2)) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 4.0))
+    assert predict(alike, Split(4, 0)) == pytest.approx(1.5 + 0.3 + 18 / 4)
+    # colocated ranks score nothing under the rollout, so nothing is late
+    assert columns(replace(WORK, old=0.0, reference=0.0, score=100.0), Split(4, 0))[0] == pytest.approx(
+        1.25 + 0.3 + 1.5
+    )
+    assert columns(replace(WORK, old=0.0, reference=0.0), Split(4, 0))[0] == pytest.approx(1.25 + 0.3 + 1.5)
+    small = replace(WORK, value=1.0, value_fixed=0.7, policy_fixed=0.1)
+    assert columns(small, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3 + 0.1, 3.7))
+    assert columns(small, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0 + 0.1, 2.2))
+
+
+def test_the_advice_names_the_faster_splits_first():
+    lines = advice(WORK, Split(3, 1), 4, movable=True)
+    assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
+    assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x, idle column 14%"
+    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x, idle column 0%"
+    assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), 4, movable=False))
+
+
+def test_all_placements_of_some_gpus():
+    assert splits(1, movable=True) == [Split(1, 0)]
+    assert splits(3, movable=False) == [Split(3, 0), Split(1, 2), Split(2, 1)]
+    both = [Split(1, 2), Split(1, 2, "critic"), Split(2, 1), Split(2, 1, "critic")]
+    assert splits(3, movable=True) == [Split(3, 0), *both]
+    found = [may_move(*coefs) for coefs in ((0.1, 0.0), (2.0, 0.0), (0.0, 0.0), (0.1, 0.1), (0.0, 0.1), (0.1, 1.0))]
+    assert found == [True, True, False, False, False, False]
+
+
+def test_only_a_much_lower_rate_is_waiting():
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0, 0.0)] == [0.5, 0.0, 0.0, 0.0]  # 60: the limit itself
+    assert waiting(0.5, 100.0) == 0.995
+
+
+def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[dict]]:
+    """Metrics of a run that does what the model says; the first two steps are slow."""
+    x, y = split.actor, split.critic or split.actor
+    beside = split.reference == "actor"
+    actor = {
+        "timing_s/rollout": work.rollout * (1 + work.batch / x / 500),
+        "timing_s/sync": work.sync,
+        "timing_s/logprobs": (work.old + beside * work.reference) / x,
+        "timing_s/update": work.policy / x + work.policy_fixed,
+        "perf/update_tflop": 100 * work.policy / x,
+        "timing_s/wait_advantages": 0.5,
+        "timing_s/validate": 0.3,
+        "timing_s/checkpoint": 0.4,
+        "response_length/mean": 30.0,
+        "response_length/max": 60.0,
+    }
+    actor["timing_s/step"] = sum(value for name, value in actor.items() if "timing_s" in name) + work.other
+    score = (work.score + (not beside) * work.reference) / y
+    critic = {"timing_s/score": score, "timing_s/update": work.value / y + work.value_fixed, "critic/ref_kl": 0.1}
+    critic["perf/update_tflop"] = 100 * work.value / y
+    actor["actor/mismatch_mean"] = 0.01
+    slow = {name: 10 * value for name, value in actor.items()}
+    return [slow] * 2 + [actor] * (steps - 2), [critic] * steps
+
+
+@pytest.mark.parametrize("split", [Split(2, 2), Split(3, 1, "critic")])
+def test_the_work_is_read_off_a_run(split):
+    actor, critic = lines(split, WORK)
+    assert asdict(measured(actor, critic, split, 500)) == pytest.approx(asdict(WORK))
+    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(asdict(WORK))  # one step is enough
+    # of the rollout's seconds, some that the first rank waited for another one's engine
+    early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/barrier_wait": 0.5}
+    uneven = [*actor[:2], *(line | early for line in actor[2:])]
+    assert asdict(measured(uneven, critic, split, 500)) == pytest.approx(asdict(WORK))
+    # a wait too short to be noted in the first step, and none of the policy's updates at the beginning
+    critic_late = [line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0} for line in actor]
+    mixed = [*actor[:3], *critic_late[3:]]
+    assert measured(mixed, critic, split, 500).other == pytest.approx(WORK.other)
+    warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
+    assert measured(warming + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
+    untrained = [line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]]  # no row was left
+    assert measured(untrained + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
+    with pytest.raises(UserError, match="no policy update beyond its warm-up"):
+        measured(warming, critic, split, 500)
+    with pytest.raises(UserError, match="no more than 2 steps"):
+        measured(actor[:2], critic, split, 500)
+
+
+def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
+    work = replace(WORK, value=0.8, value_fixed=0.6)
+    actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
+    assert asdict(measured(actor, critic, Split(2, 2), 500)) == pytest.approx(asdict(work))
+    other_way = replace(WORK, policy=0.8, policy_fixed=0.6, score=0.5)
+    assert asdict(measured(*lines(Split(2, 2), other_way), Split(2, 2), 500)) == pytest.approx(asdict(other_way))
+    for line in actor:  # models of one size differ by what is not counted of the log-probs, which does get shorter
+        line["perf/update_tflop"] = 70 * line["timing_s/update"]
+    for line in critic:
+        line["perf/update_tflop"] = 100 * line["timing_s/update"]
+    alike = measured(actor, critic, Split(2, 2), 500)
+    assert (alike.policy_fixed, alike.value_fixed) == (0.0, 0.0)
+    assert (alike.policy, alike.value) == pytest.approx((work.policy, 2.0))
+    for line in actor + critic:
+        line.pop("perf/update_tflop", None)
+    older = measured(actor, critic, Split(2, 2), 500)
+    assert (older.value, older.value_fixed, older.policy_fixed) == pytest.approx((2.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("side", "has_reference", "has_old", "expected"),
+    [  # (old, reference) on one GPU of 8 s of forward passes, where an update takes 6 s
+        ("actor", True, True, (4.0, 4.0)),
+        ("actor", True, False, (0.0, 8.0)),
+        ("actor", False, True, (8.0, 0.0)),
+        ("actor", False, False, (0.0, 0.0)),
+        ("critic", True, True, (8.0, 8.0)),
+        ("critic", True, False, (0.0, 2.0)),
+        ("critic", False, True, (8.0, 0.0)),
+    ],
+)
+def test_the_forward_passes_are_old_and_reference_log_probs(side, has_reference, has_old, expected):
+    split = Split(2, 2, side)
+    actor, critic = lines(split, WORK)
+    for line in actor:
+        line["timing_s/logprobs"] = 4.0
+        if not has_old:
+            line.pop("actor/mismatch_mean", None)
+    for line in critic:
+        line["timing_s/score"] = 5.0
+        if not has_reference:
+            line.pop("critic/ref_kl", None)
+    found = measured(actor, critic, split, 500)
+    assert (found.old, found.reference) == pytest.approx(expected)
+    assert found.score == pytest.approx(10.0 - (found.reference if side == "critic" else 0.0))
+
+
+def test_colocated_ranks_have_nothing_beside_the_phases():
+    work = measured(*lines(Split(4, 0), WORK), Split(4, 0), 500)
+    assert asdict(work) == pytest.approx(asdict(replace(WORK, other=0.0)))
+
+
+def write_run(folder: Path, *, steps: int = 5) -> Path:
+    (folder / "metrics").mkdir(parents=True)
+    ppo = "[ppo]\nkl_coef = 0.1\nkl_loss_coef = 0.0\n"
+    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 500\n' + ppo)
+    (folder / "placement.txt").write_text("placement per_node: 2 actor, 2 critic\n  rank 0 ...\n")
+    for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
+        text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
+        (folder / "metrics" / f"{role}.jsonl").write_text(text)
+    return folder
+
+
+def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--gpus", "8"])
+    assert plan.main() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("2+2, reference with the actor: 6.80 s")
+    assert len(told) == 4
+    assert all("+" in line or "on 8" in line for line in told[1:])
+    with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
+        plan.plan(tmp_path / "none")
+    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "8", str(run)])
+    assert plan.main() == 0
+    assert capsys.readouterr().out.splitlines() == told
+    for flags in (["--gpus", "0"], ["--nodes", "0"]):
+        monkeypatch.setattr("sys.argv", ["plan", str(run), *flags])
+        assert plan.main() == 2
+        assert f"error: {' '.join(flags[-2:])}: use a number above 0" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["plan", "--help"])
+    assert plan.main() == 0
+    assert {"RUN", "--nodes", "--gpus"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
+
+
+def test_what_crosses_between_nodes_by_hand():
+    role = Traffic(parameters=10**9, forwards=3, trains=4)
+    # half of the weights at 2 bytes in 3 + 2 x 4 passes, half of the gradients at 4 bytes in 4
+    assert role.between(2) == 0.5e9 * (2 * 11 + 4 * 4)
+    assert role.between(2, replicas=True) == 0.5e9 * 2 * 4 * 4
+    assert role.between(1) == 0
+    assert node_lines(role, role, 10e6, Split(4, 4), 2) == [
+        "  by_node: 0.01 GB into a node a step",
+        "  per_node, fsdp.shard_size=node: 32.00 GB into a node a step",
+        "  per_node: 38.00 GB into a node a step",
+    ]
+    names = [line.split(":")[0].strip() for line in node_lines(role, role, 10e6, Split(6, 2), 2)]
+    assert names == ["per_node, fsdp.shard_size=node", "per_node"], "one and a half nodes are no nodes"
+    assert len(node_lines(role, role, 10e6, Split(12, 12), 3)) == 2
+    # what the groups send each other comes into each node of the smaller one: 8 GB into two
+    found = node_lines(Traffic(0, 0, 0), Traffic(0, 0, 0), 8e9, Split(8, 8), 4)
+    assert found[-1] == "  by_node: 4.00 GB into a node a step"
+    # three nodes and one: the three still gather among themselves
+    assert node_lines(role, role, 0, Split(6, 2), 4)[0].startswith("  by_node: 25.33 GB")
+
+
+def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "config.toml").write_text((run / "config.toml").read_text() + "[compute]\nmicro_batch_tokens = 1000\n")
+    build_tiny(run / "tiny", seed=0)
+    path = run / "metrics" / "actor.jsonl"
+    last = {"step": 6, "tokens": 8000.0, "perf/wire_mb": 0.1, "timing_s/update": 2.0, "timing_s/step": 6.0}
+    path.write_text(path.read_text() + json.dumps(json.loads(path.read_text().splitlines()[-1]) | last) + "\n")
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "2"])
+    assert plan.main() == 0
+    told = capsys.readouterr().out.splitlines()[-4:]
+    assert told[0] == "on 2 nodes, two groups as they are:"
+    assert told[1].startswith("  by_node: 0.00 GB into a node a step")
+    assert len(told) == 4
+    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "3"])
+    assert plan.main() == 2
+    assert "--nodes 3 does not divide the 4 ranks" in capsys.readouterr().err
+    (run / "placement.txt").write_text("placement colocated: 3 actor, 3 critic\n")
+    assert plan.main() == 2
+    assert f"--nodes 3 is for two groups, and {run} is colocated; name a run" in capsys.readouterr().err
+
+
+def test_jobs_are_read_and_wrong_ones_told():
+    assert bench.parse_job("colocated", 4)[0] == Split(4, 0)
+    split, flags = bench.parse_job("3+1/critic/barrier", 4)
+    assert (split, flags[-1]) == (Split(3, 1, "critic"), "--placement.barrier")
+    jobs = ("colocated", "2+2/barrier", "2+2", "3+1")
+    assert bench.default_jobs(4, movable=False) == jobs
+    assert bench.default_jobs(4, movable=True) == (*jobs, "2+2/critic", "3+1/critic")
+    assert bench.default_jobs(8, movable=False) == ("colocated", "4+4/barrier", "4+4", "5+3", "6+2")
+    assert bench.default_jobs(3, movable=False) == ("colocated", "2+1/barrier", "2+1")
+    assert bench.default_jobs(2, movable=False) == ("colocated", "1+1/barrier", "1+1")
+    assert bench.default_jobs(1, movable=True) == ("colocated",)
+    for wrong, told in (("3+2", "add up to --gpus 4"), ("4+0", "at least one rank"), ("3-1", "write colocated, 3\\+1")):
+        with pytest.raises(UserError, match=told):
+            bench.parse_job(wrong, 4)
+
+
+def test_lengths_are_seeded_and_as_asked(tmp_path):
+    drawn = bench.lengths_of("lognormal:240:1024")
+    assert drawn == bench.lengths_of("lognormal:240:1024")
+    assert sum(drawn) / len(drawn) == pytest.approx(236, abs=4)  # the cap takes a little
+    assert (min(drawn) >= 1, max(drawn)) == (True, 1024)
+    assert bench.lengths_of("fixed:512") == [512]
+    (tmp_path / "own").write_text("3\n5\n")
+    assert bench.lengths_of(str(tmp_path / "own")) == [3, 5]
+    (tmp_path / "empty").touch()
+    with pytest.raises(UserError, match="holds no number"):
+        bench.lengths_of(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="write fixed:512, lognormal:240:1024, or name a file"):
+        bench.lengths_of("normal:3")
+
+
+class ForkedJob:
+    """In place of a process that runs torchrun: the same job, forked."""
+
+    def __init__(self, line: list[str], stdout: Any, stderr: Any) -> None:
+        at = line.index("splitppo.train")
+        assert line[1:at] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+        self.job = Torchrun(2, train.main, line[at + 1 :], out=Path(stdout.name))
+
+    def __enter__(self) -> "ForkedJob":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert not self.job.left()
+
+    def wait(self, limit: float) -> int:
+        return self.job.wait(min(limit, 300))
+
+
+def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
+    trainer += ["--ppo.epochs", "2"]
+    (tmp_path / "preset.toml").write_text(
+        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\nevery = 2\n'
+    )
+    trainer += ["--config", str(tmp_path / "preset.toml")]
+    argv = ["bench", "--gpus", "2", "--jobs", "1+1", "colocated", "--lengths", "lognormal:4:12", "--warmup", "2"]
+    monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob}))
+    assert bench.main() == 0
+    told = capsys.readouterr().out
+    record = json.loads((out / "bench.json").read_text())
+    split, colocated = record["results"]
+    assert split["predicted_s"] > 0
+    assert "timing_s/wait_barrier" not in split["metrics"]["actor"], "the preset's barrier was taken over"
+    lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
+    kinds: Any = {"actor": "policy", "critic": "value"}
+    tiny = read_config(str(out / "colocated" / "tiny"))
+    for folder, result in (("colocated", colocated), ("1+1", split)):
+        steps = [json.loads(line) for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()]
+        due = [sum(lengths[i * 16 : (i + 1) * 16]) / 16 for i in range(4)]
+        assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
+        assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / sum(result["steps_s"]))
+        assert result["steps_s"] == [step["timing_s/step"] for step in steps[2:]]
+        tokens = sum(step["tokens"] for step in steps[2:]) / 2 / (2 if folder == "colocated" else 1)
+        for role, kind in kinds.items():
+            work = 6e-12 * count_parameters(tiny, kind) * tokens * 2  # epochs
+            assert result["tflops"][role] == pytest.approx(work / result["metrics"][role]["timing_s/update"])
+        assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
+        assert result["metrics"]["critic"].keys() >= {"timing_s/score", "timing_s/update", "timing_s/step"}
+        assert 0 < result["start_s"] < 300
+        assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
+    assert colocated["predicted_s"] > 0
+    assert split["metrics"]["critic"]["perf/wire_mb"] > 0
+    assert "perf/wire_mb" not in colocated["metrics"]["critic"]
+    assert (out / "bench.png").stat().st_size > 5000
+    assert bench.main() == 2
+    assert "it exists; name a new folder" in capsys.readouterr().err
+
+
+def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
+    metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
+    more: Any = {"tokens_s": 9.0, "steps_s": [1.0], "start_s": 0.0, "tflops": {}, "mfu": {}}
+
+    def run_job(job: str, *_: Any) -> bench.Result:
+        if job == "3+1":
+            raise KeyboardInterrupt
+        return bench.Result(job, Split(2, 2), WORK, metrics, **more)
+
+    monkeypatch.setattr(bench, "run_job", run_job)
+    argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", argv)
+    assert bench.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    (kept,) = json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
+    assert (kept["job"], kept["tokens_s"]) == ("2+2", 9.0)
+
+
+def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
+    argv = ["bench", "--gpus", "1", "--out", str(tmp_path / "out"), "--warmup", "2", "--rollout.batch-size", "15"]
+    monkeypatch.setattr("sys.argv", argv)
+    assert bench.main() == 1
+    assert "failed: exit" in (told := capsys.readouterr().out)
+    assert "rollout.batch_size=15 does not cut into 2 mini-batches" in told

@@ -1,0 +1,209 @@
+"""The report: what it measures (overlap), what it picks (the step), and that the picture is drawn."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from splitppo.errors import UserError
+from splitppo.tools.report import main
+from splitppo.tools.timeline import (
+    OTHER_COLOUR,
+    SPAN_COLOURS,
+    Span,
+    Step,
+    build_timeline,
+    choose_step,
+    shared_work,
+    trace_events,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def spans_of(step: int, length: float = 4.0) -> tuple[list[Span], list[Span]]:
+    """A step of both columns: the critic's update of it ends 1 s into the next step."""
+    t = 1000.0 + 4.0 * step
+    actor = [("sync", t, t + 0.02), ("rollout", t + 0.02, t + 2), ("wait_advantages", t + 2, t + 2.5)]
+    actor += [("update", t + 2.5, t + length)]
+    critic = [("wait_rollouts", t + 1, t + 1.5), ("score", t + 1.5, t + 2.5), ("novel_work", t + 2.5, t + 3)]
+    critic += [("update", t + 3, t + 5)]
+    return actor, critic
+
+
+def write_run(run: Path, steps: int = 8, critic: bool = True) -> Path:
+    """A made-up run; its step 0 is a validation alone."""
+    (run / "metrics").mkdir(parents=True)
+    rows: dict[str, list] = {"actor": [{"step": 0, "time": 1.0, "val/score/mean": 0.1, "spans": []}], "critic": []}
+    for step in range(1, steps + 1):
+        a, c = spans_of(step)
+        rows["actor"].append(
+            {"step": step, "time": 1.0, "actor/pg_loss": -0.1 / step, "timing_s/step": 4.0, "spans": a}
+        )
+        rows["critic"].append({"step": step, "time": 1.0, "critic/score/mean": 0.1 * step, "spans": c})
+    for name in ("actor", "critic") if critic else ("actor",):
+        (run / "metrics" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    return run
+
+
+def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "splitppo", "report", *map(str, args)]
+    return subprocess.run(
+        line, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+
+
+def share_of(picture: np.ndarray, colour: str) -> float:
+    """The share of pixels that have this colour."""
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return float((np.abs(picture[..., :3] * 255 - rgb) < 1.5).all(-1).mean())
+
+
+def test_overlap_counts_only_work_of_both():
+    actor = [("rollout", 0.0, 4.0), ("wait_advantages", 4.0, 5.0), ("update", 5.0, 8.0)]
+    critic = [("update", -1.0, 1.0), ("wait_rollouts", 1.0, 3.0), ("score", 3.0, 4.5), ("update", 6.0, 12.0)]
+    assert shared_work(actor, critic) == shared_work(critic, actor) == [(0.0, 1.0), (3.0, 4.0), (6.0, 8.0)]
+    assert shared_work(actor, []) == []
+    assert shared_work([("rollout", 0, 1)], [("score", 1, 2)]) == [], "touching is no overlap"
+
+
+def test_typical_step_is_the_median_of_the_last_half():
+    lengths = {1: 3.0, 2: 3.0, 3: 9.0, 4: 5.0, 5: 4.0, 6: 8.0}
+    actor = {n: Step({}, spans_of(n, length)[0]) for n, length in lengths.items()}
+    critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}  # behind by a step, as it is at work
+    assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
+    actor |= {7: Step({}, spans_of(7, 4.5)[0])}
+    assert choose_step(actor, {}) == 7, "without a critic, of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
+    assert choose_step(actor, critic, wanted=1) == 1
+    assert choose_step({0: Step({}, [])}, {}) is None
+    with pytest.raises(UserError, match="--step 6 has no recorded spans; steps with spans: 1 to 5"):
+        choose_step(actor, critic, wanted=6)
+
+
+def test_overlap_of_a_step_takes_in_the_deferred_update():
+    actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
+    critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
+    middle = build_timeline(actor, critic, 2)
+    # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under the policy's update
+    assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
+    assert middle.title() == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
+    same = build_timeline(actor, actor, 2)
+    assert list(same.lanes) == ["all ranks"], "one column written down twice is one lane and no overlap"
+    assert same.title() == "Step 2: 4.00 s, in which nothing overlaps"
+
+
+def test_command_draws_the_newest_run(tmp_path: Path):
+    write_run(tmp_path / "runs" / "first")
+    done = command(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-2:] == ["run folder: runs/first", "report: runs/first/report.png"]
+    file = tmp_path / "runs" / "first" / "report.png"
+    picture = imread(file)
+    assert picture.shape == (1150, 1600, 4)
+    assert file.stat().st_size > 20_000
+    assert len(np.unique((picture * 255).astype(np.uint8).view(np.uint32))) > 200
+    for name in ("rollout", "update", "score"):
+        assert share_of(picture, SPAN_COLOURS[name]) > 0.004, name
+    assert share_of(picture, OTHER_COLOUR) > 0.004, "a span of an unknown name has a colour, too"
+
+
+def test_command_without_a_critic_has_one_lane(tmp_path: Path):
+    run = write_run(tmp_path / "alone", critic=False)
+    done = command(run, "--step", 3, "--out", tmp_path / "picture.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "Step 3: 4.00 s, in which nothing overlaps"
+    assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'picture.png'}"
+    picture = imread(tmp_path / "picture.png")
+    assert share_of(picture, SPAN_COLOURS["rollout"]) > 0.02
+    assert share_of(picture, SPAN_COLOURS["score"]) == 0
+    assert not (run / "report.png").exists()
+
+
+def test_trace_holds_what_reaches_into_the_step():
+    actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
+    critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
+    critic[2].spans.append(("checkpoint", 1013.0, 1013.5))  # after the actor's step 2, which ends at 1012
+    trace = trace_events(actor, critic, 2)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {1: "actor", 2: "critic"}
+    assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "splitppo"}]
+    # the actor's step 2 is second 1008 to 1012; the critic's update 1, from 1007, is the first to reach into it
+    assert trace["otherData"] == {"step": 2, "origin_unix_s": 1007.0}
+    told = [(threads[e["tid"]], e["args"]["step"], e["name"], e["cat"], e["ts"], e["dur"]) for e in events]
+    assert told == [
+        ("actor", 2, "sync", "work", 1_000_000, 20_000),
+        ("actor", 2, "rollout", "work", 1_020_000, 1_980_000),
+        ("actor", 2, "wait_advantages", "wait", 3_000_000, 500_000),
+        ("actor", 2, "update", "work", 3_500_000, 1_500_000),
+        ("critic", 1, "update", "work", 0, 2_000_000),
+        ("critic", 2, "wait_rollouts", "wait", 2_000_000, 500_000),
+        ("critic", 2, "score", "work", 2_500_000, 1_000_000),
+        ("critic", 2, "novel_work", "work", 3_500_000, 500_000),
+        ("critic", 2, "update", "work", 4_000_000, 2_000_000),
+    ]
+    assert {e["pid"] for e in trace["traceEvents"]} == {1}
+
+
+def test_commands_for_the_page_and_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--trace", "3"])
+    main()
+    page, trace = run / "report.html", run / "trace_step_000003.json"
+    assert capsys.readouterr().out == f"run folder: {run}\ntrace: {trace}\npage: {page}\n"
+    assert json.loads(trace.read_text())["otherData"]["step"] == 3
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert not (run / "report.png").exists(), "in place of the picture"
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--step", "2", "--out", str(tmp_path / "x.html")])
+    main()
+    assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run", steps=2)
+    (tmp_path / "empty" / "metrics").mkdir(parents=True)
+    (tmp_path / "empty" / "metrics" / "actor.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    for args, says in (
+        ([], "./runs holds no run with metrics"),
+        (["nowhere"], "nowhere has no step in metrics/actor.jsonl"),
+        (["empty"], "empty has no step in metrics/actor.jsonl"),
+        ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
+        ([str(run), "--out", "no/folder.png"], "no/folder.png: No such file or directory; fix that, or name"),
+        ([str(run), "--out", "picture.doc"], "picture.doc can't be written"),
+        ([str(run), "--html", "--out", "no/page.html"], "no/page.html: No such file or directory"),
+        ([str(run), "--html", "--step", "9"], "--step 9 has no recorded spans; steps with spans: 1 to 2"),
+        ([str(run), "--trace", "9"], "--trace 9 has no recorded spans; steps with spans: 1 to 2"),
+        ([str(run), "--html", "--trace", "1", "--out", "x"], "--out x names one file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["report", *args])
+        status = main()
+        told = capsys.readouterr()
+        assert (status, told.out) == (2, "")
+        assert told.err.startswith("error: ")
+        assert told.err.count("\n") == 1
+        assert says in told.err
+    done = command("nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nowhere has no step")
+
+
+def test_help_needs_no_torch():
+    """Each command's --help, in one process; what a run's tools import with torch, they import when it is needed."""
+    program = """if True:
+        import sys
+        from splitppo.__main__ import COMMANDS, main
+        for name in COMMANDS:
+            sys.argv = ["splitppo", name, "--help"]
+            assert main() == 0, name
+            assert "torch" not in sys.modules, f"{name} --help imports torch"
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: splitppo {name}" in done.stdout for name in ("report", "plan", "bench", "export", "prepare"))
