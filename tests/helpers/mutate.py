@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("algo", "placement", "balance", "shaping", "metrics", "cost", "validation", "checkpoint")
+PLACES = ("algo", "placement", "models.balance", "rewards.shaping", "run.metrics", "tools.cost", "validation")
+ROOMS = {place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")}  # name -> module in the package
 KNOWN = ROOT / "tests" / "helpers" / "survivors.txt"
 KILLED, SURVIVED = (1, 3, 24, -24, 36, 152, 255), (0, 5, 33)  # by a test, or by its time; no test noticed, or calls it
 
@@ -59,16 +60,16 @@ def report(rooms: list[str]) -> int:
     new: list[str] = []
     print(f"\n{'room':<12}{'mutants':>8}{'killed':>8}{'known':>8}{'new':>6}{'score':>7}")
     for room in rooms:
-        found: dict[str, int] = json.loads((ROOT / "mutants" / "splitppo" / f"{room}.py.meta").read_text())[
-            "exit_code_by_key"
-        ]
+        found: dict[str, int] = json.loads(
+            (ROOT / "mutants" / "splitppo" / f"{ROOMS[room].replace('.', '/')}.py.meta").read_text()
+        )["exit_code_by_key"]
         counts: Counter[str] = Counter()
         for name, status in found.items():
             if status not in SURVIVED:
                 counts["killed" if status in KILLED else "unclear"] += 1
                 continue
             function = name.split("__mutmut")[0].replace("x_", "", 1).replace("xǁ", "", 1).replace("ǁ", ".")
-            line = "{}: {} -> {}".format(function.removeprefix("splitppo."), *changed(name))
+            line = "{}: {} -> {}".format(function[function.index(f"{room}.") :], *changed(name))
             if line in known or any(rule.fullmatch(line) for rule in rules):
                 counts["known"] += 1
             else:
@@ -88,7 +89,7 @@ def main() -> int:
         if os.waitpid(pid, 0)[1]:
             return 2
         return 1 if report(rooms) else 0
-    mutmut(["run", *(f"splitppo.{room}.*" for room in rooms)])
+    mutmut(["run", *(f"splitppo.{ROOMS[room]}.*" for room in rooms)])
     return 0
 
 
