@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from ranks import run_threads
 
+from splitppo.job.collectives import Group
 from splitppo.models.balance import balance
 from splitppo.placement import own
 from splitppo.rollout import Rollout, Sample
@@ -70,3 +71,19 @@ def test_ranks_without_rows_take_part():
     assert sorted((row for _, held, *_ in parts for row in held), key=lambda row: row.row) == [sample(0), sample(1)]
     for _, held, per_row, _, _ in parts:
         assert per_row["old"] == [(sampled(row) / 7).tolist() for row in held]
+
+
+def test_the_cost_of_a_row_is_that_of_its_tokens():
+    asked: set[int] = set()
+
+    def note(tokens: int) -> float:
+        asked.add(tokens)
+        return float(tokens)
+
+    def run(group: Group) -> None:
+        rollout = Rollout([sample(2 * group.dp_rank)])
+        fields = {"old": torch.zeros(rollout.tokens)}
+        balance(rollout, [rollout.rows], fields, note, group, torch.device("cpu"))
+
+    run_threads(2, run)
+    assert asked == {len(s.prompt) + len(s.response) for s in (sample(0), sample(2))}
