@@ -163,40 +163,54 @@ def start_engine(
     index = group.dp_rank % size
     key = f"engine/address/{group.dp_rank - index}"
     if process:
-        rows = min(config.engine.max_rows, _most_rows(config, group.dp_size)) * size
+        eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
+        files: Any = {"folder": str(folder), "log": str(log), "address": str(process.folder / "engine")}
+        ids: Any = {"eos": eos, "vocabulary": vocabulary_size(tokenizer)}
         tokens = longest_prompt + config.rollout.max_new_tokens
-        kv_bytes = kv_cache_bytes(
-            kv_bytes_per_token(model_config, dtype, size),
-            rows=rows,
-            tokens=tokens,
-            weights=count_parameters(model_config, "policy") * dtype.itemsize // size,
-            total=_memory(device),
-            fraction=config.engine.memory_fraction,
-        )
-        plan = Plan(
-            folder=str(folder),
-            log=str(log),
-            address=str(process.folder / "engine"),
-            clients=size,
-            dtype=str(dtype).removeprefix("torch."),
-            max_rows=rows,
-            max_tokens=tokens,
-            kv_bytes=kv_bytes,
-            eos=tuple(sorted(eos_ids(model_config, tokenizer, folder))),
-            vocabulary=vocabulary_size(tokenizer),
-            sleep=config.engine.sleep != "off" and device.type == "cuda",
-            eager=config.engine.eager or device.type == "cpu",
-            steady=config.engine.steady,
-            device=device.type,
-            threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-            sampling=Sampling.of(config.rollout),
-        )
+        plan = _plan(config, runtime, model_config, dtype, ranks=group.dp_size, tokens=tokens, **files, **ids)
         process.begin(plan)
         runtime.store.set(key, plan.address)
     options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout}
     options["sleep"] = config.engine.sleep if device.type == "cuda" else "off"
     options["notify"] = functools.partial(print, flush=True) if group.is_first else None
     return VLLMEngine(model_config, runtime.store.get(key).decode(), index, process, **options)
+
+
+def _plan(
+    config: Config,
+    runtime: Runtime,
+    model: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    ranks: int,
+    tokens: int,
+    **known: Any,
+) -> Plan:
+    """The plan of an engine for some of `ranks` actor ranks and rows of `tokens`; `known`: its files and ids."""
+    engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
+    rows = min(engine.max_rows, _most_rows(config, ranks)) * size
+    kv_bytes = kv_cache_bytes(
+        kv_bytes_per_token(model, dtype, size),
+        rows=rows,
+        tokens=tokens,
+        weights=count_parameters(model, "policy") * dtype.itemsize // size,
+        total=_memory(device),
+        fraction=engine.memory_fraction,
+    )
+    return Plan(
+        **known,
+        clients=size,
+        dtype=str(dtype).removeprefix("torch."),
+        max_rows=rows,
+        max_tokens=tokens,
+        kv_bytes=kv_bytes,
+        sleep=engine.sleep != "off" and device.type == "cuda",
+        eager=engine.eager or device.type == "cpu",
+        steady=engine.steady,
+        device=device.type,
+        threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+        sampling=Sampling.of(config.rollout),
+    )
 
 
 def finish_start(engine: RolloutEngine) -> str:

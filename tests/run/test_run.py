@@ -65,6 +65,15 @@ def glossary() -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
+def test_the_folder_keeps_what_the_dry_run_resolves(whole, capsys):
+    assert train.main([*SMALL, "--dry-run", "--world-size=2"]) == 0
+    kept = (whole / "resolved.json").read_text()
+    assert f"resolved: {kept}" in capsys.readouterr().out
+    facts = json.loads(kept)
+    assert (facts["engine"], facts["device"], facts["actor"], facts["critic"]) == ("hf", "cpu", 1, 1)
+    assert facts["models"]["policy"]["parameters"] > 80_000
+
+
 def test_every_metric_is_explained(whole):
     known = glossary()
     for role in ("actor", "critic"):

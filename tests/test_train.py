@@ -1,0 +1,35 @@
+"""The loops: memory is released after the last use in a step and before what needs it."""
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from splitppo import train
+
+ACTOR = ["actor.generate", "actor.release_engine", "actor.logprobs", "actor.release_reference", "actor.update"]
+CRITIC = ["critic.score", "critic.release_frozen", "critic.advantages", "critic.update"]
+
+
+def calls(loop: str) -> list[str]:
+    """The verbs of a step, in order."""
+    every = MagicMock()
+    every.run.progress.steps.return_value = [1]
+    every.actor.generate.return_value = iter([[]])
+    every.actor.logprobs.return_value = ["old"], {}
+    every.critic.advantages.return_value = "advantages", "returns", {}
+    every.links.chunks, every.links.rollouts.recv.return_value = 2, []
+    every.links.advantages.recv.return_value = ["advantages"]
+    given = {"actor_loop": ("actor", "links"), "critic_loop": ("critic", "links")}.get(loop, ("actor", "critic"))
+    getattr(train, loop)(every.run, *(getattr(every, name) for name in given))
+    return [name for name, _, _ in every.mock_calls]
+
+
+@pytest.mark.parametrize(
+    ("loop", "due"),
+    [("actor_loop", ACTOR), ("critic_loop", CRITIC), ("colocated_loop", ACTOR), ("colocated_loop", CRITIC)],
+)
+def test_memory_is_released_where_the_step_needs_it(loop: str, due: list[str], monkeypatch):
+    monkeypatch.setattr(train, "join", MagicMock())
+    done = calls(loop)
+    last = [max(i for i, name in enumerate(done) if name == verb) for verb in due]
+    assert last == sorted(last)
