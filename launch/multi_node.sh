@@ -3,6 +3,7 @@
 #   sbatch --nodes 4 --gpus-per-node 8 launch/multi_node.sh configs/my.toml --steps 500
 # Submit it from a folder that all nodes share. The run's folder is runs/slurm-JOBID there (or --run-dir). Five minutes
 # before the time limit, or when Slurm preempts the job, the run saves a checkpoint, and the job is queued again.
+# CONTAINER=IMAGE sbatch ... runs it in an image of the Dockerfile (pyxis and enroot), which sees this folder alone.
 #SBATCH --job-name=splitppo --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH --requeue --signal=B:USR1@300 --output=slurm-%j.log --open-mode=append
 set -uo pipefail
@@ -18,7 +19,9 @@ rm -f "$SPLITPPO_STOPPED"
 echo "on each of $SLURM_JOB_NODELIST: ${torchrun[*]} ${program[*]}"
 
 trap 'stop=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1 # to all processes; torchrun must ignore it
-srun --kill-on-bad-exit=1 --cpu-bind=none bash -c 'trap "" USR1; exec "$0" --local-addr "$SLURMD_NODENAME" "$@"' \
+srun --kill-on-bad-exit=1 --cpu-bind=none \
+  ${CONTAINER:+--container-image="$CONTAINER" --container-mounts="$PWD:$PWD" --container-workdir="$PWD"} \
+  bash -c 'trap "" USR1; exec "$0" --local-addr "$SLURMD_NODENAME" "$@"' \
   "${torchrun[@]}" "${program[@]}" &
 while kill -0 $! 2> /dev/null; do wait $!; done
 wait $!; status=$?

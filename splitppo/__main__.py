@@ -10,8 +10,9 @@ COMMANDS = {  # name: (module with a `main`, what it does)
     "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
     "plan": ("splitppo.tools.plan", "predict from a run which placement is the fastest"),
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
+    "chat": ("splitppo.tools.chat", "ask the trained policy and the one before training, with the values"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
-    "prepare": ("splitppo.tools.prepare", "make a real policy where there is no model hub"),
+    "prepare": ("splitppo.tools.prepare", "write the data of the presets"),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context, learning_metrics
 from splitppo.engine import RolloutEngine, Sampling
-from splitppo.errors import UserError, warn
+from splitppo.errors import UserError, say, warn
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
@@ -83,7 +83,7 @@ class Actor:
         for finished in self.engine.generate(requests, Sampling.of(rollout), seed=seed, step=step):
             done += len(finished)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                print(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows", flush=True)
+                say(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows")
                 printed = time.monotonic()
             yield finished
 
@@ -120,18 +120,19 @@ class Actor:
             self.reference.release_memory()
 
     def update(self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> dict[str, Any]:
-        """PPO's policy update, none while the critic warms up; returns its metrics.
+        """PPO's policy update; returns its metrics.
 
         Args:
             logprobs: the tensors that `logprobs` returned.
-            advantages: `[N]`.
+            advantages: `[N]`; NaN while only the value model is trained, and then there is no update.
         """
         ppo, (old, *ref) = self.context.config.ppo, logprobs
         names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
+        names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         weights, found = self._importance(rollout, old)
-        if step <= ppo.critic_warmup:
+        if self.group.all_max([bool(advantages.isnan().any())])[0]:
             return found | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
         rows = self.context.ownership(step).rows("actor", self.group.dp_rank)
         mini_batches, fields = self.context.trainable_rows(rollout, rows), fields | weights
@@ -146,8 +147,8 @@ class Actor:
         self.validator.scorer.close()
 
     @property
-    def learner(self) -> Learner:
-        return self.policy
+    def learners(self) -> list[Learner]:
+        return [self.policy]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
@@ -194,6 +195,7 @@ class Actor:
             dual_clip=ppo.dual_clip,
             aggregate=ppo.aggregate,
             weights=fields.get("weights"),
+            mode=ppo.clip_mode,
         )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)

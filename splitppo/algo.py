@@ -21,8 +21,10 @@ from torch import Tensor
 Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 KLKind = Literal["k1", "k2", "k3", "abs"]
 Schedule = Literal["constant", "linear", "cosine"]
+ClipMode = Literal["clip", "mask"]
 
 _WHITEN_EPS = 1e-8
+_ALIKE = 1e-12  # variance of targets that are alike but for rounding
 LOG_RATIO = 20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
 
 
@@ -97,6 +99,12 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
     return Moments(count, mean, (within + between) / (count - 1).clamp(min=1))
 
 
+def explained_variance(targets: Moments, errors: Moments) -> float:
+    """`1 - var(target - value) / var(target)`; 0 where the targets differ by no more than rounding."""
+    spread = float(targets.variance)
+    return 1 - float(errors.variance) / spread if spread > _ALIKE else 0.0
+
+
 @torch.no_grad()
 def masked_whiten(x: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """`(x - mean) * rsqrt(variance + 1e-8)` over the mask; 0 outside it, and 0 for a token that is alone.
@@ -155,13 +163,32 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """Length-adaptive lambda (Yue et al. 2025, VAPO): `max(0, 1 - 1 / (alpha * l))` for a row of l tokens, `[B]`.
+
+    `mask`: `[B, T]`. A row without tokens has 0.
+    """
+    return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
+
+
+@torch.no_grad()
+def mask_agreement(advantages: Tensor, spread: Tensor, threshold: float) -> Tensor:
+    """`[N]` advantages, 0 where the value models differ by less than the threshold (Liu et al. 2025, AsyPPO).
+
+    `spread` `[N]`: the deviation of the values of a state.
+    """
+    _check_shapes(1, advantages=advantages, spread=spread)
+    return _keep(advantages, spread >= threshold)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
 
     `rewards`, `values`, `mask`: `[B, T]`; `values[:, t]` is of the state before token t. `gamma` and `lam` lie in
-    [0, 1]. A position outside the mask is no time step: the successor of a token is the next masked one. After a
-    row's last token the value is 0: every row ends there, and there is no bootstrap. Returns are advantages + values,
-    the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient.
+    [0, 1]; `lam` may be `[B]`, one a row. A position outside the mask is no time step: the successor of a token is the
+    next masked one. After a row's last token the value is 0: every row ends there, and there is no bootstrap. Returns
+    are advantages + values, the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient.
     """
     _check_shapes(2, rewards=rewards, values=values, mask=mask)
     inside = mask.bool()
@@ -220,6 +247,7 @@ def policy_loss(
     dual_clip: float | None = None,
     aggregate: Aggregate,
     weights: Tensor | None = None,
+    mode: ClipMode = "clip",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
 
@@ -227,11 +255,15 @@ def policy_loss(
     gradient (`clamp_log_ratio`), and advantage A, a token loses
     `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
     `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
+    With the mode `mask` a token loses `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else 0 (SAO,
+    arXiv:2607.07508, eq. 3); there is no dual clip.
     `weights` `[B, T]`, if given, multiply the tokens' losses (importance weights). Gradient flows into `logprobs` only.
 
     Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
     clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`; `ratio_clamped`
-    share whose log-ratio is clamped.
+    share whose log-ratio is clamped;
+    with `mask`, `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are the means of the
+    size of their advantages and of all.
     """
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if clip_low < 0 or clip_high < 0:
@@ -244,7 +276,10 @@ def policy_loss(
     ratio = clamp_log_ratio(log_ratio).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(plain, clipped)
+    changed, losses = clipped > plain, torch.maximum(plain, clipped)
+    if mode == "mask":
+        changed = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
+        losses = _keep(plain, ~changed)
     bounded = torch.zeros_like(losses, dtype=torch.bool)
     if dual_clip is not None:
         bound = -advantages * dual_clip
@@ -256,11 +291,14 @@ def policy_loss(
     with torch.no_grad():
         metrics = {
             "ppo_kl": masked_mean(-log_ratio, mask),
-            "pg_clipfrac": masked_mean((clipped > plain).to(ratio.dtype), mask),
+            "pg_clipfrac": masked_mean(changed.to(ratio.dtype), mask),
             "pg_clipfrac_lower": masked_mean(bounded.to(ratio.dtype), mask),
             "ratio_mean": masked_mean(ratio, mask),
             "ratio_clamped": masked_mean(is_clamped(log_ratio), mask),
         }
+        if mode == "mask":
+            size = advantages.abs()
+            metrics |= {"pg_lost": masked_mean(_keep(size, changed), mask), "pg_advantage": masked_mean(size, mask)}
     return aggregate_loss(losses, mask, aggregate), metrics
 
 

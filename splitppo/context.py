@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.placement import Ownership, Placement, own
+from splitppo.placement import Ownership, Placement, Role, own
 from splitppo.rollout import Prompt, Rollout
 
 WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
@@ -32,6 +32,12 @@ class Context:
     vocabulary_size: int
     lengths: Sequence[int] = ()
 
+    def value_model(self, row: int) -> int:
+        """The model of the ensemble that is trained on a row: every prompt's responses are dealt to all in turn; the
+        prompts are, if they have fewer responses than there are models."""
+        models, samples = self.config.value.ensemble, self.config.rollout.samples
+        return (row % samples if samples >= models else row // samples) % models
+
     def trainable_rows(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """The rows that the losses are over."""
         if not self.config.ppo.mask_truncated:
@@ -42,27 +48,24 @@ class Context:
 
 def ownership(config: Config, placement: Placement, step: int) -> Ownership:
     """Who owns which row of a step."""
-    return own(
-        seed=config.seed,
-        step=step,
-        batch_size=config.rollout.batch_size,
-        samples=config.rollout.samples,
-        mini_batches=config.ppo.mini_batches,
-        sizes={role: len(ranks) for role, ranks in placement.groups.items()},
-    )
+    sizes: dict[Role, int] = {role: len(ranks) for role, ranks in placement.groups.items()}
+    rows, samples, cuts = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
+    return own(seed=config.seed, step=step, batch_size=rows, samples=samples, mini_batches=cuts, sizes=sizes)
 
 
 def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str) -> dict[str, Any]:
-    """A scored row as it is written to the run's folder."""
+    """A scored row as it is written to the run's folder. Its `question`: of a chat, what the user said last."""
+    asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
     return {
         "step": step,
         "row": row,
-        "score": round(score, 6),
-        "prompt": prompt.text,
+        "question": asked[-1] if asked else prompt.text,
         "response": response,
+        "ground_truth": prompt.ground_truth,
+        "score": round(score, 6),
         "end": end,
         "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
+        "prompt": prompt.text,
     }
 
 

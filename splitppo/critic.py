@@ -2,20 +2,25 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from splitppo import algo
+from splitppo.calibration import quality
 from splitppo.context import Context, learning_metrics, record
-from splitppo.errors import UserError
+from splitppo.errors import UserError, say
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import value_outputs
 from splitppo.models.runner import Reference
+from splitppo.models.tokenizer import token_figures
+from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
@@ -26,31 +31,45 @@ FAILING_STEPS = 3  # steps in a row in which a reward function fails on every ro
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored rows: values `[N]`, raw scores `[B]`, the rewards' further figures by name, (row, failure of its reward).
-    `ref` are the reference's log-probs `[N]`, if the critic group holds it."""
+    """Scored rows: values `[N]` of each value model, raw scores `[B]`, the rewards' further figures by name,
+    (row, failure of its reward). `ref`: the reference's log-probs `[N]`, if the critic group holds it. `figures`:
+    `[N]`, for RUN/samples."""
 
     rollout: Rollout
-    values: Tensor
+    by_model: list[Tensor]
     scores: Tensor
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
     ref: Tensor | None = None
+    figures: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def values(self) -> Tensor:
+        """`[N]`: the value models' mean."""
+        return torch.stack(self.by_model).mean(0)
 
 
 class Critic:
-    """A rank of the critic group: value model and reward. It owns scores, values, KL rewards, GAE, whitening."""
+    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores, values, KL rewards,
+    GAE, whitening.
+
+    Args:
+        pretrained: is called after the last step of pretraining; all ranks of the group call it.
+    """
 
     def __init__(
         self,
         context: Context,
-        value: Learner,
+        learners: Sequence[Learner],
         scorer: Scorer,
         reward_model: RewardModel | None,
         reference: Reference | None = None,
+        pretrained: Callable[[], object] = lambda: None,
     ):
-        self.context, self.value, self.scorer = context, value, scorer
+        self.context, self.learners, self.scorer = context, learners, scorer
+        self.pretraining = Pretraining(context.config, pretrained)
         self.reward_model, self.reference = reward_model, reference
-        self.group, ppo = value.runner.group, context.config.ppo
+        self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         nothing = torch.zeros((), dtype=torch.float64)
         self.past_scores = algo.Moments(nothing, nothing, nothing)  # of all raw scores so far
@@ -58,7 +77,8 @@ class Critic:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
-        self.value.warm_up(lambda m, b: [value_outputs(m, b)], self._objective, fields=1, given=["old", "returns"])
+        for value in self.learners:
+            value.warm_up(lambda m, b: [value_outputs(m, b)], self._objective, fields=1, given=["old", "returns"])
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -75,7 +95,10 @@ class Critic:
         Args:
             pending: what `submit` returned for them.
         """
-        (values,) = self.value.runner.forward(self.value.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
+        values = [
+            learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
+            for learner in self.learners
+        ]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.batch(step)[sample.row] for sample in rollout.samples]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
@@ -108,8 +131,10 @@ class Critic:
         for model in filter(None, (self.reward_model, self.reference)):
             model.release_memory()
 
-    def advantages(self, scored: Scored, logprobs: Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Advantages `[N]`, whitened over the whole batch; returns `[N]`; metrics.
+    def advantages(
+        self, step: int, scored: Scored, logprobs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns `[N]`; metrics.
 
         Args:
             logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
@@ -122,28 +147,55 @@ class Critic:
         shaped, kl_coef = self._shape(scored), self.kl.coef
         rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
         values = rollout.pad(scored.values)
-        advantages, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam)
-        if ppo.lam_value is not None:
-            _, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam_value)
+        advantages, returns = self._estimate(step, rewards, values, mask)
         (moments,) = self.group.all_moments([algo.moments(advantages, mask)])
-        white = algo.masked_whiten(advantages, mask, moments) if ppo.whiten else advantages
-        packed_returns = rollout.unpad(returns)
+        white = rollout.unpad(algo.masked_whiten(advantages, mask, moments) if ppo.whiten else advantages)
+        packed_returns, plain = rollout.unpad(returns), rollout.unpad(advantages)
+        scored.figures.update(value=scored.values, advantage=plain, reward=rollout.unpad(rewards))
+        white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
+        white, metrics = self._of_ensemble(scored, white)
+        white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
             "critic/rewards": (rewards * mask).sum(-1),
-            "critic/advantages": rollout.unpad(advantages),
+            "critic/advantages": plain,
             "critic/returns": packed_returns,
             "critic/values": scored.values,
             "error": packed_returns - scored.values,
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
+        metrics |= self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
+        metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
         kl_row, kl_token = self._kl(kl * mask, rollout)
         metrics |= {"critic/kl_row": kl_row}
         if len(logprobs) > 1 or scored.ref is not None:
             metrics |= {"critic/ref_kl": kl_token}
-        return rollout.unpad(white), packed_returns, metrics
+        return white, packed_returns, metrics
+
+    def _estimate(self, step: int, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and the value model's targets, all `[B, T]`."""
+        ppo = self.context.config.ppo
+        lam = algo.adaptive_lambda(mask, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
+        lam_value = lam if ppo.lam_value is None else ppo.lam_value
+        estimate = partial(algo.gae, rewards, mask=mask, gamma=ppo.gamma)
+        _, returns = estimate(values, lam=1.0 if self.pretraining.runs(step) else lam_value)
+        if ppo.baseline == "value":
+            return estimate(values, lam=lam)[0], returns
+        whole, _ = estimate(torch.zeros_like(values), lam=1.0)
+        (moments,) = self.group.all_moments([algo.moments(whole, mask)])
+        return torch.where(mask.bool(), whole - moments.mean.to(whole.dtype), 0.0), returns
+
+    def _of_ensemble(self, scored: Scored, advantages: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The advantages `[N]`, 0 where the value models agree most, and the mean deviation of the models' values."""
+        if len(scored.by_model) == 1:
+            return advantages, {}
+        spread, part = torch.stack(scored.by_model).std(0), self.context.config.ppo.mask_agreement
+        (moments,) = self.group.all_moments([algo.moments(spread[None], torch.ones_like(spread)[None])])
+        if part:  # the quantile needs every token's figure: four bytes each
+            every = torch.cat(self.group.all_gather(spread)).sort().values
+            advantages = algo.mask_agreement(advantages, spread, float(every[int(part * len(every))]))
+        return advantages, {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: Scored) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
@@ -173,7 +225,7 @@ class Critic:
         """
         failures = [failure for part in self.group.all_gather(scored.failures) for failure in part]
         if self.group.is_first and failures:
-            print(f"[critic] {failure_line(failures)}", flush=True)
+            say(f"[critic] {failure_line(failures)}")
         rows, failed = self.context.config.rollout.batch_size, Counter(failure.function for _, failure in failures)
         self.failing = {name: self.failing.get(name, 0) + 1 for name, count in failed.items() if count == rows}
         for name in (name for name, steps in self.failing.items() if steps == FAILING_STEPS):
@@ -187,36 +239,45 @@ class Critic:
         """Ends the rewards' processes."""
         self.scorer.close()
 
-    @property
-    def learner(self) -> Learner:
-        return self.value
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         past = self.past_scores
-        return {"kl_coef": self.kl.coef, "scores": [float(part) for part in (past.count, past.mean, past.variance)]}
+        scores = [float(part) for part in (past.count, past.mean, past.variance)]
+        return {"kl_coef": self.kl.coef, "scores": scores, "pretraining": self.pretraining.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
         self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+        self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
-        """The value model's update; returns its metrics."""
-        ppo, fields = self.context.config.ppo, {"old": scored.values, "returns": returns}
+        """The value models' updates, one after another; returns their metrics."""
+        ppo, value = self.context.config.ppo, self.context.config.value
         rows = self.context.ownership(step).rows("critic", self.group.dp_rank, ppo.value_mini_batches)
         mini_batches = self.context.trainable_rows(scored.rollout, rows)
-        epochs = ppo.value_epochs or ppo.epochs
-        figures = self.value.update(scored.rollout, mini_batches, fields, self._objective, step=step, epochs=epochs)
-        rate = {"critic/lr": self.value.learning_rate(step)}
-        return learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"]) | rate
+        epochs = value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
+        figures = []
+        for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
+            own = [[row for row in rows if self.context.value_model(row) == model] for rows in mini_batches]
+            fields = {"old": values, "returns": returns}
+            figures += learner.update(scored.rollout, own, fields, self._objective, step=step, epochs=epochs)
+        every = torch.ones_like(returns)[None].bool()
+        parts = [algo.moments(x[None], every) for x in (returns, returns - scored.values)]
+        self.pretraining.finish(step, *self.group.all_moments(parts))
+        metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
+        if "perf/update_tflop" in metrics:
+            metrics["perf/update_tflop"] *= len(self.learners)
+        return metrics | {"critic/lr": self.learners[0].learning_rate(step)}
 
     def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder."""
         batch, decode = self.context.batch(step), self.context.decode
-        kept = list(zip(scored.rollout.samples, scored.scores.tolist(), strict=True))[: self.context.config.log.samples]
-        return [record(step, s.row, score, batch[s.row], decode(s.response), s.end) for s, score in kept]
+        rollout, tokens = scored.rollout, token_figures(scored.rollout, scored.figures, decode)
+        rows = zip(rollout.samples, scored.scores.tolist(), tokens, strict=True)
+        kept = islice(rows, self.context.config.log.samples)
+        return [record(step, s.row, x, batch[s.row], decode(s.response), s.end) | {"tokens": t} for s, x, t in kept]
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
@@ -240,16 +301,15 @@ class Critic:
             for whole in (algo.moments(x[None], torch.ones_like(x[None])),)
         }
         gathered = self.group.all_gather(local)
-        metrics, spread = {}, {}
+        metrics, moments = {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
             parts = [part[name] for part in gathered if name in part]
             whole = algo.merge_moments([algo.Moments(*torch.tensor(part[:3], dtype=torch.float64)) for part in parts])
-            spread[name] = float(whole.variance)
+            moments[name] = whole
             metrics[f"{name}/mean"] = float(whole.mean)
             metrics[f"{name}/min"] = min(part[3] for part in parts)
             metrics[f"{name}/max"] = max(part[4] for part in parts)
-        total = spread["critic/returns"]
-        metrics["critic/vf_explained_var"] = 1 - spread["error"] / total if total > 0 else 0.0
+        metrics["critic/vf_explained_var"] = algo.explained_variance(moments["critic/returns"], moments["error"])
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
@@ -266,5 +326,6 @@ def join(parts: Sequence[Scored]) -> Scored:
     extra = {name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names}
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
-    ref, values = packed(refs) if refs else None, packed([part.values for part in parts])
+    ref = packed(refs) if refs else None
+    values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]
     return Scored(rollout, values, torch.tensor([scores[row] for row in rollout.rows]), extra, failures, ref)

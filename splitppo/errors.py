@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
 P = ParamSpec("P")
+OTHER = "; fix that, or name another path"
+FREE = "; free space on that disk, or choose another --run-dir"
+CLEAR = "\r\x1b[K"  # empties a terminal's line
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
 
 
@@ -21,9 +24,15 @@ class WireError(RuntimeError):
     """A wait for another rank ran out of time, or a message is not what was due."""
 
 
+def say(line: str) -> None:
+    """Prints a line; on a terminal in the place of a progress bar, which another rank may have drawn there."""
+    # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{line}\n", end="", flush=True)
+
+
 def warn(message: str) -> None:
     """Prints a warning. Only one rank should call this: the first of the job, or of the group."""
-    print(f"warning: {message}", flush=True)
+    say(f"warning: {message}")
 
 
 def one_line(text: str) -> str:
@@ -58,11 +67,11 @@ def to_user_error(error: BaseException) -> UserError | None:
             return UserError("standard output was closed by what read it; write it to a file (> run.log)")
     by_rust = any(f"(os error {n})" in str(error) for n in FULL)
     if by_rust or isinstance(error, FloatingPointError):
-        return UserError(str(error))
+        return UserError(f"{error}{FREE * by_rust}")
     if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
-        path = "the disk" if error.filename is None else os.fsdecode(error.filename)
+        path = "the run folder's disk" if error.filename is None else os.fsdecode(error.filename)
         shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
-        return UserError(f"{shown}: {error.strerror}; fix that, or name another path")
+        return UserError(f"{shown}: {error.strerror}{FREE if error.errno in FULL else OTHER}")
     under = error.__cause__ or error.__context__
     while under and under is not error.__cause__ and getattr(under, "errno", 0) not in FULL:
         under = under.__context__  # of a crash while another error was handled, a full disk alone is the cause

@@ -50,8 +50,8 @@ class Learner:
         self.model, self.runner, self.optim, self.steps = model, runner, optim, steps
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
-        decay = [p for p in model.parameters() if p.ndim >= 2]
-        plain = [p for p in model.parameters() if p.ndim < 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        decay, plain = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True

@@ -44,15 +44,16 @@ class Placement:
         return {role: frozenset(ranks) for role, ranks in self.groups.items()}
 
 
-def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement:
-    """Cuts `world` ranks, `local_world` on each node, into the two groups.
+def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
+    """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank has one.
 
     Raises:
         UserError: the sizes don't add up, or don't cut into nodes as the mode asks.
     """
     mode = config.mode
     if mode == "auto":
-        mode = "colocated" if world == 1 else "per_node"
+        asks_for_two = config.actor or config.critic or config.barrier or config.reference == "critic"
+        mode = "colocated" if world == 1 or (gpu and world == 2 and not asks_for_two) else "per_node"
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
@@ -78,10 +79,11 @@ def place(config: PlacementConfig, *, world: int, local_world: int) -> Placement
 
 def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> int:
     """The actor group's size, the rest being the critic's; both are multiples of `unit`: the number of nodes
-    (per_node) or a node's ranks (by_node)."""
+    (per_node) or a node's ranks (by_node). By default the critic has a quarter, rounded up: with models of one size
+    both columns then take about as long (docs/placement.md)."""
     actor, critic = config.actor, config.critic
     if critic is None:
-        critic = world // unit // 2 * unit if actor is None else world - actor
+        critic = -(-world // unit // 4) * unit if actor is None else world - actor
     if actor is None:
         actor = world - critic
     if actor + critic != world:
@@ -126,8 +128,7 @@ class Ownership:
     """Rows of one step -> mini-batch, and of each group the data-parallel rank that holds them.
 
     All groups cut each mini-batch into contiguous pieces of the same order. So a rank exchanges rows with few ranks of
-    another group (all pairs together: at most the sum of the sizes, less 1, a mini-batch), and the samples of a prompt
-    stay together.
+    another group, and the samples of a prompt stay together.
 
     Attributes:
         mini_batches: the rows of each mini-batch, in the order in which they are cut over ranks.
@@ -162,18 +163,9 @@ class Ownership:
         """The rows that a group's rank owns, ascending."""
         return sorted(row for rows in self.rows(role, rank) for row in rows)
 
-    def owner(self, role: Role) -> dict[int, int]:
-        """row -> the group's rank that owns it."""
-        return self._owners[role]
-
     def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
         """The rows, ascending, that a rank of one group and a rank of another both own."""
         return [row for row in self.all_rows(role, rank) if self._owners[other][row] == peer]
-
-    def pairs(self, role: Role, other: Role) -> list[tuple[int, int]]:
-        """The ranks of two groups that own rows in common."""
-        first, second = self._owners[role], self._owners[other]
-        return sorted({(first[row], second[row]) for row in first})
 
     @cached_property
     def _owners(self) -> dict[Role, dict[int, int]]:

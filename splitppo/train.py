@@ -80,7 +80,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         with log.span("wait_logprobs"):
             logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprob_fields)
         with log.span("advantages"):
-            advantages, returns, metrics = critic.advantages(scored, logprobs)
+            advantages, returns, metrics = critic.advantages(step, scored, logprobs)
             links.advantages.send(step, scored.rollout, advantages)
         with log.span("update"):
             metrics |= critic.update(step, scored, returns)
@@ -111,7 +111,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()
         with critic_log.span("advantages"):
-            advantages, returns, critic_metrics = critic.advantages(scored, logprobs)
+            advantages, returns, critic_metrics = critic.advantages(step, scored, logprobs)
         with log.span("update"):
             metrics |= actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):

@@ -6,7 +6,7 @@ noise and every validation has it, so their results can be compared.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from math import comb
 from statistics import fmean
@@ -14,6 +14,7 @@ from typing import Any
 
 from splitppo.context import Context, record
 from splitppo.engine import RolloutEngine, Sampling
+from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards import rules
 from splitppo.rewards.scorer import Pending, Scored, Scorer, failure_line
@@ -79,7 +80,8 @@ class Validator:
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
-        for finished in self.engine.generate(requests, self._sampling(), seed=self.config.seed, step=VALIDATION_STEP):
+        sampling = Sampling.of(self.config.rollout).at(self.config.log.validate_temperature)
+        for finished in self.engine.generate(requests, sampling, seed=self.config.seed, step=VALIDATION_STEP):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]
                 # the scorer works while the engine generates
@@ -98,15 +100,8 @@ class Validator:
             rows = sorted(row for _, part, _ in gathered for row in part)
             self.write(step, [self._record(step, *row) for row in rows])
             if failed := [failure for *_, part in gathered for failure in part]:
-                print(f"[actor] step {step}, held-out rows, {failure_line(failed)}", flush=True)
+                say(f"[actor] step {step}, held-out rows, {failure_line(failed)}")
         return metrics(sorted((prompt for part, *_ in gathered for prompt in part), key=lambda answer: answer.prompt))
-
-    def _sampling(self) -> Sampling:
-        """The rollout's, at the validation's temperature."""
-        drawn, temperature = Sampling.of(self.config.rollout), self.config.log.validate_temperature
-        if temperature == 0:
-            return replace(drawn, greedy=True, top_p=1.0, top_k=0)
-        return replace(drawn, temperature=temperature)
 
     def _answered(self, prompt: int, responses: Sequence[tuple[Sample, str, Scored]]) -> Answered:
         samples, texts, outcomes = zip(*responses, strict=True)

@@ -132,7 +132,7 @@ def test_torchruns_variables_are_there_as_a_whole(change, monkeypatch):
 
 
 def test_a_clock_that_is_set_back_gives_no_negative_seconds(tmp_path, monkeypatch, capsys):
-    log, before = ColumnLog("actor", tmp_path, first=True, phase=lambda _: None, start=0), time.time()
+    log, before = ColumnLog("actor", tmp_path, first=True, phase=lambda _: None, start=0, steps=9), time.time()
     monkeypatch.setattr(time, "time", lambda: before - 3600)
     with log.span("update"):
         time.sleep(0.01)

@@ -30,15 +30,15 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Sample:
 
 
 def make_critic(group: Group, config: Config) -> Critic:
-    value = SimpleNamespace(runner=SimpleNamespace(group=group))
+    value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     return Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
 
 
 def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:
     """What each step gave: metrics, advantages, returns; and the critic."""
     critic, found = make_critic(group, config), []
-    for parts in steps:
-        white, returns, metrics = critic.advantages(parts[group.dp_rank], logprobs[group.dp_rank])
+    for step, parts in enumerate(steps, 1):
+        white, returns, metrics = critic.advantages(step, parts[group.dp_rank], logprobs[group.dp_rank])
         found.append((metrics, white.tolist(), returns.tolist()))
     return found, critic
 
@@ -46,7 +46,7 @@ def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs
 def scored(row: int, values: list[float], score: float, failures: int = 0) -> Scored:
     rollout = Rollout([sample(row, 1, *[0.0] * len(values))])
     failed = [(row, Failure("judge", "timeout", "took long"))] * failures
-    return Scored(rollout, torch.tensor(values), torch.tensor([score]), {"steps": [10.0 * row]}, failed)
+    return Scored(rollout, [torch.tensor(values)], torch.tensor([score]), {"steps": [10.0 * row]}, failed)
 
 
 OLD_AND_REF = [[torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])], [torch.tensor([-1.0]), torch.tensor([-3.0])]]
@@ -73,7 +73,7 @@ def test_rewards_returns_and_explained_variance_by_hand():
         # returns have the variance 31/12, what is left of it beside the values 9/4
         assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 4) / (31 / 12))
         assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (1.5, 1.0, 0.5)
-        assert not [name for name in found if "error" in name]
+        assert not [name for name in found if name.startswith("error")]
 
 
 def test_without_a_spread_of_returns_none_of_it_is_explained():

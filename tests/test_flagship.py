@@ -125,7 +125,11 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
-        weights = dict(self.value.weights(torch.float32))
+        weights = {
+            f"{i}.{name}": weight.clone()
+            for i, learner in enumerate(self.learners)
+            for name, weight in learner.weights(torch.float32)
+        }
         if step == STEPS and self.group.dp_rank == 0:
             torch.save(weights, record / "value.pt")
         return metrics
@@ -174,19 +178,35 @@ def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", odd: st
 
 
 def reference(
-    inputs: Path, seen: dict, value_head: dict, *, value_mini_batches: int = MINI, penalty: float = 0.0, **changes
+    inputs: Path,
+    seen: dict,
+    *,
+    value_mini_batches: int = MINI,
+    penalty: float = 0.0,
+    ensemble: int = 1,
+    value_layers: int | None = None,
+    samples: int = 1,
+    value_lr: float = VALUE_LR,
+    **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its score."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
     config.classifier_dropout = 0.0
-    value = AutoModelForTokenClassification.from_pretrained(inputs / "value", config=config, dtype=torch.float32).eval()
-    value.load_state_dict(value_head, strict=False)
+    if value_layers:
+        config.num_hidden_layers = value_layers
+    values = []
+    for number in range(ensemble):
+        value = AutoModelForTokenClassification.from_pretrained(inputs / "value", config=config, dtype=torch.float32)
+        value.load_state_dict(fresh_head(inputs, number), strict=False)
+        values.append(value.eval())
     steps = []
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
-        cut = own(seed=SEED, step=step, batch_size=BATCH, samples=1, mini_batches=MINI, sizes={"actor": 1, "critic": 1})
+        cut = own(
+            seed=SEED, step=step, batch_size=BATCH, samples=samples, mini_batches=MINI, sizes={"actor": 1, "critic": 1}
+        )
         made = [
             Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
             for row, (prompt, response, engine, finished) in sorted(rows.items())
@@ -195,25 +215,27 @@ def reference(
         steps.append(Step(made, [list(mini) for mini in cut.mini_batches], value_rows))
     hyper = Hyper(
         **HYPER | changes,
+        samples=samples,
         temperature=0.8,
         policy_lr=POLICY_LR,
-        value_lr=VALUE_LR,
+        value_lr=value_lr,
         betas=(0.9, 0.999),
         eps=EPS,
         weight_decay=0.1,
         max_grad_norm=1.0,
     )
-    results = reference_ppo(policy, frozen, value, steps, hyper)
-    return {"results": results, "policy": policy.state_dict(), "value": value.state_dict()}
+    results = reference_ppo(policy, frozen, values, steps, hyper)
+    weights = {f"{i}.{name}": weight for i, value in enumerate(values) for name, weight in value.state_dict().items()}
+    return {"results": results, "policy": policy.state_dict(), "value": weights}
 
 
-def fresh_head(inputs: Path) -> dict:
-    """The scalar head as the trainer draws it; the reference is to start from the same point."""
+def fresh_head(inputs: Path, number: int) -> dict:
+    """The scalar head as the trainer draws it for a model of an ensemble; the reference is to start from the same."""
     from splitppo.models.build import build, read_config
     from splitppo.models.weights import fill
 
     model = build(read_config(str(inputs / "value")), "value")
-    fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED)
+    fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED + number)
     return {name: tensor for name, tensor in model.state_dict().items() if name.startswith("score")}
 
 
@@ -238,7 +260,7 @@ def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
 def baseline(inputs, tmp_path_factory):
     """One rank's run and the reference's over its rows."""
     seen = run(inputs, tmp_path_factory.mktemp("colocated"), 1)
-    return seen, reference(inputs, seen, fresh_head(inputs))
+    return seen, reference(inputs, seen)
 
 
 def test_one_rank_is_the_paper(baseline):
@@ -274,14 +296,14 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
     changes = {"dual_clip": 1.05, "kl_kind": "k3", "kl_loss_kind": "k2", "aggregate": "seq_mean_token_sum"}
     argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
-    compare(seen, reference(inputs, seen, fresh_head(inputs), **changes, whiten=False))
+    compare(seen, reference(inputs, seen, **changes, whiten=False))
 
 
 def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
     """Also those that are so far off that the ratio is clamped."""
     seen = run(inputs, tmp_path, 3, odd="far", placement__actor=2, ppo__old_logprobs="engine")
     # a loss that is the clamped ratio times an advantage shows the advantage's rounding
-    compare(seen, reference(inputs, seen, fresh_head(inputs), old_logprobs="engine"), rtol=1e-4)
+    compare(seen, reference(inputs, seen, old_logprobs="engine"), rtol=1e-4)
     for line in seen["lines"][:STEPS]:
         assert not [name for name in line if name == "actor/entropy" or "mismatch" in name], "a forward pass was run"
         assert "actor/ref_kl" in line
@@ -304,7 +326,7 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, change
     changes = changes | {"kl_loss_coef": 0.0}
     argv = argv | {"placement__reference": "critic"} | {f"ppo__{name}": value for name, value in changes.items()}
     seen = run(inputs, tmp_path, 3, placement__actor=actor, **argv)
-    compare(seen, reference(inputs, seen, fresh_head(inputs), **changes))
+    compare(seen, reference(inputs, seen, **changes))
 
 
 def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
@@ -351,7 +373,7 @@ def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement,
     seen = run(inputs, tmp_path, world, odd="cut", **placement, **argv, **extra)
     finished = [row[3] for rows in seen["rows"] for row in rows.values()]
     assert 3 < sum(finished) < len(finished) - 3  # both kinds are there
-    due = reference(inputs, seen, fresh_head(inputs), value_mini_batches=value_mini_batches, penalty=0.3, **practice)
+    due = reference(inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice)
     assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
     compare(seen, due)
     if practice["mask_truncated"]:
@@ -360,3 +382,68 @@ def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement,
     for lines in (seen["lines"][:STEPS], seen["lines"][STEPS:]):
         told = [{name for name in line if not name.startswith("timing_s")} for line in lines]
         assert told[0] == told[1] == told[2], "a step that trains on nothing tells less"
+
+
+PRETRAINING = {"pretrain_steps": 2, "pretrain_epochs": 3, "value_epochs": 1, "lam_value": 0.5}
+CRITICS = {
+    "sao": {
+        "clip_mode": "mask", "clip_low": 0.05, "clip_high": 0.08, "old_logprobs": "engine", "lam": "adaptive",
+        "lam_alpha": 0.3, "lam_value": 1.0, "value_epochs": 2, "value_frozen": "attn",
+    },
+    "pretraining": PRETRAINING | {"policy_frozen": "mlp", "value_layers": 1},
+    "ensemble": {"ensemble": 2, "samples": 2, "mask_agreement": 0.3, "value_frozen": "embed_tokens"},
+}  # fmt: skip
+OTHERS = {
+    "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
+    "pretraining that ends early": {
+        "pretrain_steps": 3,
+        "pretrain_epochs": 2,
+        "pretrain_patience": 1,
+        "value_lr": 1e-6,
+    },
+    "no baseline": {"baseline": "none"},
+    "one response for three models": {"ensemble": 3},
+}
+FLAGS = {
+    "value_frozen": ("value__freeze", {"attn": "attention", "embed_tokens": "embeddings", "model": "body"}),
+    "policy_frozen": ("policy__freeze", {"mlp": r"mlp\..*_proj"}),
+    "value_layers": ("value__layers", {}),
+    "ensemble": ("value__ensemble", {}),
+    "samples": ("rollout__samples", {}),
+    "gather": ("compute__gather", {}),
+    "value_lr": ("value__optim__lr", {}),
+    **{name: (f"value__{name}", {}) for name in ("pretrain_steps", "pretrain_epochs", "pretrain_patience")},
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (2, {"placement__actor": 1}),
+        (3, {"placement__actor": 2}),
+        (3, {"placement__actor": 1}),
+        (2, {"placement__mode": "colocated"}),
+    ],
+)
+def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):
+    check_critic(inputs, tmp_path, CRITICS[name], world, placement)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_critics(inputs, tmp_path, name):
+    seen, _ = check_critic(inputs, tmp_path, OTHERS[name], 3, {"placement__actor": 1})
+    if "early" in name:
+        assert [bool(step) for step in seen["actor"]] == [False, False, True]
+
+
+def check_critic(inputs, tmp_path, options, world, placement):
+    # many small updates at a high learning rate magnify the rounding
+    options, argv = {"kl_loss_coef": 0.0, "value_lr": 5e-4} | options, {}
+    for option, value in options.items():
+        flag, names = FLAGS.get(option, (f"ppo__{option}", {}))
+        argv[flag] = names.get(value, value)
+    seen = run(inputs, tmp_path, world, **placement, **argv)
+    due = reference(inputs, seen, **{name: value for name, value in options.items() if name != "gather"})
+    compare(seen, due)
+    return seen, due

@@ -24,6 +24,7 @@ from splitppo.learner import Learner
 from splitppo.models.attention import PACKED
 from splitppo.models.batching import cut_lengths, micro_batch, partition
 from splitppo.models.build import Kind, build, read_config
+from splitppo.models.freeze import freeze
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import COMPILER, local, parallelize
@@ -86,11 +87,12 @@ def full_weights(learner):
     return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
 
 
-def make_learner(folder, kind, world, rank, runtime=None, *, packed=False):
+def make_learner(folder, kind, world, rank, runtime=None, *, packed=False, frozen=(), dtype=torch.float32):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = runtime or Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
     model = build(read_config(str(folder)), kind, packed=packed)
-    parallelize(model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False)
+    freeze(model, frozen, f"{kind}.freeze")
+    parallelize(model, runtime.groups["actor"].mesh, dtype=dtype, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     runner = Runner(runtime.groups["actor"], CPU, 40)
     return Learner(model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"), runtime
@@ -301,13 +303,38 @@ def test_a_rank_without_rows_takes_part(folder):
     assert loss == same != 0
 
 
+def frozen_rank(rank, folder):
+    """A value model in bfloat16 after an update: what changed, what has optimizer state, dtypes of body and head."""
+    learner, _ = make_learner(folder, "value", 2, rank, frozen=["attention", "embeddings"], dtype=torch.bfloat16)
+    rows, seen = mine(2, rank), {}
+    for name in ("score", "model.norm"):
+        module: Any = learner.model.get_submodule(name)
+        module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    before = full_weights(learner)
+    learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
+    after = full_weights(learner)
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    return changed, set(saving.tensors_of([learner])["exp_avg"]), set(after), seen
+
+
+def test_what_is_frozen_stays_and_the_head_runs_in_float32(folder):
+    for changed, with_state, every, seen in run_ranks(2, frozen_rank, folder):
+        frozen = {name for name in every if "self_attn" in name or "embed_tokens" in name}
+        assert len(frozen) == 9
+        assert changed == with_state == every - frozen
+        assert seen == {"score": (torch.float32,) * 2, "model.norm": (torch.bfloat16,) * 2}
+
+
 def save_rank(rank, world, folder, target):
     learner, runtime = make_learner(folder, "policy", world, rank)
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
     told = target / "committed"
-    saver = Saver(learner, "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step)))
+    saver = Saver(
+        [learner], "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step))
+    )
     save, updated = saving.dcp.save, threading.Event()
 
     def save_late(*args, **kwargs):
@@ -330,7 +357,7 @@ def save_rank(rank, world, folder, target):
 def load_rank(rank, world, folder, target):
     learner, _ = make_learner(folder, "policy", world, rank)
     kept: list[Any] = []
-    load(learner, checkpoint.step_folder(target, 1) / "actor", kept.append)
+    load([learner], checkpoint.step_folder(target, 1) / "actor", kept.append)
     assert kept == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])

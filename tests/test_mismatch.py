@@ -13,7 +13,6 @@ from splitppo import train
 from splitppo.actor import MISMATCH, Actor
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
-from splitppo.run.metrics import ColumnLog
 
 
 def compare(
@@ -53,11 +52,6 @@ def test_log_probs_of_a_cut_distribution_are_higher_by_what_is_cut() -> None:
     assert compare([-1.0], [-9.0], top_k=5).compared
     with pytest.raises(UserError):
         compare([-1.0], [-0.7], top_k=5)
-
-
-def test_the_screen_shows_it(tmp_path: Any) -> None:
-    log = ColumnLog("actor", tmp_path, first=False, phase=None, start=0)
-    assert "  mismatch 0.0123  " in log._line(1, {}, {"actor/mismatch_mean": 0.0123, "actor/pg_loss": 1.0}) + "  "
 
 
 def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:

@@ -20,8 +20,12 @@ def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
 @pytest.mark.parametrize(
     ("config", "world", "local", "actor", "critic"),
     [
-        (PlacementConfig(), 8, 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        (PlacementConfig(), 8, 8, [0, 1, 2, 3, 4, 5], [6, 7]),
+        (PlacementConfig(), 5, 5, [0, 1, 2], [3, 4]),
+        (PlacementConfig(), 4, 4, [0, 1, 2], [3]),
         (PlacementConfig(), 3, 3, [0, 1], [2]),
+        (PlacementConfig(), 2, 2, [0], [1]),
+        (PlacementConfig(), 10, 5, [0, 1, 2, 5, 6, 7], [3, 4, 8, 9]),
         (PlacementConfig(actor=5, critic=3), 8, 8, [0, 1, 2, 3, 4], [5, 6, 7]),
         (PlacementConfig(actor=5), 8, 8, [0, 1, 2, 3, 4], [5, 6, 7]),
         (PlacementConfig(critic=1), 4, 4, [0, 1, 2], [3]),
@@ -43,6 +47,23 @@ def test_groups(config, world, local, actor, critic):
 
 
 @pytest.mark.parametrize(
+    ("config", "world", "colocated"),
+    [
+        (PlacementConfig(), 1, True),
+        (PlacementConfig(), 2, True),
+        (PlacementConfig(), 3, False),
+        (PlacementConfig(mode="per_node"), 2, False),
+        (PlacementConfig(critic=1), 2, False),
+        (PlacementConfig(actor=1), 2, False),
+        (PlacementConfig(reference="critic"), 2, False),
+        (PlacementConfig(barrier=True), 2, False),
+    ],
+)
+def test_two_gpus_are_colocated_unless_a_setting_asks_for_groups(config, world, colocated):
+    assert place(config, world=world, local_world=world, gpu=True).colocated == colocated
+
+
+@pytest.mark.parametrize(
     ("config", "world", "local", "says"),
     [
         (PlacementConfig(actor=5, critic=4), 8, 8, "do not add up to 8 ranks"),
@@ -50,7 +71,7 @@ def test_groups(config, world, local, actor, critic):
         (PlacementConfig(actor=9), 8, 8, "critic"),
         (PlacementConfig(critic=8), 8, 8, "for the actor group"),
         (PlacementConfig(actor=5, critic=3), 8, 4, "actor=5 with mode per_node must be the same on each of 2 nodes"),
-        (PlacementConfig(mode="by_node"), 8, 8, "no rank of 8 is left for the critic group"),
+        (PlacementConfig(mode="by_node"), 8, 8, "no rank of 8 is left for the actor group"),
         (PlacementConfig(mode="by_node", actor=5), 8, 4, "not whole nodes of 4"),
         (PlacementConfig(mode="colocated", actor=2), 4, 4, "actor=2: all 4 ranks play both roles; use per_node"),
         (PlacementConfig(mode="colocated", critic=3), 4, 4, "critic=3: all 4 ranks"),
@@ -67,9 +88,9 @@ def test_wrong_sizes_say_what_to_do(config, world, local, says):
 @pytest.mark.parametrize(
     ("config", "size", "due"),
     [
-        (PlacementConfig(), None, [[0, 1, 4, 5]]),
-        (PlacementConfig(), 2, [[0, 1], [4, 5]]),
-        (PlacementConfig(), 9, [[0, 1, 4, 5]]),
+        (PlacementConfig(critic=4), None, [[0, 1, 4, 5]]),
+        (PlacementConfig(critic=4), 2, [[0, 1], [4, 5]]),
+        (PlacementConfig(critic=4), 9, [[0, 1, 4, 5]]),
         (PlacementConfig(mode="by_node"), 2, [[0, 1], [2, 3]]),
         (PlacementConfig(mode="colocated"), 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (PlacementConfig(mode="colocated"), 1, [[rank] for rank in range(8)]),
@@ -127,7 +148,8 @@ def test_ranks_are_even_within_each_mini_batch(actor, critic):
 
 def test_samples_of_a_prompt_stay_together():
     own_ = ownership(2, 2, batch=24, samples=4)
-    owners = [{own_.owner("critic")[p * 4 + s] for s in range(4)} for p in range(6)]
+    owner = {row: rank for rank in range(own_.sizes["critic"]) for row in own_.all_rows("critic", rank)}
+    owners = [{owner[p * 4 + s] for s in range(4)} for p in range(6)]
     assert all(len(ranks) == 1 for ranks in owners)
 
 
@@ -169,5 +191,4 @@ def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
 def test_the_pairs_between_which_rows_go():
     ownership = own(seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4})
     pairs = [(i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)]
-    assert ownership.pairs("actor", "critic") == pairs
     assert len(pairs) < 12

@@ -62,13 +62,13 @@ def advantages_rank(group: Group) -> list:
     for how in ("batch", "running"):
         ppo = [f"--ppo.gamma={GAMMA}", f"--ppo.lam={LAM}", f"--ppo.kl-coef={KL_COEF}", "--ppo.kl-kind=k1"]
         context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
-        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+        value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
         critic = Critic(context, value, cast(Any, None), None)
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
-            scored = Scored(rollout, packed(VALUES, rank), mine, extra, [])
-            advantages, returns, metrics = critic.advantages(scored, [packed(OLD, rank), packed(REF, rank)])
+            scored = Scored(rollout, [packed(VALUES, rank)], mine, extra, [])
+            advantages, returns, metrics = critic.advantages(1, scored, [packed(OLD, rank), packed(REF, rank)])
             found.append((advantages.tolist(), returns.tolist(), metrics))
     return found
 
@@ -117,12 +117,12 @@ def test_what_the_critic_makes_of_scores_kl_and_values():
 
 def failing_rank(group: Group) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3."""
-    rank, value = group.dp_rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group)))
+    rank, value = group.dp_rank, cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))])
     critic, said = Critic(context_of(), value, cast(Any, None), None), []
     for step in range(1, 7):
         failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
-        scored = Scored(rollout_of(rank), torch.zeros(0), torch.zeros(2), {}, failed)
+        scored = Scored(rollout_of(rank), [torch.zeros(0)], torch.zeros(2), {}, failed)
         try:
             told = critic._failures(scored)
             said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']}")
@@ -172,7 +172,7 @@ def act_rank(group: Group) -> tuple:
     reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
     scores = iter([0.3, 0.5, 0.4])
     validator: Any = SimpleNamespace(due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)})
-    context = context_of("--ppo.critic-warmup=1", "--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
+    context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
     rows = lambda _, rank: [HELD[rank]]  # noqa: E731
     context = replace(context, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
     actor = Actor(context, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
@@ -187,7 +187,10 @@ def act_rank(group: Group) -> tuple:
         actor.sync()
     calls, bad[:] = list(engine.calls), []
     logprobs, noted = actor.logprobs(rollout)
-    told = [noted | actor.update(step, rollout, logprobs, packed(OLD, rank)) for step in (1, 2)]
+    given_up = packed(OLD, rank).mul(torch.nan)  # the critic has none to give yet
+    told = [
+        noted | actor.update(step, rollout, logprobs, sent) for step, sent in ((1, given_up), (2, packed(OLD, rank)))
+    ]
     trained = [actor.trained]
     told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
     trained.append(actor.trained)
@@ -250,19 +253,19 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     run.links = SimpleNamespace(wire=wire)
     run.config, run.start = parse([]), 0
     run.progress = SimpleNamespace(finish=lambda role, step, metrics: done.append(("counts", role, step, metrics)))
-    run.profiler = SimpleNamespace(boundary=lambda step: done.append(step))
     run.finish("critic", 3, {"x": 1.0})
-    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", "critic", 3, {"x": 1.0}), 4]
+    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", "critic", 3, {"x": 1.0})]
 
 
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
-        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+        value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
         adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2"]
         before, after, other = (
             Critic(context_of(*ppo), value, cast(Any, None), None) for ppo in (adaptive, adaptive, fixed)
         )
-        assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0]}
+        fresh = {"ended": False, "best": None, "stale": 0}
+        assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "pretraining": fresh}
         before.kl.coef = 0.37
         before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
         state = json.loads(json.dumps(before.state()))

@@ -176,7 +176,13 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     runtime.Runtime.wait_for_all = lambda self: None
     argv = [f"--run-dir={run_dir}", "--steps=1", f"--rollout.batch-size={ROWS * len(placement.groups['actor'])}"]
     argv += [f"--ppo.mini-batches={MINI_BATCHES}", f"--rollout.chunks={CHUNKS}", "--log.validate-every=0"]
-    argv += ["--rollout.max-new-tokens=4", "--ppo.epochs=1", "--reward.workers=1", "--ppo.kl-coef=0.01"]
+    argv += [
+        "--rollout.max-new-tokens=4",
+        "--ppo.epochs=1",
+        "--reward.workers=1",
+        "--ppo.kl-coef=0.01",
+        "--checkpoint.no-last",
+    ]
     assert train.main(argv) == 0
     return dict(count.calls), dict(count.bytes)
 

@@ -12,7 +12,7 @@ from ranks import run_threads
 from torch import Tensor
 
 from splitppo import algo
-from splitppo.config import Config, OptimConfig, PlacementConfig, PPOConfig, RolloutConfig
+from splitppo.config import Config, LogConfig, OptimConfig, PlacementConfig, PPOConfig, RolloutConfig
 from splitppo.critic import Critic, Scored
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
@@ -25,7 +25,7 @@ from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill
 from splitppo.placement import place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Prompt, Rollout, Sample
 
 CPU = torch.device("cpu")
 OUTPUTS = PolicyOutputs(0.7, 80)
@@ -153,14 +153,40 @@ def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> t
     rollout = Rollout(samples)
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
-    value = SimpleNamespace(runner=SimpleNamespace(group=group))
+    value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     critic = Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
     padded = torch.zeros(rollout.tokens - 4)
-    scored = Scored(rollout, torch.cat([torch.tensor(VALUES), padded]), torch.tensor(scores), {}, [])
+    scored = Scored(rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, [])
     old = torch.cat([torch.full((4,), -1.0), padded])
     ref = torch.cat([torch.full((4,), -1.1), padded])
-    advantages, returns, _ = critic.advantages(scored, [old, ref])
+    advantages, returns, _ = critic.advantages(1, scored, [old, ref])
     return advantages[:4].tolist(), returns[:4].tolist()
+
+
+def samples_of(group: Group) -> list[dict[str, Any]]:
+    """What a critic writes of its rows, of which it keeps two."""
+    config = Config(ppo=PPOConfig(gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=4), log=LogConfig(samples=2))
+    batch = [Prompt("", [], "", "", {})] * 4
+    context = SimpleNamespace(config=config, batch=lambda step: batch, decode=lambda ids: "".join(f"{i} " for i in ids))
+    critic = Critic(
+        cast(Any, context), cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]), cast(Any, None), None
+    )
+    rollout = Rollout(with_turns())
+    scored = Scored(rollout, [torch.arange(rollout.tokens) + 0.123456], torch.tensor([10.0, 20.0, 30.0, 40.0]), {}, [])
+    critic.advantages(1, scored, [torch.zeros(rollout.tokens)])
+    return critic.samples(1, scored)
+
+
+def test_what_is_written_of_a_rows_tokens():
+    """Values, advantages before whitening, rewards; none for what the environment said: P | a1 a2 | o1 o2 | a3 a4."""
+    (rows,) = run_threads(1, samples_of)
+    tokens = rows[0]["tokens"]
+    assert [row["row"] for row in rows] == [0, 1]
+    assert "".join(tokens["text"]) == rows[0]["response"] == "".join(f"{i} " for i in draw("response 0", 6))
+    assert tokens["value"] == [0.1235, 1.1235, None, None, 2.1235, 3.1235]
+    assert tokens["reward"] == [0.0, 0.0, None, None, 0.0, 10.0]
+    assert tokens["advantage"] == [9.8765, 8.8765, None, None, 7.8765, 6.8765]
+    assert rows[1]["tokens"]["value"][:4] == [4.1235, 5.1235, 6.1235, 7.1235]
 
 
 def test_gae_goes_over_the_response_tokens_in_sequence():

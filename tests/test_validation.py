@@ -13,14 +13,14 @@ from typing import Any, cast
 import pytest
 from ranks import run_ranks, run_threads
 
-from splitppo import train
+from splitppo import context, train
 from splitppo.config import Config, LogConfig, RolloutConfig
 from splitppo.context import Context
 from splitppo.engine import Sampling, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Prompt, Sample
-from splitppo.run.samples import table, write_rows
+from splitppo.run.samples import shown, table, write_rows
 from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
@@ -224,7 +224,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     found = on_one_rank(validate, tmp_path, 20)
     rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
-    names = ["step", "row", "score", "prompt", "response", "end", "data_source", "ground_truth", "sample"]
+    names = ["step", "row", "question", "response", "ground_truth", "score", "end", "data_source", "prompt", "sample"]
     assert list(rows[0]) == names
     for row in rows:
         said = row_seed(14, 0, row["row"]) % 3
@@ -307,6 +307,24 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
 def test_a_score_is_written_to_six_places(tmp_path):
     record = run_threads(1, lambda group: make_validator(group, tmp_path, 1)._record(5, 3, "said", 2 / 3, "eos"))[0]
     assert (record["score"], record["sample"], record["prompt"]) == (0.666667, 3, "ask 0")
+
+
+def test_the_question_of_a_chat_is_what_the_user_said_last():
+    said = [("system", "be brief"), ("user", "hello"), ("assistant", "hi"), ("user", "12+7?"), ("assistant", "It is")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    chat = Prompt("<|user|>12+7?<|end|>", [1], "here", "19", {}, messages)
+    row = context.record(3, 2, 1.0, chat, "19", "eos")
+    assert (row["question"], row["prompt"]) == ("12+7?", "<|user|>12+7?<|end|>")
+    assert context.record(3, 2, 1.0, replace(chat, messages=None), "19", "eos")["question"] == "<|user|>12+7?<|end|>"
+    shown_row = {"step": 3, "row": 2, "question": "12+7?", "response": "19", "ground_truth": "19", "score": 1.0}
+    assert shown(row | {"tokens": {}}) == shown_row | {"end": "eos", "data_source": "here"}
+    assert shown({"step": 3, "prompt": "of an older version"}) == {"step": 3, "prompt": "of an older version"}
+
+
+def test_a_table_leaves_out_what_is_not_for_people(tmp_path):
+    write_rows(tmp_path, 1, [{"question": "12+7?", "prompt": "<|user|>", "tokens": {"text": ["1"]}}])
+    assert table_cells((tmp_path / "step_000001.md").read_text()) == [["question"], ["---"], ["12+7?"]]
+    assert json.loads((tmp_path / "step_000001.jsonl").read_text())["tokens"] == {"text": ["1"]}
 
 
 def table_cells(text: str) -> list[list[str]]:

@@ -16,7 +16,9 @@ import tyro
 from prepare_reward import FIGURES, Training, prepare_reward, read_csv
 
 from splitppo.errors import UserError, command, words
-from splitppo.tools.prepare import Package, find_package
+
+sys.path.append(str(Path(__file__).parents[1] / "smollm2"))
+from prepare_smollm2 import Package, find_package
 
 BODY_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md")
 _REVIEWS_HELD_OUT = 40  # of 200

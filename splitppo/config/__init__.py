@@ -34,7 +34,7 @@ class Config:
     """PPO for language models on one torchrun, split by rank into an actor and a critic group."""
 
     config: str | None = None
-    """TOML preset. Flags on the command line override it."""
+    """TOML preset: a file, or one that ships with splitppo (gsm8k/qwen2.5_0.5b). Flags override it."""
     steps: int = 60
     """Training steps. A step is one rollout."""
     seed: int = 0

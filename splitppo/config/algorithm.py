@@ -31,9 +31,15 @@ class PolicyConfig:
     """The policy: any Hugging Face causal language model."""
 
     path: str = "tiny"
-    """Folder with config, tokenizer and safetensors. `tiny`: the embedded model, with defaults of config/tiny.toml."""
+    """Folder with config, tokenizer and safetensors, or a hub name: `owner/name`, `owner/name@revision`. `tiny`: the
+    embedded model, with defaults of config/tiny.toml."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model's folder or repository brings, of all models of the run. Read it first."""
     random_init: bool = False
     """Draw the weights at random from the seed instead of reading them. For benchmarks on a real shape."""
+    freeze: tuple[str, ...] = ()
+    """What is not trained: `attention` (linear attention, too), `embeddings` (and an output layer tied to them), `body`
+    (all but the output layer), or regular expressions that are searched in a weight's Hugging Face name."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
@@ -42,7 +48,7 @@ class ReferenceConfig:
     """The frozen reference of the KL penalty. Loaded only if `ppo.kl_coef` or `ppo.kl_loss_coef` is above 0."""
 
     path: str | None = None
-    """Folder of the reference model. Unset: the policy before training."""
+    """Folder or hub name of the reference model. Unset: the policy before training."""
     offload: bool = False
     """Keep the reference's shards on the CPU between uses."""
 
@@ -52,11 +58,25 @@ class ValueConfig:
     """The value model: a causal language model's body with a scalar head."""
 
     path: str | None = None
-    """Folder of a model with the policy's token ids. A reward model gives its head, too. Unset: the policy's."""
+    """Folder or hub name of a model with the policy's ids. A reward model gives its head, too. Unset: the policy's."""
     random_init: bool = False
     """Draw the body at random from the seed instead of reading it."""
     head: Literal["zero", "normal"] = "zero"
     """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden size)."""
+    layers: int | None = None
+    """Use the first so many layers of the body, with its final norm. Unset: all."""
+    ensemble: int = 1
+    """Value models. Each is trained on rows of its own, an equal part of every prompt's responses; advantages come from
+    their mean (Liu et al. 2025, AsyPPO, arXiv:2510.01656)."""
+    freeze: tuple[str, ...] = ()
+    """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
+    pretrain_steps: int = 0
+    """First steps, in which only the value model is trained, with lambda 1 (Yuan et al. 2025, VC-PPO,
+    arXiv:2503.01491). Then it is saved as RUN/pretrained_value, which other runs can start from by `value.path`."""
+    pretrain_epochs: int = 4
+    """Passes over the rollout in each of these steps."""
+    pretrain_patience: int = 5
+    """Pretraining ends early after this many steps without a new highest explained variance on fresh rows. 0: never."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
@@ -69,7 +89,8 @@ class DataConfig:
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
-    """Training files: .parquet, .json, .jsonl, or folders of `datasets` (save_to_disk). Empty: the generated task."""
+    """Training files: .parquet, .json, .jsonl; on the hub they are
+    `hf://datasets/owner/name/file` or `hf://datasets/owner/name@revision/file`. Empty: the generated task."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "reward_model.ground_truth"
@@ -80,12 +101,13 @@ class DataConfig:
     """System message for prompts that have none. Unset: left to the chat template."""
     chat_kwargs: str = "{}"
     """More arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
-    weights: tuple[float, ...] = ()
-    """One weight per file: its share of every step's prompts. Empty: each row once per epoch."""
     max_rows: int | None = None
     """Most training prompts to use, drawn at random from all files."""
     overlong: Literal["refuse", "filter", "cut"] = "refuse"
     """Prompts over `rollout.max_prompt_tokens`: refuse the run, drop the row, or drop the prompt's first tokens."""
+    invalid: Literal["refuse", "filter"] = "refuse"
+    """Rows that can't be used (no prompt, a wrong type, a ground truth that the reward rule can't score): refuse the
+    run, or drop the row."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256
@@ -141,7 +163,7 @@ class RewardConfig:
     failed_score: float = 0.0
     """Score of a function that failed: a time-out, an exception, or a result that is not a finite number."""
     model: str | None = None
-    """Folder of a reward model: a sequence-classification checkpoint with one label. Runs on the critic ranks."""
+    """Folder or hub name of a reward model: sequence classification with one label. Runs on the critic ranks."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
     model_random_init: bool = False
@@ -171,8 +193,11 @@ class PPOConfig:
 
     gamma: float = 1.0
     """Discount."""
-    lam: float = 0.95
-    """GAE's lambda."""
+    lam: float | Literal["adaptive"] = 0.95
+    """GAE's lambda. `adaptive`: 1 - 1 / (`lam_alpha` * l), at least 0, for a row of l response tokens (Yue et al. 2025,
+    VAPO, arXiv:2504.05118)."""
+    lam_alpha: float = 0.05
+    """Alpha of the adaptive lambda."""
     lam_value: float | None = None
     """Lambda of the value model's targets (Yuan et al. 2025, VC-PPO). Unset: `lam`."""
     kl_coef: float = 0.0
@@ -187,10 +212,13 @@ class PPOConfig:
     """Weight of the KL to the reference in the policy's loss."""
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
+    clip_mode: Literal["clip", "mask"] = "clip"
+    """`clip`: PPO's clipped loss. `mask`: a token's loss is -ratio * advantage between the bounds and 0 beyond them,
+    whatever the advantage's sign (SAO, arXiv:2607.07508, eq. 3)."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """The ratio's lower bound is 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    """The ratio's upper bound is 1 + clip_high."""
     dual_clip: float | None = None
     """Bound of the loss for negative advantages (Ye et al. 2020), above 1. Unset: off."""
     value_clip: float | None = 0.2
@@ -199,6 +227,11 @@ class PPOConfig:
     """Weight of the entropy bonus."""
     whiten: bool = True
     """Whiten the advantages over the whole batch."""
+    baseline: Literal["value", "none"] = "value"
+    """`none`: advantages are returns minus their mean over the batch, without values. For comparisons."""
+    mask_agreement: float = 0.0
+    """With an ensemble: the part of a batch's tokens, those on which the value models differ least, whose advantages
+    become 0 (AsyPPO). 0: off."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1
@@ -208,7 +241,7 @@ class PPOConfig:
     value_mini_batches: int | None = None
     """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`. Unset: `mini_batches`."""
     critic_warmup: int = 0
-    """First steps, in which only the value model is trained."""
+    """First steps, in which only the value model is trained, as in all others."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Old log-probs in the ratio. `engine`: those of the sampling distribution, which saves a forward pass. The ratio
     then starts at the difference between engine and trainer, and only clipping limits it."""

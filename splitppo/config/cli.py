@@ -4,9 +4,10 @@ import argparse
 import io
 import os
 import re
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass, replace
+from functools import partial, wraps
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.toml import as_flag, read_preset, toml_value
+from splitppo.config.toml import as_flag, find_preset, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -23,32 +24,32 @@ PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.mod
 TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
 
 
-def parse(argv: Sequence[str], *, quiet: bool = False) -> Config:
+def parse(argv: Sequence[str]) -> Config:
     """The configuration of a command line. Its flags override those of the preset that `--config` names.
 
-    A wrong preset is a UserError. A wrong flag ends in tyro's box and SystemExit, or is a UserError if `quiet`.
+    A wrong preset or flag is a UserError. `--help` ends in SystemExit.
     """
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
-    given = [*(_preset_flags(os.path.expanduser(preset)) if preset is not None else []), *argv]
+    given = [*(_preset_flags(find_preset(os.path.expanduser(preset))) if preset is not None else []), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
         given = [*_flags(_read(TINY)), *given]
-    return _expand_home(_run_tyro(given, quiet))
+    return map_paths(read_flags(Config, "splitppo.train", given), lambda _, path: os.path.expanduser(path))
 
 
-def _expand_home(config: Any, prefix: str = "") -> Any:
-    """The configuration with `~` replaced in its paths."""
+def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
+    """The configuration with `change(setting, path)` in place of each of its paths."""
     changed: dict[str, Any] = {}
     for field in fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if is_dataclass(value):
-            changed[field.name] = _expand_home(value, f"{name}.")
+            changed[field.name] = map_paths(value, change, f"{name}.")
         elif name in PATHS and value:
             is_one = isinstance(value, str)
-            changed[field.name] = os.path.expanduser(value) if is_one else tuple(map(os.path.expanduser, value))
+            changed[field.name] = change(name, value) if is_one else tuple(change(name, path) for path in value)
     return replace(config, **changed)
 
 
@@ -59,26 +60,39 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
     return finder.parse_known_args(argv)[0].value
 
 
-def _run_tyro(args: Sequence[str], quiet: bool) -> Config:
+def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
+    """`wanted` made from a command line by tyro, to which `how` goes. A wrong flag is a UserError of one line."""
     check_text(args)
-    if not quiet:
-        return tyro.cli(Config, args=args, prog="splitppo.train")
     box = io.StringIO()
     try:
-        with redirect_stdout(box), redirect_stderr(box):
-            return tyro.cli(Config, args=args, prog="splitppo.train")
+        with redirect_stderr(box):
+            return tyro.cli(wanted, args=args, prog=prog, **how)
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UserError(_message_of(box.getvalue())) from stop
 
 
+def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Callable[[], Any]:
+    """A call of `function` with the arguments of a command line, to be made when they are known to be right."""
+
+    @wraps(function)
+    def bind(*given: Any, **named: Any) -> Any:
+        return partial(function, *given, **named)
+
+    return read_flags(bind, prog, args)
+
+
 def _message_of(box: str) -> str:
     """The error in tyro's box, in one line."""
-    lines = [line.strip("│|╭╮─ ") for line in box.splitlines() if re.search("[a-z]", line)]
+    lines = [line.strip("│|╭╮─ ") for line in box.splitlines() if re.search("[a-z']", line)]
     near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
     message = " ".join(takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:]))
     message = re.sub(r"\[/?bold\]", "", message.partition(" Got errors")[0])
+    if wrong := re.match(
+        r"Error parsing (\S+): .*?('.*?')\]? Argument helptext: \S+ (\{.*?\}|\[.*?\]\]|\S+) (.*)", message
+    ):
+        return "{} {}: write {}: {}".format(*wrong.groups())
     return f"{message}; {f'did you mean {near}?' if near else 'see --help'}"
 
 
@@ -94,11 +108,11 @@ def _preset_flags(path: str) -> list[str]:
     """The flags of a user's preset. An error names the preset and the setting."""
     settings = _read(path)
     try:
-        _run_tyro(_flags(settings), quiet=True)
+        read_flags(Config, "", _flags(settings))
     except UserError:
         for name, value in settings.items():
             try:
-                _run_tyro(as_flag(name, value), quiet=True)
+                read_flags(Config, "", as_flag(name, value))
             except UserError as error:
                 raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
         raise

@@ -12,11 +12,12 @@ class PlacementConfig:
 
     mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
     """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group. `colocated`: every rank
-    plays both roles. `auto`: colocated for one rank, else per_node."""
+    plays both roles. `auto`: per_node, but colocated for one rank, and for two GPUs unless another placement
+    setting is given."""
     actor: int | None = None
-    """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves, or half, rounded up."""
+    """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves."""
     critic: int | None = None
-    """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or half, rounded down."""
+    """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or a quarter, rounded up."""
     reference: Literal["actor", "critic"] = "actor"
     """Group that holds the reference. In the critic group the reference works during the rollout. That helps if all
     models have one size, since the actor group is then the busier one."""
@@ -82,7 +83,9 @@ class CheckpointConfig:
     """Checkpoints under RUN/checkpoints."""
 
     every: int = 0
-    """Write a checkpoint every n steps and after the last step. 0: only when a run is asked to stop."""
+    """Write a checkpoint every n steps. 0: only the last one, or when the run is asked to stop."""
+    last: bool = True
+    """Write a checkpoint after the last step."""
     keep: int = 2
     """Complete checkpoints to keep: the newest ones. 0: all."""
     keep_every: int = 0
@@ -107,7 +110,3 @@ class LogConfig:
     """Project in wandb."""
     name: str | None = None
     """The run's name in wandb. Unset: the name of its folder."""
-    profile_steps: tuple[int, ...] = ()
-    """Steps that the torch profiler records to RUN/profile."""
-    profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that the torch profiler records."""

@@ -17,32 +17,35 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     (lambda v: v >= 1, "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches ppo.kl_horizon"),
     (lambda v: v >= 1, "must be at least 1", "log.validate_samples engine.tensor_parallel data.max_rows"),
+    (lambda v: v >= 1, "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
     (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
     (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
-    (lambda v: v >= 0, "must be at least 0", "ppo.critic_warmup reward.overlong_tokens"),
+    (
+        lambda v: v >= 0,
+        "must be at least 0",
+        "ppo.critic_warmup reward.overlong_tokens value.pretrain_steps value.pretrain_patience",
+    ),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (lambda v: v > 0, "must be above 0", "timeout reward.timeout ppo.kl_target ppo.importance_cap"),
-    (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip optim.eps"),
+    (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha optim.eps"),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
     (lambda v: v == 0 or v >= 1e-3, "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
     (lambda v: v <= 10**6, "must be at most 1000000", "rollout.batch_size world_size nodes"),
     (lambda v: v <= 1024, "must be at most 1024", "reward.workers"),
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam ppo.lam_value optim.min_lr_ratio"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam_value optim.min_lr_ratio"),
+    (lambda v: v == "adaptive" or 0 <= v <= 1, "must lie between 0 and 1, or be adaptive", "ppo.lam"),
+    (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "ppo.mask_agreement"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
-    (lambda v: 0 < v < 1, "must lie between 0 and 1 (the ratio's lower bound is 1 - clip_low)", "ppo.clip_low"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
     (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators need", "seed"),
     (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
-    (lambda v: min(v, default=1) >= 1, "holds a step below 1; steps count from 1", "log.profile_steps"),
-    (lambda v: min(v, default=0) >= 0, "holds a rank below 0; ranks count from 0", "log.profile_ranks"),
-    (lambda v: min(v, default=1) > 0, "holds a weight that is not above 0; raise it, or drop the file", "data.weights"),
     (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
@@ -61,7 +64,7 @@ def check(config: Config) -> None:
             for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
                 if values[name] is not None and not holds(values[name]):
                     raise UserError(f"{name}={values[name]} {rule}")
-    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo):
+    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic):
         for message in contradictions(config):
             raise UserError(message)
 
@@ -89,7 +92,7 @@ def _of_job(config: Config) -> Iterator[str]:
 
 
 def _of_rollout(config: Config) -> Iterator[str]:
-    rollout, ppo, data = config.rollout, config.ppo, config.data
+    rollout, ppo = config.rollout, config.ppo
     rows, unit = rollout.batch_size, math.lcm(rollout.samples, ppo.mini_batches)
     if rows % rollout.samples:
         yield f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {_use(rows, unit)}"
@@ -99,8 +102,6 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield "rollout.lengths fixes the length of responses; leave rollout.stop unset"
     if rollout.lengths and ppo.mask_truncated:
         yield "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one"
-    if data.weights and len(data.weights) != len(data.files):
-        yield f"data.weights={data.weights} for {len(data.files)} data.files; give one weight per file, in their order"
 
 
 def _of_reward(config: Config) -> Iterator[str]:
@@ -141,8 +142,34 @@ def _of_ppo(config: Config) -> Iterator[str]:
         )
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it at 0.05, say"
+    if ppo.clip_mode == "clip" and ppo.clip_low >= 1:
+        yield f"ppo.clip_low={ppo.clip_low} must be below 1: the ratio's lower bound is 1 - clip_low; lower it"
+    if ppo.clip_mode == "mask" and ppo.dual_clip is not None:
+        yield f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; unset one"
     if ppo.critic_warmup >= config.steps:
         yield f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the policy; raise steps"
+
+
+def _of_critic(config: Config) -> Iterator[str]:
+    ppo, value, rows = config.ppo, config.value, config.rollout.batch_size
+    if value.pretrain_steps and ppo.critic_warmup:
+        yield (
+            f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup} are both for the "
+            "first steps; unset one"
+        )
+    if value.pretrain_steps > config.steps:
+        yield f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; raise steps"
+    if value.pretrain_steps and value.ensemble > 1:
+        yield (
+            f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}: pretrain one value "
+            "model in a run of its own, then start the ensemble from it with value.path"
+        )
+    if value.ensemble > rows:
+        yield f"value.ensemble={value.ensemble} are more than rollout.batch_size={rows}; lower it"
+    if ppo.mask_agreement and value.ensemble == 1:
+        yield f"ppo.mask_agreement={ppo.mask_agreement} compares value models, and there is one; set value.ensemble"
+    if ppo.baseline == "none" and (ppo.lam == "adaptive" or ppo.mask_agreement):
+        yield "ppo.baseline=none uses no values; unset ppo.lam=adaptive and ppo.mask_agreement"
 
 
 def _use(rows: int, unit: int) -> str:

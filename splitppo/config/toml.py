@@ -10,6 +10,15 @@ from typing import Any
 
 from splitppo.errors import UserError
 
+_INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
+PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def find_preset(name: str) -> str:
+    """The file of a preset: a path, or the name of one that ships with splitppo, such as gsm8k/qwen2.5_0.5b."""
+    own = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
+    return str(own) if own.is_file() and not Path(name).exists() else name
+
 
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`.
@@ -19,7 +28,8 @@ def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     """
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
-        raise UserError(f"--config {path}: {wrong}; presets are TOML files, see configs/")
+        own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))
+        raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {own}")
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text

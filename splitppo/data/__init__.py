@@ -1,10 +1,10 @@
 """The prompts of a run: read from files or generated, tokenised, and the order in which steps use them."""
 
 from splitppo.data.files import read_lengths
-from splitppo.data.order import batch_indices, mixed_indices
+from splitppo.data.order import batch_indices
 from splitppo.data.prompts import PromptSet, Split, check_files, load_prompts
 from splitppo.data.tasks import check_task
 
 __all__ = [
-    "PromptSet", "Split", "batch_indices", "check_files", "check_task", "load_prompts", "mixed_indices", "read_lengths",
+    "PromptSet", "Split", "batch_indices", "check_files", "check_task", "load_prompts", "read_lengths",
 ]  # fmt: skip

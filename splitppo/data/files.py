@@ -1,4 +1,4 @@
-"""Rows from files: .parquet, .json, .jsonl and folders of the library `datasets`, with verl's columns or plain ones.
+"""Rows from files: .parquet, .json and .jsonl, with verl's columns or plain ones.
 
 Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 
 from splitppo.config import DataConfig, RolloutConfig
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
-KINDS = ".parquet, .json or .jsonl, or a folder that the library datasets wrote (save_to_disk)"
+KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
+MAKE_IT = "give a path that every rank can read; the presets' data come from splitppo prepare gsm8k"
 Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
 
 
@@ -32,26 +32,38 @@ class Row:
     extra_info: dict[str, Any]
 
 
-def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
-    """The rows of a file or folder, each checked when it is read. No rows: a UserError.
+def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserError]) -> Iterator[Row]:
+    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError.
 
     Args:
         setting: the setting that names the file, for errors.
+        invalid: gets the errors of the rows that `data.invalid=filter` leaves out.
     """
     path = Path(file)
-    source = path.name if path.is_dir() else path.stem
+    source = path.stem
     keys = {config.prompt_key, config.answer_key} - {""}
-    number = 0
-    for number, columns in raw_rows(
-        file, setting, {"data_source", "extra_info", *keys, *(k.split(".")[0] for k in keys)}
-    ):
-        yield _check_row(config, source, f"{file} row {number}", columns)
+    errors: list[UserError] = []
+    number = valid = 0
+    used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
+    for number, columns in raw_rows(file, setting, used):
+        try:
+            row = _check_row(config, source, f"{file} row {number}", columns)
+        except UserError as error:
+            if config.invalid == "refuse":
+                raise UserError(f"{error}, or set --data.invalid filter" if valid else str(error)) from error
+            errors.append(error)
+            continue
+        valid += 1
+        yield row
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
+    if not valid:
+        raise errors[0]
+    invalid += errors
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """(row number, row as parsed) of each row of a file or folder.
+    """(row number, row as parsed) of each row of a file.
 
     Args:
         setting: the setting that names the file, for errors.
@@ -60,37 +72,15 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Num
     """
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
-        raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can read")
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, "folder": _read_folder}
-    kind = "folder" if path.is_dir() else path.suffix
-    if kind not in readers:
+        raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
+    if path.suffix not in readers or path.is_dir():
         raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
-    return readers[kind](path, file, used)
+    return readers[path.suffix](path, file, used)
 
 
 def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
     return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
-
-
-def _read_folder(path: Path, file: str, used: set[str]) -> Numbered:
-    if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(f"{file.rstrip('/')}/{state.parent.name}" for state in sorted(path.glob("*/state.json")))
-        raise UserError(f"{file} is a DatasetDict; name one of its splits: {splits or 'it holds none'}")
-    if not (path / "state.json").is_file():
-        raise UserError(f"{file} is a folder without state.json, so not of save_to_disk; use {KINDS}")
-    state = _parse_json((path / "state.json").read_bytes(), f"{file}/state.json")
-    try:
-        names = [str(part["filename"]) for part in state["_data_files"]]
-        indices = state.get("_indices_data_files")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}/state.json lists no _data_files; write the folder again (save_to_disk)") from error
-    if indices:
-        raise UserError(
-            f"{file} keeps the order of its rows apart (_indices_data_files), which is not read here; write it again: "
-            "datasets.load_from_disk(...).flatten_indices().save_to_disk(...)"
-        )
-    tables = (_table_rows(_arrow_batches(path / name), f"{file}/{name} is broken", file, used) for name in names)
-    return enumerate((row for table in tables for row in table), 1)
 
 
 def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
@@ -112,11 +102,6 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
 def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
     with pyarrow.parquet.ParquetFile(path) as table:
         yield from table.iter_batches(batch_size=256)
-
-
-def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.OSFile(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-        yield from stream
 
 
 def _table_rows(batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
 Split = Literal["train", "validation"]
+Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors of the prompts that can't be scored
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PromptSet:
     Attributes:
         prompts: file after file, each in its file's order.
         sizes: number of prompts of each file.
-        notes: lines for the user about prompts that were too long.
+        notes: lines for the user about rows that were left out or cut.
     """
 
     prompts: list[Prompt]
@@ -46,10 +47,12 @@ def check_files(config: DataConfig) -> None:
             )
     for setting, files in (("data.files", config.files), ("data.validation_files", config.validation_files)):
         for file in files:
-            next(read_file(config, file, setting))
+            next(read_file(config, file, setting, []))
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split) -> PromptSet:
+def load_prompts(
+    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split, check: Check = lambda _: {}
+) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files.
 
     Training reads `data.files`, or generates `data.task` without files. Held-out prompts are those of
@@ -58,68 +61,83 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, 
     Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do too, as one user
     message. Other strings get the tokenizer's special tokens; they have no use for `data.system` or `data.chat_kwargs`.
 
+    With `data.invalid=filter`, rows that can't be used, or that `check` finds wrong, are left out; a file of such rows
+    alone is refused.
+
     For a prompt above `max_prompt_tokens`, `data.overlong` decides: a UserError (`refuse`), no row (`filter`), or the
     prompt's last tokens (`cut`; `messages` stay whole). `data.max_rows` then draws training prompts at random, from
     each file in proportion to its size. `data.validation_rows` takes the first held-out prompts.
 
     Raises:
-        UserError: a wrong row or setting; no row is left, or none of a file that has a weight.
+        UserError: a wrong row or setting; no row is left.
     """
-    setting, groups = _read(config, seed, split)
+    setting, groups, errors = _read(config, seed, split)
     rows = [row for group in groups for row in group]
     if not rows:
         return PromptSet([], [], [])
-    prompts = _tokenize(config, rows, tokenizer)
-    kept, notes = _fit(config, rows, prompts, tokenizer, max_prompt_tokens, setting)
     file_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
     def sizes(indices: Sequence[int]) -> list[int]:
         return np.bincount(file_of[indices], minlength=len(groups)).tolist()
 
+    prompts, wrong = tokenize(config, rows, tokenizer)
+    wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
+    usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
+    left, read = sizes(list(usable)), len(rows) + len(errors)
+    for index in sorted(wrong):
+        if not left[file_of[index]]:
+            raise wrong[index]
+        if config.invalid == "refuse":
+            raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {read} rows)") from wrong[index]
+        errors.append(wrong[index])
+    kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens, setting)
+    if errors:
+        left_out = f"{len(errors)} of {read} rows of {setting} can't be used and are left out"
+        notes.insert(0, f"data.invalid=filter: {left_out}; the first: {errors[0]}")
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
         chosen = [chosen[index] for index in draw(sizes(chosen), config.max_rows, seed)]
-    if split == "train" and config.weights and 0 in sizes(chosen):
-        file = config.files[sizes(chosen).index(0)]
-        raise UserError(
-            f"data.weights: no row of {file} is left to take its share; drop the file, or change data.max_rows="
-            f"{config.max_rows} or data.overlong={config.overlong}, which leave rows out"
-        )
     return PromptSet([kept[index] for index in chosen], sizes(chosen), notes)
 
 
-def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row]]]:
-    """The setting that a split's rows come from, for messages, and the rows of each file."""
+def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row]], list[UserError]]:
+    """The setting that a split's rows come from, for messages; the rows of each file; the errors of rows left out."""
     files = config.files if split == "train" else config.validation_files
     if not files and (split == "train" or not config.files):
-        return f"data.task={config.task}", [list(generate(config, seed, held_out=split == "validation"))]
+        return f"data.task={config.task}", [list(generate(config, seed, held_out=split == "validation"))], []
     setting = "data.files" if split == "train" else "data.validation_files"
-    return setting, [list(read_file(config, file, setting)) for file in files]
+    errors: list[UserError] = []
+    return setting, [list(read_file(config, file, setting, errors)) for file in files], errors
 
 
-def _tokenize(config: DataConfig, rows: list[Row], tokenizer: Any) -> list[Prompt]:
+def tokenize(config: DataConfig, rows: list[Row], tokenizer: Any) -> tuple[dict[int, Prompt], dict[int, UserError]]:
+    """The prompts by the index of their row, and the errors of rows that have none."""
     _check_template(config, tokenizer)
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     conversations = [_conversation(config, row, tokenizer) for row in rows]
-    texts = [
-        str(row.prompt) if messages is None else _render(row, messages, tokenizer, arguments)
-        for row, messages in zip(rows, conversations, strict=True)
-    ]
+    texts: dict[int, str] = {}
+    wrong: dict[int, UserError] = {}
+    for index, (row, messages) in enumerate(zip(rows, conversations, strict=True)):
+        try:
+            texts[index] = str(row.prompt) if messages is None else _render(row, messages, tokenizer, arguments)
+        except UserError as error:
+            wrong[index] = error
     tokens: dict[int, list[int]] = {}
     # one call for plain texts, which get special tokens, and one for rendered texts, which already hold them
-    for plain in {messages is None for messages in conversations}:
-        chosen = [index for index, messages in enumerate(conversations) if (messages is None) == plain]
+    for plain in {conversations[index] is None for index in texts}:
+        chosen = [index for index in texts if (conversations[index] is None) == plain]
         ids = tokenizer([texts[index] for index in chosen], add_special_tokens=plain, verbose=False)["input_ids"]
         tokens.update(zip(chosen, ids, strict=True))
-    for index, row in enumerate(rows):
-        if not tokens[index]:
-            raise UserError(f"{row.where} has a prompt of no tokens; drop the row or fix the tokenizer")
-    return [
-        Prompt(texts[i], list(tokens[i]), row.data_source, row.ground_truth, row.extra_info, conversations[i])
+    for index in (index for index in texts if not tokens[index]):
+        wrong[index] = UserError(f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer")
+    prompts = {
+        i: Prompt(texts[i], list(tokens[i]), row.data_source, row.ground_truth, row.extra_info, conversations[i])
         for i, row in enumerate(rows)
-    ]
+        if i not in wrong
+    }
+    return prompts, wrong
 
 
 def _check_template(config: DataConfig, tokenizer: Any) -> None:
@@ -163,24 +181,24 @@ def _render(row: Row, messages: list[dict[str, Any]], tokenizer: Any, arguments:
 
 
 def _fit(
-    config: DataConfig, rows: list[Row], prompts: list[Prompt], tokenizer: Any, longest: int, setting: str
+    config: DataConfig, rows: list[Row], prompts: dict[int, Prompt], tokenizer: Any, longest: int, setting: str
 ) -> tuple[dict[int, Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about the others."""
-    lengths = [len(prompt.tokens) for prompt in prompts]
-    over = [index for index, length in enumerate(lengths) if length > longest]
-    kept = dict(enumerate(prompts))
+    count, lengths = len(prompts), {index: len(prompt.tokens) for index, prompt in prompts.items()}
+    over = [index for index, length in lengths.items() if length > longest]
+    kept = dict(prompts)
     if not over:
         return kept, []
     limit, first = f"rollout.max_prompt_tokens={longest}", rows[over[0]].where
     if config.overlong == "refuse":
         raise UserError(
-            f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens ({len(over)} of {len(rows)} rows are too "
-            f"long); set --rollout.max_prompt_tokens {max(lengths)}, or --data.overlong to filter or cut"
+            f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens ({len(over)} of {count} rows are too "
+            f"long); set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
         )
-    if config.overlong == "filter" and len(over) == len(rows):
+    if config.overlong == "filter" and len(over) == count:
         raise UserError(
-            f"data.overlong=filter: all {len(rows)} rows of {setting} have prompts over {limit}; the shortest has "
-            f"{min(lengths)} tokens: raise the limit, or set --data.overlong cut"
+            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; the shortest has "
+            f"{min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
         )
     for index in over:
         if config.overlong == "filter":
@@ -190,6 +208,6 @@ def _fit(
             kept[index] = replace(prompts[index], text=tokenizer.decode(tokens), tokens=tokens)
     change = "are left out" if config.overlong == "filter" else "lose their first tokens"
     return kept, [
-        f"data.overlong={config.overlong}: {len(over)} of {len(rows)} rows of {setting} have prompts over {limit} and "
+        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts over {limit} and "
         f"{change}; the first is {first} ({lengths[over[0]]} tokens)"
     ]

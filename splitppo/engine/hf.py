@@ -27,6 +27,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.initialization import no_init_weights
 
 from splitppo.engine import TICK, Sampling, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import Request, Sample
 
@@ -194,7 +195,8 @@ class HFEngine:
     ):
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
-            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=None).eval()
+            options: Any = {"attn_implementation": None, "trust_remote_code": bool(code_of(config))}
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
         self.model.tie_weights()  # no_init_weights leaves this out, too
         self.model.generation_config = GenerationConfig()  # the defaults of every call
         eos = eos_ids(config, tokenizer, folder)

@@ -44,14 +44,14 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
 
 
 def _report_user_error(error: UserError, runtime: Runtime | None, launch: Launch) -> int:
+    text = one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
     if runtime is None and launch.local_rank:
         # Most of these errors are the same on all ranks, and one rank is to print them. torchrun ends the job as soon
         # as one rank ends. So this rank waits: if it still lives then, the ranks before it had no such error.
         time.sleep(2 + launch.local_rank)
     if runtime is None or runtime.status.report_failure():
-        text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
-    record_error(error.with_traceback(None))
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    record_error(UserError(text))
     return 2
 
 

@@ -1,10 +1,12 @@
 """Between torchrun and a rank: what torchrun sets in the environment, and how a rank reports its error back."""
 
+import json
 import os
 import signal
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -47,8 +49,11 @@ class Launch:
 
 
 def record_error(error: BaseException) -> None:
-    """Writes the error to the file from which torchrun prints it last, if torchrun started this process."""
-    if ERROR_FILE in os.environ and isinstance(error, Exception):
+    """Writes the error to the file from which torchrun prints it last, if torchrun started this process: a user's error
+    as its line alone, any other with its traceback."""
+    if ERROR_FILE in os.environ and isinstance(error, UserError):
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+    elif ERROR_FILE in os.environ and isinstance(error, Exception):
         get_error_handler().record_exception(error)
 
 

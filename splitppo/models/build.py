@@ -18,16 +18,21 @@ from splitppo.models.attention import PACKED
 
 Kind = Literal["policy", "value", "reward"]
 HEAD = ("score.weight", "score.bias")  # of a value model
+CAUSAL, SCORING = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
+    if "trust_remote_code" in problem:
+        problem = "it needs Python code of its own"
+        remedy = "read that code, then allow it with --policy.trust-remote-code"
     return UserError(f"model folder {folder}: {problem}; {remedy}")
 
 
-def read_config(folder: str) -> PretrainedConfig:
+def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
-    model has the configuration of the plain one, since its weights are read as floats.
+    model has the configuration of the plain one, since its weights are read as floats. With `own_code` the folder's
+    Python code runs, here and where the model is built; `auto_map` names it.
 
     Raises:
         UserError: the folder has no readable config.json, or holds a model that can't be read.
@@ -36,10 +41,9 @@ def read_config(folder: str) -> PretrainedConfig:
         problem = "a LoRA adapter; this version trains and reads whole models"
         raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
     if not (Path(folder) / "config.json").is_file():
-        remedy = "give a local folder; hub names are not fetched (hf download NAME --local-dir FOLDER)"
-        raise folder_error(folder, "no config.json there", remedy)
+        raise folder_error(folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
         problem = f"config.json is of no model that transformers knows: {cause}"
@@ -50,10 +54,17 @@ def read_config(folder: str) -> PretrainedConfig:
             problem = f"its weights are quantized ({method}), only fp8 is read"
             raise folder_error(folder, problem, "load it with transformers, dequantize() it and save_pretrained that")
         delattr(config, "quantization_config")
+    if not own_code and hasattr(config, "auto_map"):
+        delattr(config, "auto_map")
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     return config
+
+
+def code_of(config: PretrainedConfig) -> dict[str, str]:
+    """The classes that the model's own code defines, by the name of transformers' class; {} if it may not run."""
+    return getattr(config, "auto_map", {})
 
 
 def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
@@ -73,7 +84,7 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     """Raises a UserError if models of this type can't be trained, or as reward models don't give one score."""
     if kind != "reward":
         _check_causal(config, kind, folder)
-    elif type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    elif not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
         raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
     elif config.num_labels != 1:
         problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
@@ -83,8 +94,9 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
 def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
     encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or CAUSAL in code_of(config)
     need = None
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or encoder or config.is_encoder_decoder:
+    if not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif config.get_text_config(decoder=True) is not config:
         need = "a model of text alone: models of pictures or sound are not in this version"
@@ -94,9 +106,30 @@ def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         raise folder_error(folder, f"type {config.model_type!r} is not {need}", f"choose another {kind}.path")
 
 
+def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> PretrainedConfig:
+    """The configuration of a model's first layers; the folder may hold the others' weights. None: all layers.
+
+    Raises:
+        UserError: the model has fewer layers.
+    """
+    every = config.num_hidden_layers
+    if layers is None or layers == every:
+        return config
+    if layers > every:
+        raise UserError(f"value.layers={layers}: {folder} has {every}; use at most {every}")
+    config = deepcopy(config)
+    for name, value in vars(config).items():  # such as layer_types
+        if isinstance(value, list | tuple) and len(value) == every:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers, cast(Any, config).layers_in_folder = layers, every
+    return config
+
+
 class ValueModel(nn.Module):
     """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
-    model and its folder (`base_model_prefix`)."""
+    model and its folder (`base_model_prefix`). The head runs in float32, in which values near each other differ."""
+
+    float32 = ("score",)
 
     def __init__(self, causal: Any):
         super().__init__()
@@ -104,12 +137,12 @@ class ValueModel(nn.Module):
         if causal.base_model is causal:
             raise UserError(f"{type(causal).__name__} has no body apart from its head; use another model")
         setattr(self, self.base_model_prefix, causal.base_model)
-        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1, dtype=causal.dtype)
+        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
 
     def forward(self, at: Tensor, **inputs: Any) -> Tensor:
         """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
-        return self.score(states.flatten(0, 1)[at])
+        return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
 
 
 def build(
@@ -122,9 +155,13 @@ def build(
         config.num_labels = 1
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with on_meta():
-        model = auto.from_config(config, dtype=dtype, **({"attn_implementation": PACKED} if packed else {}))
+        options = {"attn_implementation": PACKED} if packed else {}
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options)
         # how names in the folder become names in the model; transformers needs its own class to tell
-        names = get_model_conversion_mapping(model), getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+        for i in range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0)):
+            ignored.append(rf"\.{i}\.")
+        names = get_model_conversion_mapping(model), ignored
         model = ValueModel(model) if kind == "value" else model
     cast(Any, model).folder_names = names
     return model.eval()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
-from splitppo.models.build import Kind, build
+from splitppo.models.build import Kind, build, code_of
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.weights import materialize
 from splitppo.rollout import Sample
@@ -92,7 +92,8 @@ def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
 
 def _random_model(config: PretrainedConfig) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()
+    allowed: Any = {"trust_remote_code": bool(code_of(config))}
+    model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, **allowed).eval()
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.1 * noise)

@@ -1,6 +1,7 @@
 """One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,8 @@ def parallelize(
     """Prepares a model on the meta device for a group, in place: activation checkpointing, compilation, fully_shard.
 
     Weights are sharded over the mesh's last axis, and replicated over the first if the mesh has two. Weights and
-    reductions are float32; forward and backward run in `dtype`. Gradients are *summed* over the ranks: the loss is
-    already normalised by the whole mini-batch.
+    reductions are float32; forward and backward run in `dtype`, but for the modules that the model names in `float32`.
+    Gradients are *summed* over the ranks: the loss is already normalised by the whole mini-batch.
     """
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):
@@ -31,6 +32,8 @@ def parallelize(
         # dynamic: all layers and lengths run one compiled graph
         layers[i] = cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER)) if compiled else wrapped
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+    for name in getattr(model, "float32", ()):
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=replace(precision, param_dtype=torch.float32))
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision)
     for module in _sharded_modules(model):

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import zlib
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -12,11 +14,12 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
-from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta, read_config
+from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
 from splitppo.models.sharding import bounds, local
 
 Head = Literal["zero", "normal"]
@@ -24,9 +27,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 
 
-def check_folder(folder: str, kind: Kind, *, random_init: bool) -> None:
-    """Raises a UserError if no model can be built from the folder or, without `random_init`, filled from it."""
-    config = read_config(folder)
+def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
+    """Raises a UserError if no such model can be built or, without `random_init`, filled from its folder."""
     check_type(config, kind, folder)
     if not random_init:
         weights = _Weights(folder, build(config, kind))
@@ -92,10 +94,27 @@ def save(model: Any, folder: Path) -> None:
         config = deepcopy(model.config)
         config.num_labels = 1
         with on_meta():
-            written = transformers.AutoModelForTokenClassification.from_config(config)
+            written = transformers.AutoModelForTokenClassification.from_config(config, trust_remote_code=False)
         head = next(name for name in written.state_dict() if not name.startswith(prefix)).rpartition(".")[0]
         weights = {name.replace("score.", f"{head}.") if name in HEAD else name: x for name, x in weights.items()}
+    written.should_save_on_this_rank = lambda _: True  # transformers would leave it to the job's first rank
     written.save_pretrained(folder, state_dict=weights)
+
+
+def save_trained(
+    config: PretrainedConfig, kind: Kind, named: Iterable[tuple[str, Tensor]], folder: Path, *, write: bool
+) -> None:
+    """Writes full weights and buffers (`Learner.weights`) as a Hugging Face folder, which replaces an older one. All
+    ranks of the group call it, and one of them has `write`."""
+    held = {name: tensor.cpu().clone() for name, tensor in named if write}
+    if not write:
+        return
+    model = build(config, kind)
+    model.load_state_dict(held, assign=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    save(model, partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

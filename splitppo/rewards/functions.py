@@ -87,19 +87,20 @@ def check_rewards(functions: Sequence[str], setting: str = "reward.function") ->
         slow.cancel()
 
 
-def check_prompts(functions: Sequence[str], prompts: Sequence["Prompt"], setting: str = "reward.function") -> None:
-    """Applies the rules among the functions to every prompt with an empty response.
-
-    Raises:
-        UserError: `auto` has no rule for a data source, or a rule can't use a row's ground truth.
-    """
-    check_sources(functions, {prompt.data_source for prompt in prompts}, setting)
-    for number, prompt in enumerate(prompts, 1):
-        for name in rules_of(functions, {prompt.data_source}):
-            try:
+def check_prompts(
+    functions: Sequence[str], prompts: Mapping[int, "Prompt"], setting: str = "reward.function"
+) -> dict[int, UserError]:
+    """Applies the rules among the functions to every prompt with an empty response. Returns the errors of the ground
+    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source."""
+    check_sources(functions, {prompt.data_source for prompt in prompts.values()}, setting)
+    errors: dict[int, UserError] = {}
+    for index, prompt in prompts.items():
+        try:
+            for name in rules_of(functions, {prompt.data_source}):
                 BY_NAME[name](**row_of(prompt, ""))
-            except UserError as error:
-                raise UserError(f"prompt {number} of {len(prompts)}: {error}") from error
+        except UserError as error:
+            errors[index] = error
+    return errors
 
 
 def check_sources(functions: Sequence[str], data_sources: Set[str], setting: str = "reward.function") -> None:

@@ -1,6 +1,7 @@
 """The parts of a run, built from its resolved configuration: data, models, actor, critic, channels."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,16 @@ import torch
 from splitppo import data
 from splitppo.actor import Actor
 from splitppo.channel import Links, Wire
-from splitppo.config import Config
 from splitppo.context import Context, ownership
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import finish_start, start_engine
 from splitppo.engine.vllm.process import Process
+from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
 from splitppo.models import build, weights
+from splitppo.models.freeze import freeze
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.sharding import parallelize
@@ -33,16 +35,18 @@ from splitppo.run.resolve import Resolved
 from splitppo.run.samples import write_rows
 from splitppo.validation import Validator
 
+LONG_PHASE = 3.0  # seconds after which a phase of the start is named on the screen
 
-def load_data(config: Config, tokenizer: Any) -> tuple[data.PromptSet, data.PromptSet]:
+
+def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
     """Training prompts and held-out prompts, checked against what scores them."""
-    longest = config.rollout.max_prompt_tokens
-    read = functools.partial(data.load_prompts, config.data, tokenizer, max_prompt_tokens=longest, seed=config.seed)
-    training, validation = read(split="train"), read(split="validation")
-    check_prompts(config.reward.function, training.prompts)
-    setting = "reward.validation" if config.reward.validation else "reward.function"
-    check_prompts(config.reward.validation or config.reward.function, validation.prompts, setting)
-    return training, validation
+    config, reward = resolved.config, resolved.config.reward
+    fixed = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+    read = functools.partial(data.load_prompts, resolved.data, resolved.tokenizer, **fixed)
+    training = read(split="train", check=functools.partial(check_prompts, reward.function))
+    setting = "reward.validation" if reward.validation else "reward.function"
+    check = functools.partial(check_prompts, reward.validation or reward.function, setting=setting)
+    return training, read(split="validation", check=check)
 
 
 def build_context(
@@ -54,11 +58,7 @@ def build_context(
 
     @functools.lru_cache(maxsize=4)
     def batch(step: int) -> list[Prompt]:
-        shares, seed = config.data.weights, config.seed
-        if shares:
-            indices = data.mixed_indices(training.sizes, shares, per_step, step, seed)
-        else:
-            indices = data.batch_indices(len(training.prompts), per_step, step, seed)
+        indices = data.batch_indices(len(training.prompts), per_step, step, config.seed)
         return [training.prompts[i] for i in indices for _ in range(config.rollout.samples)]
 
     owned = functools.lru_cache(maxsize=4)(functools.partial(ownership, config, placement))
@@ -72,10 +72,11 @@ class Builder:
     Args:
         folder: the run's.
         engine: the process of this rank's engine (`launch_engine`), if it has one.
-        allocate: takes a learner whose checkpoints will be written (`Progress.allocate`).
+        allocate: takes the learners whose checkpoints will be written (`Progress.allocate`).
 
     Attributes:
         context: what both roles know of the run.
+        training, validation: the prompts.
         phases: name and seconds of each phase of the start.
     """
 
@@ -85,20 +86,21 @@ class Builder:
         runtime: Runtime,
         folder: Path,
         engine: Process | None,
-        allocate: Callable[[Role, Learner], None],
+        allocate: Callable[[Role, Sequence[Learner]], None],
     ):
         self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
         self.engine_process, self.allocate = engine, allocate
-        training, validation = load_data(self.config, resolved.tokenizer)
+        self.training, self.validation = load_data(resolved)
         if runtime.launch.rank == 0:
-            for line in training.notes + validation.notes:
-                print(line, flush=True)
-        every = training.prompts + validation.prompts
+            for line in self.training.notes + self.validation.notes:
+                say(line)
+        every = self.training.prompts + self.validation.prompts
         self.data_sources = {prompt.data_source for prompt in every}
         self.longest_prompt = max(len(prompt.tokens) for prompt in every)
-        self.context = build_context(resolved, resolved.placement, training, validation.prompts)
+        self.context = build_context(resolved, resolved.placement, self.training, self.validation.prompts)
         self.phases: list[tuple[str, float]] = []
         self._phase: tuple[str, float] | None = None
+        self._slow: threading.Timer | None = None
 
     def actor(self) -> Actor:
         """Policy, reference, engine. vLLM is built in a process of its own while the models are loaded here."""
@@ -118,26 +120,30 @@ class Builder:
             if self.resolved.compiled:
                 self._begin_phase("compiling")
                 actor.warm_up()
-            self.allocate("actor", policy)
-            self._begin_phase("the engine's start")
+            self.allocate("actor", [policy])
+            self._begin_phase("starting the engine")
             facts = finish_start(engine)
             self._begin_phase("")
         except BaseException:
             engine.close()
             raise
         if runner.group.is_first:
-            print(f"{facts}\nstart-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.phases)}", flush=True)
+            say(facts)
+            say(f"start-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.phases)}")
         return actor
 
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
         runner, reward = self._runner("critic"), self.config.reward
         scorer = self._scorer(reward.function, reward.weights)
-        value, reference = self._learner("value", runner), self._reference("critic", runner)
-        critic = Critic(self.context, value, scorer, self._reward_model(runner), reference)
+        values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
+        reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
+        critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
         if self.resolved.compiled:
+            self._begin_phase("compiling")
             critic.warm_up()
-        self.allocate("critic", value)
+        self.allocate("critic", values)
+        self._begin_phase("")
         return critic
 
     def links(self) -> Links:
@@ -171,10 +177,19 @@ class Builder:
         temperature, size = self.config.rollout.temperature, self.context.vocabulary_size
         return PolicyOutputs(temperature, size, compiled=self.resolved.compiled)
 
-    def _learner(self, name: str, runner: Runner) -> Learner:
+    def _save_value(self, value: Learner) -> None:
+        """Writes the value model beside the checkpoints, with the tokenizer, for other runs to start from."""
+        folder, first = self.folder / "pretrained_value", value.runner.group.is_first
+        found = self.resolved.models["value"]
+        weights.save_trained(found.config, "value", value.weights(torch.float32), folder, write=first)
+        if first:
+            self.resolved.tokenizer.save_pretrained(folder)
+            say(f"[critic] the value model is pretrained: --value.path {folder}")
+
+    def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
         optim = self.config.policy.optim if name == "policy" else self.config.value.optim
         once, aggregate = self.config.compute.gather == "mini_batch", self.config.ppo.aggregate
-        model = self._model(name, runner)
+        model = self._model(name, runner, number)
         return Learner(model, runner, optim, steps=self.config.steps, aggregate=aggregate, gather_once=once)
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
@@ -187,11 +202,12 @@ class Builder:
         reward = self.config.reward
         if reward.model is None:
             return None
-        tokenizer, model = read_tokenizer(reward.model), self.resolved.models["reward"]
+        model = self.resolved.models["reward"]
+        tokenizer = read_tokenizer(model.path, own_code=self.config.policy.trust_remote_code)
         longest = longest_text(model.config, tokenizer)
         text = RewardText(tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest)
         if runner.group.is_first:
-            print(f"reward model: reads {text.reads}", flush=True)
+            say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
     def _scorer(self, functions: Sequence[str], weights: Sequence[float]) -> Scorer:
@@ -209,26 +225,35 @@ class Builder:
         write = functools.partial(write_rows, self.folder / "validation")
         return Validator(self.context, engine, runner.group, scorer, write)
 
-    def _model(self, name: str, runner: Runner) -> Any:
-        """Builds, shards and fills a model. Frozen models are held in the precision in which they run."""
+    def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
+        """Builds, shards and fills a model; `number` counts in an ensemble. Frozen models are held in the precision in
+        which they run."""
         self._begin_phase(f"loading the {name}")
         resolved, found, config = self.resolved, self.resolved.models[name], self.config
         frozen = name in ("reference", "reward")
         model = build.build(found.config, found.kind, resolved.dtype if frozen else torch.float32, packed=found.packed)
         # with gradients, the reference's layers are to the compiler what the policy's are; it runs without them
         model.requires_grad_(name != "reward")
+        freeze(model, found.frozen, f"{name}.freeze")
         # a reward model runs padded, over texts of its own: compiling it would take longer than it saves
         compiled = resolved.compiled and name != "reward"
         checkpointing = config.compute.activation_checkpointing and not frozen
         mesh = self.runtime.shards[resolved.role_of(name)]
         parallelize(model, mesh, dtype=resolved.dtype, activation_checkpointing=checkpointing, compiled=compiled)
-        draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed}
+        draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed + number}
         weights.fill(model, str(found.folder(self.folder)), device=runner.device, **draw)
         return model
 
     def _begin_phase(self, name: str) -> None:
-        """Times the phases of the start, and tells the other ranks which one this rank is in; "" ends the last."""
+        """Times the phases of the start, and tells the other ranks which one this rank is in; "" ends the last. The
+        first rank of each group names a phase that takes long."""
         if self._phase:
             self.phases.append((self._phase[0], time.monotonic() - self._phase[1]))
+        if self._slow:
+            self._slow.cancel()
         self._phase = (name, time.monotonic()) if name else None
         self.runtime.status.set_phase(name or "started")
+        if name and any(group.is_first for group in self.runtime.groups.values()):
+            self._slow = threading.Timer(LONG_PHASE, say, [f"[{'+'.join(self.runtime.groups)}] {name} ..."])
+            self._slow.daemon = True
+            self._slow.start()

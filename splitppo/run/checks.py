@@ -13,15 +13,32 @@ from splitppo.placement import Role, replicas
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import checkpoint
 from splitppo.run.folder import check_same_run, has_steps
-from splitppo.run.profiler import check_profiler
 from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
 
-FOLDERS = ("checkpoints", "logs", "metrics", "profile", "samples", "tensorboard", "tiny", "validation")
+FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")
+
+
+def check_inputs(config: Config) -> None:
+    """What is wrong with rewards, trackers and local files: found before a model is fetched."""
+    check_rewards(config.reward.function)
+    check_rewards(config.reward.validation, "reward.validation")
+    files, held_out = config.data.files, config.data.validation_files
+    if not any(file.startswith("hf://") for file in (*files, *held_out)):
+        data.check_files(config.data)
+    if not files:
+        data.check_task(config.data.task)
+    elif config.log.validate_every and not held_out:
+        raise UserError(
+            f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
+            "give them, or set it to 0"
+        )
+    data.read_lengths(config.rollout)
+    check_trackers(config)
 
 
 def preflight(resolved: Resolved) -> None:
-    """All checks that need no process group; the first that fails is a UserError."""
+    """The other checks that need no process group; the first that fails is a UserError."""
     config, placement = resolved.config, resolved.placement
     if placement.colocated:
         on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
@@ -29,20 +46,8 @@ def preflight(resolved: Resolved) -> None:
             raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
     for role in placement.groups:
         replicas(role, placement, config.fsdp.shard_size, local_world=resolved.local_world)
-    check_rewards(config.reward.function)
-    check_rewards(config.reward.validation, "reward.validation")
-    if config.data.files or config.data.validation_files:
-        data.check_files(config.data)
-    if not config.data.files:
-        data.check_task(config.data.task)
-    elif config.log.validate_every and not config.data.validation_files:
-        raise UserError(
-            f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
-            "give them, or set it to 0"
-        )
-    data.read_lengths(config.rollout)
-    check_trackers(config)
-    check_profiler(config, placement)
+    if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
+        data.check_files(resolved.data)
     device, policy = resolved.device.type, resolved.models["policy"].config
     check_engine(config, placement, device, resolved.local_world, policy)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -73,8 +78,22 @@ def warnings(resolved: Resolved) -> list[str]:
         if optim.warmup_steps > config.steps:
             peak = f"the learning rate does not reach its peak in {config.steps} steps"
             found.append(f"{name}.optim.warmup_steps={optim.warmup_steps}: {peak}")
-    if not config.checkpoint.every and config.policy.path != "tiny":
-        found.append("checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too")
+    return found
+
+
+def finished(config: Config) -> Path | None:
+    """The checkpoint of the last step, if the run in `run_dir` has already done all its steps.
+
+    Raises:
+        UserError: settings have changed that make this another run.
+    """
+    if config.run_dir is None or config.resume == "never":
+        return None
+    found = next(reversed(checkpoint.complete(Path(config.run_dir))), None)
+    if found is None or checkpoint.step_of(found) != config.steps or checkpoint.damage(found, sizes_only=True):
+        return None
+    if not config.force:
+        check_same_run(config, Path(config.run_dir))
     return found
 
 
@@ -92,12 +111,13 @@ def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | No
         found = checkpoint.find(Path(config.run_dir), resume)
         begun = not found and has_steps(Path(config.run_dir))
         same = config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()
-        if begun and (resume == "never" or not same):
-            raise UserError(f"run_dir={config.run_dir} holds a run without checkpoints; choose another or delete it")
+        if begun and not config.force and (resume == "never" or not same):
+            held = f"run_dir={config.run_dir} holds a run without checkpoints"
+            raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
         own = found and checkpoint.is_in(found, Path(config.run_dir))
         if (own or begun) and not config.force:
             check_same_run(config, Path(config.run_dir), inputs)
-        if found and (step := checkpoint.step_of(found)) >= config.steps:
+        if found and (step := checkpoint.step_of(found)) > config.steps:
             raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
     elif resume not in ("auto", "never"):
         raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")

@@ -62,20 +62,26 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
     return [(name, was, given) for name, was, given in both if was != given]
 
 
-def inputs_of(config: Config, models: Mapping[str, str]) -> dict[str, str]:
-    """`SETTING FILE` -> size and hash, for each file that the run reads; not for those that a reward file imports.
-    `models`: model -> its folder."""
+def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
+    """`SETTING FILE` -> size and hash, for each file that the run reads; not for those that a reward file imports. Of a
+    hub name, FILE does not depend on where the cache lies.
+
+    Args:
+        models: model -> its folder or hub name. local: hub name -> its path.
+    """
     data, reward = config.data, config.reward
     given = {"data.files": data.files, "data.validation_files": data.validation_files}
     given["rollout.lengths"] = (config.rollout.lengths or "",)
     for setting, functions in (("reward.function", reward.function), ("reward.validation", reward.validation)):
         given[setting] = tuple(function.rpartition(":")[0] for function in functions)
     for folder, name in {folder: name for name, folder in reversed([*models.items()])}.items():  # each folder once
-        given["reward.model" if name == "reward" else f"{name}.path"] = (folder,)
+        given["reward.model" if name == "reward" else f"{name}.path"] = () if folder == "tiny" else (folder,)
     found = {}
-    for setting, path in ((key, Path(name).expanduser()) for key in given for name in given[key] if name):
+    for setting, name in ((key, name) for key in given for name in given[key] if name):
+        path = Path(local.get(name, name)).expanduser()
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
-        found |= {f"{setting} {file}": fingerprint(file) for file in (inside if path.is_dir() else [path])}
+        files = {file: file.name for file in inside} if path.is_dir() else {path: name}
+        found |= {f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files}
     return found
 
 

@@ -8,7 +8,7 @@ from splitppo.actor import Actor
 from splitppo.channel import Links
 from splitppo.critic import Critic
 from splitppo.engine.vllm.process import Process
-from splitppo.errors import UserError
+from splitppo.errors import UserError, say
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime
 from splitppo.placement import Role
@@ -16,11 +16,11 @@ from splitppo.run import checkpoint
 from splitppo.run.build import Builder
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
-from splitppo.run.profiler import Profiler
 from splitppo.run.progress import Progress
 from splitppo.run.resolve import Resolved
 from splitppo.run.samples import write_rows
 from splitppo.run.saver import load
+from splitppo.run.screen import opening, summary
 from splitppo.run.start import begin_folder
 from splitppo.run.trackers import Trackers
 
@@ -30,7 +30,10 @@ def open_run(resolved: Resolved, runtime: Runtime, engine: Process | None = None
     runtime.status.set_phase("reading the data")
     lock = Lock(Peer.of_this_process(runtime.device))
     try:
-        return Run(resolved, runtime, *begin_folder(resolved, runtime, lock), engine, lock)
+        run = Run(resolved, runtime, *begin_folder(resolved, runtime, lock), engine, lock)
+        if runtime.launch.rank == 0:
+            say(opening(resolved, run.folder, run.start, run.build.training, run.build.validation))
+        return run
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError):
@@ -51,22 +54,11 @@ class Run:
     """
 
     def __init__(
-        self,
-        resolved: Resolved,
-        runtime: Runtime,
-        folder: Path,
-        resumed: Path | None,
-        engine: Process | None,
-        lock: Lock,
+        self, resolved: Resolved, runtime: Runtime, folder: Path, saved: Path | None, engine: Process | None, lock: Lock
     ):
-        self.config, self.runtime, self.folder, self.resumed, self.lock = (
-            resolved.config,
-            runtime,
-            folder,
-            resumed,
-            lock,
-        )
-        self.start = checkpoint.step_of(resumed) if resumed else 0
+        self.config, self.runtime, self.folder = resolved.config, runtime, folder
+        self.resumed, self.lock = saved, lock
+        self.start = checkpoint.step_of(saved) if saved else 0
         self.progress = Progress(self.config, runtime, folder, self.start)
         runtime.last_checkpoint = self.progress.last_checkpoint
         self.build = Builder(resolved, runtime, folder, engine, self.progress.allocate)
@@ -79,27 +71,26 @@ class Run:
         """The role's log, made on first use."""
         if role not in self.logs:
             first, phase = self.runtime.groups[role].is_first, self.runtime.status.set_phase
-            self.logs[role] = ColumnLog(role, self.folder, first=first, phase=phase, start=self.start)
+            start, steps = self.start, self.config.steps
+            self.logs[role] = ColumnLog(role, self.folder, first=first, phase=phase, start=start, steps=steps)
         return self.logs[role]
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and validates before the first step."""
-        steps, ranks = self.config.log.profile_steps, self.config.log.profile_ranks
-        self.profiler = Profiler(steps, ranks, self.runtime.launch.rank, self.folder / "profile")
         first = "actor" in self.runtime.groups and self.runtime.groups["actor"].is_first
         self.trackers = Trackers(self.config, self.folder, self.start, active=first)
         if self.resumed:
             for role, holder in (("actor", actor), ("critic", critic)):
                 if holder:
-                    load(holder.learner, self.resumed / role, holder.load_state)
-                    holder.learner.updates = self.start
+                    load(holder.learners, self.resumed / role, holder.load_state)
+                    for learner in holder.learners:
+                        learner.updates = self.start
         elif actor:
             log = self.log("actor")
             with log.span("validate"):
                 metrics = actor.validate(0)
             if metrics:
                 log.finish(0, metrics)
-        self.profiler.boundary(self.start + 1)
 
     def may_stop(self, step: int) -> None:
         """Makes this step the last if a stop was requested. The actor group's first rank says so here, before any rank
@@ -119,7 +110,6 @@ class Run:
         self.progress.finish(role, step, metrics)
         if role == "actor":
             self.trackers.update()
-        self.profiler.boundary(step + 1)
 
     def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Writes a step's samples; the critic group's first rank does."""
@@ -132,9 +122,9 @@ class Run:
         self.runtime.end_work()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
+            say(summary(self.folder, self.config, self.progress.last_checkpoint()))
             if why := self.progress.stopped:
                 where = checkpoint.complete(self.folder)[-1].name
-                print(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} resumes")
-            print(f"run folder: {self.folder}", flush=True)
+                say(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} resumes")
         self.runtime.wait_for_all()
         self.lock.release()

@@ -20,7 +20,7 @@ from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place
-from splitppo.run.checks import preflight
+from splitppo.run.checks import check_inputs, finished, preflight
 from splitppo.run.dry_run import dry_run
 from splitppo.run.life import Run, open_run
 from splitppo.run.resolve import Resolved, resolve
@@ -58,17 +58,22 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     if launch.world > 1:
         # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # under torchrun a wrong flag is reported as every other error is: once, and last on the screen
-    config = parse(argv, quiet=launch.world > 1 and not {"-h", "--help"} & set(argv))
+    config = parse(argv)
     check(config)
     if config.dry_run:
         print(dry_run(config, launch))
         return 0
     launch.check_nodes()
-    placement = place(config.placement, world=launch.world, local_world=launch.local_world)
-    device = pick_device(config, launch)
+    device, (world, local_world) = pick_device(config, launch), (launch.world, launch.local_world)
+    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    check_inputs(config)
     resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
+    config = resolved.config
     preflight(resolved)
+    if found := finished(config):
+        if launch.rank == 0:
+            print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
+        return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     runtime = rank.runtime = Runtime(
         launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, facts=facts_of(config)

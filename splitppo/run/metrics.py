@@ -15,30 +15,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch.profiler import record_function
 
 from splitppo.errors import UserError, warn
 from splitppo.placement import Role
 from splitppo.run.files import write_whole
 from splitppo.run.records import parse_record
-
-# metric: its name on the screen
-SHOWN = {
-    "val/score/mean": "held-out",
-    "response_length/mean": "len",
-    "response_length/clip_ratio": "cut",
-    "actor/pg_loss": "loss",
-    "actor/ppo_kl": "ppo_kl",
-    "actor/ref_kl": "ref_kl",
-    "actor/entropy": "entropy",
-    "actor/mismatch_mean": "mismatch",
-    "actor/grad_norm": "grad",
-    "critic/score/mean": "score",
-    "critic/values/mean": "value",
-    "critic/vf_loss": "loss",
-    "critic/vf_explained_var": "ev",
-    "critic/grad_norm": "grad",
-}
+from splitppo.run.screen import Screen
 
 
 def read_records(path: Path, start: int) -> tuple[str, str]:
@@ -73,11 +55,13 @@ class ColumnLog:
         first: whether this is the first rank of the role's group, which alone writes and prints.
         phase: called with the name of each span as it begins.
         start: the step that the run resumes after; later records in the file are removed.
+        steps: of the run.
     """
 
-    def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int):
+    def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int):
         self.role: Role = role
-        self.first, self.phase = first, phase
+        self.phase = phase
+        self.screen = Screen(role, start, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
         # Unix time, so that ranks compare; it goes on by a clock that nobody sets
@@ -96,8 +80,7 @@ class ColumnLog:
         """Times a part of the step. Names of waits for the other role begin with `wait_`."""
         start = self.now()
         self.phase(f"{self.role} step {self.step + 1} {name}")
-        with record_function(name):  # a block of that name in the torch profiler's trace
-            yield
+        yield
         if (end := self.now()) - start > 0.0005:  # leave out spans without work
             self.spans.append([name, start, end])
 
@@ -114,17 +97,10 @@ class ColumnLog:
         if torch.cuda.is_initialized():
             record["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         record |= {"perf/idle_share": idle / step_time, "spans": self.spans}
-        if self.first:
+        if self.screen:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            print(self._line(step, seconds, metrics), flush=True)
+            self.screen.step(step, step_time, seconds, metrics)
         self.step, self.spans, self.began = step, [], now
-
-    def _line(self, step: int, seconds: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
-        spent = "  ".join(f"{name} {value:.2f} s" for name, value in seconds.items() if value >= 0.005)
-        shown = "  ".join(f"{short} {metrics[name]:.4g}" for name, short in SHOWN.items() if name in metrics)
-        if skipped := metrics.get(f"{self.role}/skipped"):
-            shown += f"  SKIPPED {skipped:g} updates: gradient not finite"
-        return f"{f'[{self.role}]':<8} step {step:>4}  {shown}  |  {spent}"

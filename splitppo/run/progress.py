@@ -1,7 +1,7 @@
 """The steps of a run: which step is the last, when checkpoints are written, whether gradients are still finite."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,16 @@ class Progress:
                 return
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: the interval says so, or the run stops here."""
-        every, stop = self.config.checkpoint.every, self.runtime.stop.last_step()
-        regular = every > 0 and (step % every == 0 or step == self.config.steps)
-        return regular or (stop is not None and stop[0] <= step)
+        """Whether a checkpoint is written after this step: the interval says so, or the run ends or stops here."""
+        settings, stop = self.config.checkpoint, self.runtime.stop.last_step()
+        regular = settings.every > 0 and step % settings.every == 0
+        last = settings.last and step == self.config.steps
+        return regular or last or (stop is not None and stop[0] <= step)
 
-    def allocate(self, role: Role, learner: Learner) -> None:
-        """Prepares to write the learner's checkpoints: allocates host memory, if the run writes any at intervals."""
+    def allocate(self, role: Role, learners: Sequence[Learner]) -> None:
+        """Prepares to write the learners' checkpoints: allocates host memory, if the run writes any at intervals."""
         group = self.runtime.saving[role]
-        self.savers[role] = Saver(learner, role, self.folder, group, committed=self._prune)
+        self.savers[role] = Saver(learners, role, self.folder, group, committed=self._prune)
         if self.config.checkpoint.every:
             self.savers[role].allocate()
 

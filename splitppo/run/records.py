@@ -10,8 +10,6 @@ from typing import Any
 from splitppo.errors import UserError
 from splitppo.run.files import BROKEN
 
-RENAMED_SPANS = {"stragglers": "barrier_wait"}  # name in the runs of older versions: name today
-
 
 def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
     """The JSON object of a line.
@@ -33,14 +31,14 @@ def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
 
 def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and end in Unix seconds)
-    and what else is in the line. Spans have the names of today.
+    and what else is in the line.
 
     Raises:
         UserError: the line holds no such record.
     """
     record = parse_line(line, where)
     try:
-        spans = [(RENAMED_SPANS.get(str(n), str(n)), float(a), float(b)) for n, a, b in record.get("spans", [])]
+        spans = [(str(n), float(a), float(b)) for n, a, b in record.get("spans", [])]
         if not all(math.isfinite(end - start) for _, start, end in spans):
             raise ValueError("a span that never begins or ends")
         numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
@@ -48,9 +46,6 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     except BROKEN as error:
         rule = "a record has `step`, numbers and `spans` of [name, start, end]"
         raise UserError(f"{where}: {line[:40]!r} is no record of a step; {rule}; fix or remove that line") from error
-    for old, new in RENAMED_SPANS.items():
-        if f"timing_s/{old}" in record:
-            record[f"timing_s/{new}"] = record.pop(f"timing_s/{old}")
     return record
 
 

@@ -5,20 +5,24 @@ It is made once, before any process group or GPU is touched. Nothing downstream 
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from huggingface_hub.utils import WeakFileLock
+from transformers import PretrainedConfig, dynamic_module_utils
 
-from splitppo.config import Config
+from splitppo.config import Config, DataConfig
+from splitppo.config.cli import map_paths
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.device import compiles, dtype_of
-from splitppo.models import tiny
-from splitppo.models.build import Kind, count_parameters, most_positions, read_config
+from splitppo.models import hub, tiny
+from splitppo.models.build import Kind, count_parameters, most_positions, read_config, shorten
+from splitppo.models.freeze import count_trained
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
@@ -32,16 +36,22 @@ class Model:
     """One of the run's models.
 
     Attributes:
-        path: its folder as the configuration names it, or `tiny`: the embedded model, built in the run's folder.
+        name: as the configuration names it.
+        path: its folder, or `tiny`: the embedded model, built in the run's folder.
         random_init: whether its weights are drawn from the seed.
         packed: whether it runs on packed rows.
+        frozen: what of it is not trained (models/freeze.py).
+        number: how many the run has of it.
     """
 
     kind: Kind
+    name: str
     path: str
     config: PretrainedConfig
     random_init: bool
     packed: bool
+    frozen: tuple[str, ...] = ()
+    number: int = 1
 
     def folder(self, run_dir: Path) -> Path:
         return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
@@ -50,12 +60,19 @@ class Model:
     def parameters(self) -> int:
         return count_parameters(self.config, self.kind)
 
+    @cached_property
+    def trained(self) -> int:
+        """Parameters of a policy or value model that are trained."""
+        return count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
+
 
 @dataclass(frozen=True)
 class Resolved:
     """What a run is, the same on every rank but for `device`.
 
     Attributes:
+        config: the settings. A hub name has the commit that is used.
+        local: hub name -> its path in the cache.
         local_world: ranks of a node.
         dtype: of forward and backward passes.
         compiled: whether layers are compiled.
@@ -65,6 +82,7 @@ class Resolved:
     """
 
     config: Config
+    local: Mapping[str, str]
     placement: Placement
     local_world: int
     device: torch.device
@@ -74,6 +92,11 @@ class Resolved:
     models: Mapping[str, Model]
     tokenizer: Any
     vocabulary_size: int
+
+    @property
+    def data(self) -> DataConfig:
+        """The configuration's, with local files."""
+        return map_paths(self.config.data, lambda _, file: self.local.get(file, file), "data.")
 
     def role_of(self, model: str) -> Role:
         """The group that holds a model."""
@@ -85,10 +108,11 @@ class Resolved:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
         models = {
             name: {
+                "name": model.name,
                 "folder": model.path,
                 "type": model.config.model_type,
                 "group": self.role_of(name),
-                "parameters": model.parameters,
+                "parameters": model.parameters * model.number,
                 "random_init": model.random_init,
                 "packed": model.packed,
             }
@@ -108,7 +132,7 @@ class Resolved:
 
 
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Reads and checks each model's folder.
+    """Fetches what is named on the hub. Reads and checks each model's folder.
 
     Args:
         probe: try on a small copy of each model whether it can run on packed rows. That takes a second or two, so one
@@ -120,28 +144,60 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
-    models = {}
-    for name, path in model_paths(config).items():
-        kind, drawn = KINDS[name], _is_drawn(config, name)
-        if path != "tiny":
-            check_folder(path, kind, random_init=drawn)
-        found = tiny.model_config() if path == "tiny" else read_config(path)
-        packed = wanted and name != "reward"
-        if probe and name != "reward" and path != "tiny":
-            packed = _packs(config, name, path, found, packed)
-        models[name] = Model(kind, path, found, drawn, packed)
-    if config.reward.model:
-        read_tokenizer(config.reward.model)
-    policy = models["policy"].path
-    tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy)
+    config, local = pin(config)
+    models, own_code = {}, config.policy.trust_remote_code
+    # transformers copies a model's own code to a folder that the ranks share: one rank at a time
+    with WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock") if own_code else nullcontext():
+        for name, given in model_paths(config).items():
+            kind, drawn, path = KINDS[name], _is_drawn(config, name), local.get(given, given)
+            found = tiny.model_config() if path == "tiny" else read_config(path, own_code=own_code)
+            frozen, number = (), 1
+            if name in ("policy", "value"):
+                frozen = getattr(config, name).freeze
+            if name == "value":
+                found, number = shorten(found, config.value.layers, given), config.value.ensemble
+            if path != "tiny":
+                check_folder(found, path, kind, random_init=drawn)
+            packed = wanted and name != "reward"
+            if probe and name != "reward" and path != "tiny":
+                packed = _packs(config, name, given, found, packed)
+            models[name] = Model(kind, given, path, found, drawn, packed, frozen, number)
+            if frozen:
+                count_trained(found, kind, frozen, f"{name}.freeze")  # refuses what matches nothing
+        if "reward" in models:
+            read_tokenizer(models["reward"].path, own_code=own_code)
+        policy = models["policy"].path
+        tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy, own_code=own_code)
     size = vocabulary_size(tokenizer)
     _check_sizes(config, models, size)
     compiled, engine = compiles(config, device), engine_kind(config, device.type)
-    return Resolved(config, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size)
+    return Resolved(config, local, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size)
+
+
+def pin(config: Config) -> tuple[Config, dict[str, str]]:
+    """The configuration with the commit in each hub name, and each such name's path in the cache. A run that goes on
+    keeps its commits, wherever the branches are by now.
+
+    Raises:
+        UserError: a model's folder, or what is named on the hub, can't be found or fetched.
+    """
+    models, local, file = {*model_paths(config).values()}, {}, Path(config.run_dir or "", "config.toml")
+    begun = config.run_dir is not None and config.resume != "never" and file.is_file()
+    options: Any = {"before": file.read_text(errors="replace") if begun else ""}
+    options["own_code"] = config.policy.trust_remote_code
+
+    def find(setting: str, name: str) -> str:
+        if not setting.startswith("data.") and (name not in models or not setting.endswith((".path", ".model"))):
+            return name
+        pinned, path = hub.find(setting, name, **options)
+        local.update({pinned: path} if path != pinned else {})
+        return pinned
+
+    return map_paths(config, find), local
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """The folders of the models that the run loads, as the configuration names them."""
+    """The models that the run loads, as the configuration names them."""
     paths = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
     if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
         paths["reference"] = config.reference.path or config.policy.path
@@ -180,10 +236,10 @@ def _check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int) -
             raise UserError(
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
                 f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting}) that "
-                f"{name}.path={model.path} can read; lower one of them, or use another model"
+                f"{name}.path={model.name} can read; lower one of them, or use another model"
             )
         if text.vocab_size < vocabulary:
             raise UserError(
-                f"{name}.path={model.path}: its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer "
+                f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer "
                 f"({vocabulary}); the {name} must read the policy's token ids"
             )

@@ -10,13 +10,19 @@ TABLE_ROWS = 16  # rows of a table at most
 CELL = 120  # characters of a table's cell at most, before escapes
 
 
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of a row: the question in place of the rendered prompt, and no figures of single tokens."""
+    hidden = {"tokens", *(["prompt"] if "question" in row else [])}
+    return {name: value for name, value in row.items() if name not in hidden}
+
+
 def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md); older files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    path.with_suffix(".md").write_text(table(rows[:TABLE_ROWS]), encoding="utf-8")
+    path.with_suffix(".md").write_text(table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

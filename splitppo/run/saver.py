@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,41 @@ from splitppo.run.files import read_file, sync_folder, write_whole
 Tensors = dict[str, dict[str, Tensor]]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
 
 
-def tensors_of(learner: Learner) -> Tensors:
-    """The weights and AdamW's state: the tensors themselves, not copies."""
-    named = learner.sharded()
-    held: Tensors = {"model": {name: p.detach() for name, p in named.items()}}
-    for name, parameter in named.items():
+def tensors_of(learners: Sequence[Learner]) -> Tensors:
+    """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but the first begin with
+    the learner's number."""
+    held: Tensors = {"model": {}}
+    for number, learner in enumerate(learners):
+        _add_tensors(held, learner, f"{number}." if number else "")
+    return held
+
+
+def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
+    for name, parameter in learner.sharded().items():
+        held["model"][prefix + name] = parameter.detach()
+        if not parameter.requires_grad:
+            continue
         state = learner.optimizer.state[parameter]
         if not state:  # as AdamW's first step would make it
             state |= {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.zeros((), dtype=torch.float32, device=learner.runner.device)
         for kind, tensor in state.items():
-            held.setdefault(kind, {})[name] = tensor
-    return held
+            held.setdefault(kind, {})[prefix + name] = tensor
 
 
-def load(learner: Learner, part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
-    """Loads a part into a learner, on any number of ranks; all ranks of the group call it. `set_state` gets the `state`
-    that `Saver.begin` got.
+def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
+    """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it. `set_state` gets
+    the `state` that `Saver.begin` got.
 
     Raises:
         UserError: the part is damaged, or of other models.
     """
-    read_tensors(tensors_of(learner), part, process_group=learner.runner.group.mesh.get_group())
+    read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.mesh.get_group())
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
 
 
 class Saver:
-    """Writes a learner's parts of checkpoints, one at a time, in a thread.
+    """Writes a group's parts of checkpoints, one at a time, in a thread.
 
     Training waits only until `begin` has copied the tensors to host memory. The thread writes the files, then waits for
     `commit`: the step's metrics are on disk before its checkpoint is complete.
@@ -59,9 +67,11 @@ class Saver:
         committed: the group's first rank calls it with the step of each complete part.
     """
 
-    def __init__(self, learner: Learner, role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]):
-        self.learner, self.role, self.run_dir, self.group = learner, role, run_dir, group
-        self.rank, self.committed = learner.runner.group.dp_rank, committed
+    def __init__(
+        self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]
+    ):
+        self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group
+        self.rank, self.committed = learners[0].runner.group.dp_rank, committed
         self.copies: Tensors = {}
         self.thread: threading.Thread | None = None
         self.step, self.may_commit = 0, threading.Event()
@@ -69,8 +79,8 @@ class Saver:
 
     def allocate(self) -> None:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the first step."""
-        pinned = self.learner.runner.device.type == "cuda"
-        for kind, tensors in tensors_of(self.learner).items():
+        pinned = self.learners[0].runner.device.type == "cuda"
+        for kind, tensors in tensors_of(self.learners).items():
             self.copies[kind] = {name: _empty_copy(tensor, pinned) for name, tensor in tensors.items()}
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
@@ -81,14 +91,15 @@ class Saver:
             FloatingPointError: a weight is not finite; nothing is written.
         """
         self.wait()
-        self.learner.check_finite()
+        for learner in self.learners:
+            learner.check_finite()
         if not self.copies:
             self.allocate()
-        for kind, tensors in tensors_of(self.learner).items():
+        for kind, tensors in tensors_of(self.learners).items():
             for name, tensor in tensors.items():
                 local(self.copies[kind][name]).copy_(local(tensor), non_blocking=True)
-        if self.learner.runner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.runner.device)
+        if self.learners[0].runner.device.type == "cuda":
+            torch.cuda.synchronize(self.learners[0].runner.device)
         self.step, self.may_commit = step, threading.Event()
         self.thread = threading.Thread(target=self._write, args=(json.dumps(state),), daemon=True)
         self.thread.start()

@@ -21,17 +21,17 @@ def begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Path
     config, rank = resolved.config, runtime.launch.rank
     given = Path(config.run_dir) if config.run_dir else None
     folder = Path(runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
-    paths = {name: model.path for name, model in resolved.models.items()}
-    inputs = inputs_of(config, {name: path for name, path in paths.items() if path != "tiny"}) if rank == 0 else {}
+    models = {name: model.name for name, model in resolved.models.items()}
+    inputs = inputs_of(config, models, resolved.local) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
-        print(placed := format_map(runtime.placement, runtime.hosts, runtime.devices), flush=True)
         for warning in warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
+        placed = format_map(runtime.placement, runtime.hosts, runtime.devices)
         (folder / "placement.txt").write_text(placed + "\n")
-    if "tiny" in paths.values():
+    if "tiny" in models.values():
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log_to_file(folder / "logs" / f"rank_{rank:03d}.log")

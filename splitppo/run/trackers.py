@@ -22,6 +22,7 @@ from splitppo.errors import UserError
 from splitppo.placement import Role
 from splitppo.run.files import read_file, write_whole
 from splitppo.run.records import parse_record, read_lines
+from splitppo.run.samples import shown
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100
@@ -36,7 +37,7 @@ def check_trackers(config: Config) -> None:
         if spec is None or spec.origin is None:  # a folder of that name has no origin
             raise UserError(
                 f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
-                f"pip install -e '.[{name}]' or leave {name} out"
+                f"pip install 'splitppo[{name}]' or leave {name} out"
             )
 
 
@@ -164,7 +165,7 @@ class Trackers:
         name, folder = ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
         path = self.run_dir / folder / f"step_{step:06d}.jsonl"
         skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
-        rows = [] if skipped or not path.is_file() else list(islice(read_lines(path), TABLE_ROWS))
+        rows = [] if skipped or not path.is_file() else list(map(shown, islice(read_lines(path), TABLE_ROWS)))
         return {name: rows} if rows else {}
 
 

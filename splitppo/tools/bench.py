@@ -4,8 +4,8 @@
 
 The jobs are (a) `colocated`, (b) `2+2/barrier`, a split whose groups wait for each other after the updates, as verl's
 split_placement did, and (c) `2+2`, `2+2/critic`, ...: splits without a barrier, the reference with the actor or the
-critic. Responses have given lengths, so that all jobs do the same work. Prints a table and writes OUT/bench.json,
-OUT/bench.png and each job's run folder and log.
+critic. Responses have given lengths, so that all jobs do the same work. Prints a table and writes OUT/bench.json
+and each job's run folder and log.
 """
 
 import json
@@ -18,19 +18,17 @@ import time
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from splitppo.config import RolloutConfig
-from splitppo.config.cli import parse
+from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
 from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
-from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, is_wait, read_columns
+from splitppo.tools.timeline import read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
@@ -124,7 +122,12 @@ def lengths_of(given: str, seed: int = 0) -> list[int]:
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
     flags = [*extra, "--steps", str(bench.warmup + bench.steps), "--log.validate-every", "0"]
-    flags += ["--checkpoint.every", "0", "--log.trackers"]  # of a preset: neither is to be measured, nor kept
+    flags += [
+        "--checkpoint.every",
+        "0",
+        "--checkpoint.no-last",
+        "--log.trackers",
+    ]  # of a preset: neither is to be measured, nor kept
     if lengths:
         (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
         flags += ["--rollout.lengths", str(out / "lengths.txt"), "--rollout.max-new-tokens", str(max(lengths))]
@@ -210,7 +213,6 @@ def compare(bench: Bench, extra: list[str]) -> int:
         write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
     if results:
         print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
-        draw(results, out / "bench.png")
     return 0 if len(results) == len(jobs) else 1
 
 
@@ -246,28 +248,6 @@ def table(results: list[Result]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def draw(results: list[Result], path: Path) -> None:
-    """A bar for each job's columns, its spans end to end."""
-    figure = Figure(figsize=(9, 0.6 + 0.7 * len(results)))
-    ax = figure.subplots()
-    for place, result in enumerate(results):
-        for y, role in ((place - 0.2, "actor"), (place + 0.2, "critic")):
-            left = 0.0
-            for name, width in result.metrics[role].items():
-                span = name.removeprefix("timing_s/")
-                if span != name and span != "step":
-                    wait = {"color": "#eceef1", "hatch": "///"}
-                    look: Any = wait if is_wait(span) else {"color": SPAN_COLOURS.get(span, OTHER_COLOUR)}
-                    ax.barh(y, width, 0.36, left, **look)
-                    left += width
-    ax.set_yticks(range(len(results)), [result.job for result in results])
-    ax.invert_yaxis()
-    ax.set_xlabel("seconds of a step; above the actor's column, below the critic's; hatched: waits")
-    handles = [Patch(color=colour, label=name) for name, colour in SPAN_COLOURS.items()]
-    ax.legend(handles=handles, ncols=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
 @command
 def main() -> int:
-    return compare(*tyro.cli(Bench, prog="splitppo bench", args=words(), return_unknown_args=True))
+    return compare(*read_flags(Bench, "splitppo bench", words(), return_unknown_args=True))

@@ -175,42 +175,5 @@ def advice(work: Work, split: Split, gpus: int, *, movable: bool) -> list[str]:
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
         seconds, both = predict(work, other), columns(work, other)
         idle = 1 - min(both) / max(both) if other.critic else 0.0
-        lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x, idle column {idle:.0%}")
+        lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, idle column {idle:.0%}")
     return lines
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a role's ranks move in a step."""
-
-    parameters: int  # of the trained model
-    forwards: int  # micro-batches of a rank that run forward alone
-    trains: int  # micro-batches that run forward and backward
-
-    def between(self, nodes: int, *, replicas: bool = False) -> float:
-        """Bytes into a node of the role's group, over rings: weights in 2 bytes, gathered once in each forward and once
-        in each backward pass; gradients in 4, reduced in each backward pass.
-
-        Args:
-            nodes: over which the group is spread; 1 moves nothing.
-            replicas: each node holds all weights (`fsdp.shard_size`), and only gradients are summed.
-        """
-        part = (nodes - 1) / nodes * self.parameters
-        if replicas:
-            return 2 * 4 * part * self.trains
-        return 2 * part * (self.forwards + 2 * self.trains) + 4 * part * self.trains
-
-
-def node_lines(actor: Traffic, critic: Traffic, wire: float, split: Split, nodes: int) -> list[str]:
-    """A line for each way to place two groups on nodes: bytes into the busiest node in a step, the least first. `wire`:
-    bytes of a step between the groups."""
-    found = {
-        "per_node": actor.between(nodes) + critic.between(nodes),
-        "per_node, fsdp.shard_size=node": sum(role.between(nodes, replicas=True) for role in (actor, critic)),
-    }
-    of_actor, odd = divmod(nodes * split.actor, split.actor + split.critic)
-    of_critic = nodes - of_actor
-    if of_actor and of_critic and not odd:
-        found["by_node"] = max(actor.between(of_actor), critic.between(of_critic)) + wire / min(of_actor, of_critic)
-    ranked = sorted(found.items(), key=lambda item: item[1])
-    return [f"  {name}: {moved / 1e9:.2f} GB into a node a step" for name, moved in ranked]

@@ -1,7 +1,6 @@
 """`splitppo export RUN [--step N] [--out DIR]`: a checkpoint's models as Hugging Face folders."""
 
 # torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
-import json
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -11,14 +10,12 @@ from typing import Any, Literal
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import parse
+from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
-from splitppo.run.files import read_if_there
 from splitppo.tools.timeline import read_columns
 
 # what a model card shows
 SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")
-VERSIONS = ("splitppo", "torch", "transformers", "git")
 
 
 @dataclass(frozen=True)
@@ -39,30 +36,54 @@ class Export:
 
 def export(options: Export) -> Path:
     """Writes both models; returns the folder. A missing or damaged checkpoint is a UserError."""
+    run, (step, saved) = options.run, find_checkpoint(options.run, options.step)
+    out = options.out or run / "export" / f"step_{step:06d}"
+    config = parse(["--config", str(run / "config.toml")])
+    own_code = config.policy.trust_remote_code
+    for name, kind, what in models_of(config):
+        write_model(kind, started_from(config, run, kind), saved, out / name, options.dtype, own_code, **what)
+        (out / name / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
+    return out
+
+
+def models_of(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, kind, and `load_model`'s options of each model that the run trains; value, value_1 ... of an ensemble."""
+    layers, number = config.value.layers, range(config.value.ensemble)
+    values = [(f"value_{i}" if i else "value", "value", {"layers": layers, "number": i}) for i in number]
+    return [("policy", "policy", {}), *values]
+
+
+def started_from(config: Config, run: Path, kind: str) -> Path:
+    """The folder that the run's policy or value model started from."""
+    from splitppo.models.hub import find
+
+    name = name_of(config, kind)
+    return run / "tiny" if name == "tiny" else Path(find(f"{kind}.path", name, fetch=False)[1])
+
+
+def name_of(config: Config, kind: str) -> str:
+    """What the run's policy or value model started from, as the configuration names it."""
+    return (config.value.path if kind == "value" else None) or config.policy.path
+
+
+def find_checkpoint(run: Path, step: int | None) -> tuple[int, Path]:
+    """A run's checkpoint of a step, or the newest, and its step. Raises UserError if none is there and whole."""
     from splitppo.run.checkpoint import complete, damage, step_of
 
-    run = options.run
     found = {step_of(folder): folder for folder in complete(run)}
     if not found:
-        raise UserError(f"{run}: no complete checkpoint there; train with --checkpoint.every")
-    step = max(found) if options.step is None else options.step
+        raise UserError(f"{run}: no complete checkpoint there; let the run end, or train with --checkpoint.every")
+    step = max(found) if step is None else step
     if step not in found:
         raise UserError(f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}")
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
-    out = options.out or run / "export" / f"step_{step:06d}"
-    config = parse(["--config", str(run / "config.toml")], quiet=True)
-    policy, value = config.policy.path, config.value.path or config.policy.path
-    for kind, role, source in (("policy", "actor", policy), ("value", "critic", value)):
-        folder = run / "tiny" if source == "tiny" else Path(source)
-        write_model(kind, folder, found[step] / role, out / kind, options.dtype)
-        (out / kind / "README.md").write_text(model_card(config, run, step, kind, source), encoding="utf-8")
-    return out
+    return step, found[step]
 
 
-def model_card(config: Config, run: Path, step: int, kind: str, source: str) -> str:
-    """A README for the model hub: what the model is, how it was trained, and its figures."""
-    versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text))) or {}
+def model_card(config: Config, run: Path, step: int, kind: str) -> str:
+    """A README for the model hub: what the model is, its figures, and all settings."""
+    versions = (run / "versions.json").read_text(encoding="utf-8").strip()
     last = [column[step].metrics for column in read_columns(run) if step in column]
     figures = "\n".join(f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN)
     return f"""\
@@ -72,50 +93,68 @@ tags: [ppo, splitppo]
 ---
 # {"Policy" if kind == "policy" else "Value model (one label: the value of each position)"} trained with splitppo
 
-* started from: {source if source != "tiny" else "the embedded tiny model"}
-* steps: {step} of {config.steps}, {config.rollout.batch_size} rows each
-* data: {", ".join(config.data.files) or f"the generated task {config.data.task}"}
-* reward: {", ".join([*config.reward.function, *filter(None, [config.reward.model])])}
-* seed: {config.seed}
-* versions: {", ".join(f"{name} {version}" for name, version in versions.items() if name in VERSIONS)}
-
-Figures of step {step}:
+Started from {name_of(config, kind)}, {step} of {config.steps} steps. Figures of step {step}:
 
 {figures}
 
-All settings:
+Settings and versions:
 
 ```toml
 {(run / "config.toml").read_text(encoding="utf-8").strip()}
 ```
+
+```json
+{versions}
+```
 """
 
 
-def write_model(kind: Any, source: Path, saved: Path, target: Path, dtype: str) -> None:
-    """Writes a model: its weights from `saved`, a role's part of a checkpoint, the rest from `source`."""
+def write_model(
+    kind: Any, source: Path, saved: Path, target: Path, dtype: str, own_code: bool = False, **what: Any
+) -> None:
+    """Writes a checkpoint's model and what belongs to it from `source`, the folder that it started from."""
     import torch
     from transformers import AutoTokenizer
 
+    from splitppo.models.weights import save
+
+    save(load_model(kind, source, saved, own_code, **what).to(getattr(torch, dtype)), target)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=own_code).save_pretrained(target)
+    wanted = [*(["*.py"] if own_code else []), *(["generation_config.json"] if kind == "policy" else [])]
+    for file in (file for pattern in wanted for file in source.glob(pattern)):
+        shutil.copy(file, target)
+
+
+def load_model(
+    kind: Any, source: Path, saved: Path, own_code: bool = False, *, layers: int | None = None, number: int = 0
+) -> Any:
+    """The policy or a value model of a checkpoint, on the CPU in float32. Needs no process group.
+
+    Args:
+        source: the folder that it started from, for its config.json and buffers.
+        layers: as `value.layers`. number: counts the value models of an ensemble.
+    """
+    import torch
+
     from splitppo.models import build as models
-    from splitppo.models.weights import materialize, read_buffers, save
+    from splitppo.models.weights import materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
 
-    model: Any = models.build(models.read_config(str(source)), kind)
+    config = models.shorten(models.read_config(str(source), own_code=own_code), layers, str(source))
+    model: Any = models.build(config, kind)
     materialize(model, torch.device("cpu"))
     read_buffers(model, str(source))
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    prefix = f"{number}." if number else ""  # as in run/saver.py
+    weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
-        read_tensors({"model": weights}, saved, no_dist=True)
-    save(model.to(getattr(torch, dtype)), target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    if kind == "policy" and (source / "generation_config.json").is_file():
-        shutil.copy(source / "generation_config.json", target)
+        read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
+    return model
 
 
 @command
 def main() -> None:
-    options = tyro.cli(Export, prog="splitppo export", args=words())
+    options = read_flags(Export, "splitppo export", words())
     import transformers
 
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""A run as one page, RUN/report.html: settings, curves, timelines of its steps, samples.
+"""A run as one page, RUN/report.html: settings, curves, timelines of its steps, samples; or several runs compared.
 
 The page is the template report.html with the data as JSON. It loads nothing, so it opens offline. The constants below
 bound its size.
@@ -7,7 +7,6 @@ bound its size.
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -15,16 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from splitppo.config import Config
-from splitppo.config.toml import leaves
 from splitppo.run.files import read_if_there
 from splitppo.run.records import read_lines
+from splitppo.run.samples import shown
+from splitppo.tools.compare import Run, differences, flat, read_settings, results_table, settings_table
 from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, Column, Timeline, build_timeline, curves, timed_steps
 
 CURVE_POINTS = 2000
 TIMELINES, LAST_TIMELINES = 200, 50  # all of the last steps, and some of the steps before them
 SAMPLE_ROWS, SAMPLE_STEPS = 300, 75  # of the training and as many of the held-out samples
 TEXT_CHARS = 2000
-ABSENT = "not in config.toml"
+TOKEN_STEPS, TOKEN_ROWS, TOKENS = 12, 4, 1000  # steps with rows shown token by token; rows of a step, tokens of a row
+LIMITS = {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "chars": TEXT_CHARS, "tokens": TOKENS}
+ABSENT = ("not in config.toml", "not a setting of this version")
 
 SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
@@ -54,28 +56,48 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     Raises:
         UserError: a file of the run can't be read.
     """
-    series = {name: points for name, points in curves(actor, critic).items() if name not in NO_METRICS}
     timelines = [build_timeline(actor, critic, step) for step in pick_steps(timed_steps(actor, critic), chosen)]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
-    settings = read_if_there(run / "config.toml", tomllib.loads)
+    settings, defaults = read_settings(run), flat(asdict(Config()))
+    changed = None if settings is None else differences([settings, defaults], ABSENT)
+    versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for spans in timeline.lanes.values() for _, (name, _, _) in spans}
     data = {
         "name": run.resolve().name,
-        "folder": str(run.resolve()),
-        "steps": max(actor),
+        "about": f"{run.resolve()}: {max(actor)} steps",
         "time": max(times, default=None),
-        "config": None if settings is None else differences(settings, asdict(Config())),
-        "versions": read_if_there(run / "versions.json", lambda text: dict(json.loads(text))),
+        "runs": [],
+        "tables": [
+            ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
+            ["Versions", ("", ""), versions and list(versions.items())],
+        ],
         "placement": read_if_there(run / "placement.txt", str.splitlines) or ["no placement.txt in the run's folder"],
-        "groups": [[title, [[name, *curve(series[name])] for name in found]] for title, found in grouped(series)],
+        "groups": groups([curves(actor, critic)]),
         "timelines": [layout(timeline) for timeline in timelines],
         "chosen": chosen,
         "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
         "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
-        "limits": {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "chars": TEXT_CHARS},
     }
+    return render(data)
+
+
+def build_comparison(runs: Sequence[Run]) -> str:
+    """The page of several runs: tables of their results and of the settings that differ, curves over each other."""
+    (heads, *results), (names, *settings) = results_table(runs), settings_table(runs)
+    data = {
+        "name": ", ".join(run.name for run in runs),
+        "about": f"{len(runs)} runs",
+        "runs": [{"name": run.name, "colour": run.colour} for run in runs],
+        "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
+        "groups": groups([run.series for run in runs]),
+    }
+    return render(data)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The template with its data."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", embed(data))
+    return template.replace("__DATA__", embed(data | {"limits": LIMITS}))
 
 
 def embed(data: Any) -> str:
@@ -106,9 +128,19 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> list[tuple[in
     return sorted(kept, key=lambda point: point[0])
 
 
-def curve(points: Mapping[int, float]) -> tuple[list[int], list[float | None]]:
+def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
+    """[title, [[metric, [[number of the run, *`curve`], ...]], ...]] of each group. A curve has at most `CURVE_POINTS`
+    points, over all runs."""
+    most = max(CURVE_POINTS // len(runs), 100)
+    return [
+        [title, [[name, [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]] for name in names]]
+        for title, names in grouped({name: 0 for run in runs for name in run if name not in NO_METRICS})
+    ]
+
+
+def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float | None]]:
     """Steps and values of a curve, thinned, with six digits; None is a value that isn't finite."""
-    kept = thin_points(sorted(points.items()), CURVE_POINTS)
+    kept = thin_points(sorted(points.items()), most)
     return [step for step, _ in kept], [float(f"{value:.6g}") if math.isfinite(value) else None for _, value in kept]
 
 
@@ -141,25 +173,21 @@ def layout(timeline: Timeline) -> dict[str, Any]:
     return own | {"lanes": list(lanes.items()), "shared": timeline.shared}
 
 
-def differences(settings: Mapping[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(setting, value, default) of each setting that isn't at its default, as JSON. A run of another version may lack
-    some of today's settings, and have others."""
-    here, known = ({name: _json(value) for name, value in leaves(dict(table))} for table in (settings, defaults))
-    names = [name for name in [*known, *sorted(here.keys() - known.keys())] if name != "config"]
-    rows = [(name, here.get(name, ABSENT), known.get(name, "not a setting of this version")) for name in names]
-    return [row for row in rows if row[1] != row[2] and row[1:] != (ABSENT, "unset")]
-
-
 def read_samples(folder: Path) -> dict[str, Any]:
     """The samples of step_*.jsonl: evenly chosen steps, the last among them, and of each its first rows.
 
     Returns:
-        `steps`: how many there are; `rows`: flat objects whose values are numbers, true, false or cut texts.
+        `steps`: how many there are; `rows`: flat objects whose values are numbers, true, false or cut texts. The first
+        rows of some steps have `tokens`, if they are recorded: lists of the first tokens' texts and figures.
     """
-    files = sorted(folder.glob("step_*.jsonl"))
+    files, rows = sorted(folder.glob("step_*.jsonl")), []
     kept = thin(files, SAMPLE_STEPS)
-    rows = [row for path in kept for row in islice(read_lines(path), SAMPLE_ROWS // len(kept))]
-    return {"steps": len(files), "rows": [{key: _cell(value) for key, value in row.items()} for row in rows]}
+    for path in kept:
+        for i, row in enumerate(islice(read_lines(path), SAMPLE_ROWS // len(kept))):
+            rows.append({key: _cell(value) for key, value in shown(row).items()})
+            if path in thin(kept, TOKEN_STEPS) and i < TOKEN_ROWS and "tokens" in row:
+                rows[-1]["tokens"] = {name: list(map(_cell, xs[:TOKENS])) for name, xs in row["tokens"].items()}
+    return {"steps": len(files), "rows": rows}
 
 
 def _cell(value: Any) -> Any:
@@ -168,10 +196,3 @@ def _cell(value: Any) -> Any:
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]} … ({len(text) - TEXT_CHARS} more characters)"
-
-
-def _json(value: Any) -> str:
-    """A setting's value; tuples and lists are alike, and so are 1 and 1.0."""
-    if value is None:
-        return "unset"
-    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, ensure_ascii=False)

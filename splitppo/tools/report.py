@@ -2,13 +2,13 @@
 
     splitppo report [RUN] [--step N] [--out PATH]    a picture, RUN/report.png
     splitppo report [RUN] --html                     a page that opens offline, RUN/report.html (page.py)
-    splitppo report [RUN] --trace STEP               trace events for Perfetto (timeline.py)
+    splitppo report RUN RUN ... [--html]             runs compared (compare.py), ./report_RUN_RUN.png
 
 Reads `RUN/metrics/{actor,critic}.jsonl`, for the page also the run's settings, versions and samples. Needs no torch, so
 it runs anywhere, also during the run.
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from splitppo.config.cli import read_call
 from splitppo.errors import UserError, command, words
-from splitppo.tools.page import build_page
+from splitppo.tools.compare import Run, as_text, read_runs, results_table, settings_table
+from splitppo.tools.page import build_comparison, build_page
 from splitppo.tools.timeline import (
     OTHER_COLOUR,
     SPAN_COLOURS,
@@ -31,7 +33,6 @@ from splitppo.tools.timeline import (
     is_wait,
     read_columns,
     seconds,
-    trace_events,
 )
 
 CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
@@ -51,36 +52,54 @@ PANELS = {  # title: (label, metric, axis)
         ("KL to reference", "actor/ref_kl", RIGHT),
     ],
     "Value": [("value loss", "critic/vf_loss", LEFT), ("explained variance", "critic/vf_explained_var", RIGHT)],
+    "Critic": [  # explained variance against scores
+        ("first token", "critic/explained/first", LEFT),
+        ("last third", "critic/explained/third_3", LEFT),
+        ("first value - score", "critic/first_value_error", RIGHT),
+    ],
     "Response length": [("tokens", "response_length/mean", LEFT), ("share cut", "response_length/clip_ratio", RIGHT)],
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
 }
+SETTINGS = 30  # lines of the settings that differ, in a picture
+Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
 
-def draw_panel(ax: Axes, title: str, series: dict[str, dict[int, float]]) -> None:
-    """One panel of curves, named by a coloured axis label, or by a legend where lines share an axis."""
+def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
+    """One panel of curves, named by a coloured axis label, or by a legend where lines share an axis; or unnamed."""
     ax.set_title(title)
     ax.grid(True)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    found = [curve for curve in PANELS[title] if curve[1] in series]
-    sides = {right: ax.twinx() if right else ax for right in {right for *_, right in found}}
-    for colour, (label, metric, right) in zip(CURVE_COLOURS, found, strict=False):
-        steps, values = zip(*sorted(series[metric].items()), strict=True)
-        if metric.endswith("explained_var"):
+    sides = {right: ax.twinx() if right else ax for right in {right for _, _, right, *_ in curves}}
+    for label, metric, right, colour, points in curves:
+        steps, values = zip(*sorted(points.items()), strict=True)
+        if "explained" in metric:
             # unbounded below where all returns are alike, which would flatten the rest of the curve
             values = [max(value, -1.0) for value in values]
         marker = "o" if len(steps) <= 15 else None
         sides[right].plot(steps, values, color=colour, lw=1.8, ms=4, marker=marker, label=label)
         sides[right].set_ylabel(label, color=colour)
-    if not found:
+    if not curves:
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)
     if LEFT not in sides:
         ax.set_yticks([])
     for side in (ax, *sides.values()):
         side.tick_params(length=0)
-        if len(side.lines) > 1:
+        if len(side.get_legend_handles_labels()[1]) > 1:
             side.set_ylabel("")
             side.legend(labelcolor="linecolor", **LEGEND)
+
+
+def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
+    """Mean score against mean value, a dot for each range of the values; its area goes with the tokens in it."""
+    draw_panel(ax, "Calibration, last step", [])
+    if bins:
+        ax.texts[0].remove()
+        values, scores, tokens = ([one[name] for one in bins] for name in ("value", "score", "tokens"))
+        ax.axline((scores[0], scores[0]), slope=1, color=GREY, lw=1, ls=":")
+        ax.scatter(values, scores, [20 + 200 * n / max(tokens) for n in tokens], color=CURVE_COLOURS[0])
+        ax.set(xlabel="value", ylabel="score")
+        ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
 def draw_lane(ax: Axes, y: float, timeline: Timeline, lane: str) -> list[Patch]:
@@ -126,16 +145,42 @@ def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     ax.legend(handles=legend, **LEGEND)
 
 
-def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | None) -> Figure:
-    """The whole figure, 1600 pixels wide. The places are fixed, since labels are measured before the first drawing."""
+def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | None, bins: Sequence[Any]) -> Figure:
+    """The whole figure, 2000 pixels wide; `bins` are the last `critic/calibration`. The places are fixed, since labels
+    are measured before the first drawing."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(16, 11.5), dpi=100)
+        figure = Figure(figsize=(20, 11.5), dpi=100)
         figure.text(0.055, 0.968, title, fontsize=17, weight="bold")
-        grid = figure.add_gridspec(2, 3, left=0.055, right=0.945, top=0.92, bottom=0.455, wspace=0.38, hspace=0.36)
-        for i, panel in enumerate(PANELS):
-            draw_panel(figure.add_subplot(grid[i // 3, i % 3]), panel, series)
+        grid = figure.add_gridspec(2, 4, left=0.045, right=0.955, top=0.92, bottom=0.455, wspace=0.45, hspace=0.36)
+        for i, (panel, lines) in enumerate(PANELS.items()):
+            found = [(*line, series[line[1]]) for line in lines if line[1] in series]
+            own = [(*line[:3], colour, line[3]) for colour, line in zip(CURVE_COLOURS, found, strict=False)]
+            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
+        draw_calibration(figure.add_subplot(grid[1, 3]), bins)
         if timeline:
             draw_timeline(figure.add_axes((0.055, 0.06, 0.89, 0.305)), timeline)
+    return figure
+
+
+def draw_comparison(runs: Sequence[Run]) -> Figure:
+    """The table of results, whose colours are the curves'; curves over each other; the settings that differ."""
+    panels = [(f"{title}: {label}", metric) for title, lines in PANELS.items() for label, metric, _ in lines]
+    panels = [(title, metric) for title, metric in panels if any(metric in run.series for run in runs)][:12]
+    results, settings = as_text(results_table(runs)), as_text(settings_table(runs))[:SETTINGS]
+    rows, above, below = max(-(-len(panels) // 4), 1), 0.25 * len(results) + 0.7, 0.25 * len(settings) + 0.8  # inches
+    height = above + 2.8 * rows + below
+    top, bottom = 1 - above / height, below / height
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(16, height), dpi=100)
+        grid = figure.add_gridspec(rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36)
+        for i, (title, metric) in enumerate(panels):
+            own = [("", metric, LEFT, run.colour, run.series[metric]) for run in runs if metric in run.series]
+            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
+        look: Any = {"family": "monospace", "fontsize": 12, "parse_math": False}
+        for i, (line, colour) in enumerate(zip(results, [DARK, *(run.colour for run in runs)], strict=True)):
+            figure.text(0.04, 1 - (0.3 + 0.25 * i) / height, line, color=colour, weight="bold", **look)
+        for i, line in enumerate(settings):
+            figure.text(0.04, (below - 0.8 - 0.25 * i) / height, line, **look)
     return figure
 
 
@@ -148,52 +193,61 @@ def newest_run() -> Path:
 
 
 def report(
-    run: Annotated[Path | None, tyro.conf.Positional] = None,
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
     step: int | None = None,
     out: Path | None = None,
     html: bool = False,
-    trace: int | None = None,
 ):
-    """Draw a run's report: its curves, and the timeline of one step; or write it as a page or as trace events.
+    """Draw a run's report: its curves, and the timeline of one step; or write it as a page. Of several runs: their
+    curves over each other, tables of their results and of the settings that differ.
 
     Args:
-        run: The run's folder. Unset: the newest one under ./runs.
+        runs: The runs' folders. Unset: the newest one under ./runs.
         step: The step of the timeline. Unset: a typical one of the run's last half.
-        out: Where the picture, page or trace goes. Unset: RUN/report.png, report.html, trace_step_NNNNNN.json.
+        out: Where the picture or page goes. Unset: RUN/report.png or report.html; of several runs report_RUN_RUN.png or
+            .html in this folder.
         html: Write a page in place of the picture: curves, timelines, samples, in one file that needs no network.
-        trace: Write this step's spans, in place of the picture, as trace events for Perfetto or chrome://tracing.
     """
-    if out and html and trace is not None:
-        raise UserError(
-            f"--out {out} names one file, and --html and --trace write one each: leave out one of the three"
-        )
-    run = newest_run() if run is None else run
+    if len(runs) > 1:
+        if step is not None:
+            raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
+        compare(runs, out, html)
+        return
+    run = runs[0] if runs else newest_run()
     actor, critic = read_columns(run)
     if not actor:
         raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
-    chosen, written = choose_step(actor, critic, step), []
-    if trace is not None:
-        choose_step(actor, critic, trace, flag="--trace")
-        path = out or run / f"trace_step_{trace:06d}.json"
-        path.write_text(json.dumps(trace_events(actor, critic, trace)) + "\n")
-        written.append(f"trace: {path}")
+    chosen, path = choose_step(actor, critic, step), out or run / ("report.html" if html else "report.png")
     if html:
-        path = out or run / "report.html"
         path.write_text(build_page(run, actor, critic, chosen), encoding="utf-8")
-        written.append(f"page: {path}")
-    if not written:
-        path = out or run / "report.png"
+    else:
         timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-        figure = draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline)
-        try:
-            figure.savefig(path, format=path.suffix[1:] or "png")
-        except ValueError as error:  # a suffix of no picture
-            raise UserError(f"--out {path} can't be written: {error}") from error
+        bins = critic[max(critic)].calibration if critic else ()
+        save(draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline, bins), path)
         print(timeline.title() if timeline else "no spans recorded: no timeline")
-        written.append(f"report: {path}")
-    print("\n".join([f"run folder: {run}", *written]))
+    print(f"run folder: {run}\n{'page' if html else 'report'}: {path}")
+
+
+def compare(folders: Sequence[Path], out: Path | None, html: bool) -> None:
+    """Writes the comparison of several runs, and prints its tables."""
+    runs, suffix = read_runs(folders), "html" if html else "png"
+    path = out or Path(f"{'_'.join(['report', *(run.name.replace('/', '-') for run in runs)])[:200]}.{suffix}")
+    if html:
+        path.write_text(build_comparison(runs), encoding="utf-8")
+    else:
+        save(draw_comparison(runs), path)
+    print(*as_text(results_table(runs)), "", *as_text(settings_table(runs)), "", sep="\n")
+    print(f"{'page' if html else 'report'}: {path}")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture."""
+    try:
+        figure.savefig(path, format=path.suffix[1:] or "png")
+    except ValueError as error:  # a suffix of no picture
+        raise UserError(f"--out {path} can't be written: {error}") from error
 
 
 @command
 def main() -> None:
-    tyro.cli(report, prog="splitppo report", args=words())
+    read_call(report, "splitppo report", words())()

@@ -1,9 +1,8 @@
-"""The steps of a run as its columns recorded them: what overlaps, the timeline of a step, its trace, the curves."""
+"""The steps of a run as its columns recorded them: what overlaps, the timeline of a step, the curves."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from splitppo.errors import UserError
 from splitppo.run.records import parse_record, read_lines
@@ -30,6 +29,7 @@ class Step:
 
     metrics: dict[str, float]
     spans: list[Span]
+    calibration: Sequence[dict[str, float]] = ()
 
     @property
     def start(self) -> float:
@@ -47,7 +47,12 @@ def read_column(path: Path) -> Column:
     """The steps of a metrics file; {} without a file, since a colocated run may have the actor's alone. A resumed run
     does steps again: the last record of a step counts."""
     records = read_lines(path, parse_record) if path.is_file() else ()
-    return {r["step"]: Step({k: v for k, v in r.items() if isinstance(v, int | float)}, r["spans"]) for r in records}
+    return {
+        r["step"]: Step(
+            {k: v for k, v in r.items() if isinstance(v, int | float)}, r["spans"], r.get("critic/calibration", ())
+        )
+        for r in records
+    }
 
 
 def read_columns(run: Path) -> tuple[Column, Column]:
@@ -73,16 +78,16 @@ def timed_steps(actor: Column, critic: Column) -> list[int]:
     return [number for number in timed if number in critic and critic[number].spans] or timed
 
 
-def choose_step(actor: Column, critic: Column, wanted: int | None = None, flag: str = "--step") -> int | None:
+def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
     """The step to draw: the wanted one, or one of median duration among the last half; None if none has spans. If the
-    wanted step has none, a UserError names `flag`."""
+    wanted step has none, it is a UserError."""
     steps = timed_steps(actor, critic)
     if wanted is None:  # the first ones warm up
         late = sorted(steps[len(steps) // 2 :], key=lambda number: actor[number].end - actor[number].start)
         return late[(len(late) - 1) // 2] if late else None
     if wanted not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise UserError(f"{flag} {wanted} has no recorded spans; steps with spans: {known}: name one of them")
+        raise UserError(f"--step {wanted} has no recorded spans; steps with spans: {known}: name one of them")
     return wanted
 
 
@@ -129,29 +134,6 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
         return Timeline(step, length, {"all ranks": near[0]}, [])
     inside = ([(name, max(a, 0.0), min(b, length)) for _, (name, a, b) in spans] for spans in near)
     return Timeline(step, length, {"actor": near[0], "critic": near[1]}, shared_work(*inside))
-
-
-def trace_events(actor: Column, critic: Column, step: int) -> dict[str, Any]:
-    """Every span that reaches into the actor's `step`, as JSON for Perfetto and chrome://tracing ("Trace Event Format",
-    Duffin et al., Google, 2016): `ph` X is a span (`ts`, `dur` in microseconds from the first one's start), M a name.
-    """
-    low, high = actor[step].start, actor[step].end
-    lanes = {1: ("actor", actor), 2: ("critic", critic)}
-    found = [
-        (thread, number, span)
-        for thread, (_, column) in lanes.items()
-        for number, record in sorted(column.items())
-        for span in record.spans
-        if span[1] < high and span[2] > low
-    ]
-    origin = min(start for _, _, (_, start, _) in found)
-    names = [("process_name", 0, "splitppo"), *(("thread_name", thread, name) for thread, (name, _) in lanes.items())]
-    events: list[Any] = [{"name": n, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}} for n, tid, name in names]
-    for thread, number, (name, start, end) in found:
-        ts, te = (round((t - origin) * 1e6, 3) for t in (start, end))  # rounded alike, so that neighbours don't overlap
-        place = {"ph": "X", "pid": 1, "tid": thread, "ts": ts, "dur": round(te - ts, 3), "args": {"step": number}}
-        events.append({"name": name, "cat": "wait" if is_wait(name) else "work", **place})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "origin_unix_s": origin}}
 
 
 def seconds(value: float) -> str:

@@ -49,7 +49,7 @@ def fine_or_one_line(work: Any) -> None:
 
 
 def read(path: Path) -> None:
-    check(parse(["--config", str(path)], quiet=True))
+    check(parse(["--config", str(path)]))
 
 
 @MANY

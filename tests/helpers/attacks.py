@@ -31,7 +31,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from faults import figures
-from ranks import FRESH
+from ranks import fresh_process
 from safetensors.torch import load_file, save_file
 
 from splitppo.config import Config
@@ -99,16 +99,10 @@ def child(place: tuple[int, int, int] | None, command: str, argv: list[str], fol
     os._exit(status)
 
 
-def started(place: tuple[int, int, int] | None, command: str, argv: list[str], folder: Path) -> Any:
-    process = FRESH.Process(target=child, args=(place, command, argv, str(folder)))
-    process.start()
-    return process
-
-
 def trouble(attack: Attack, folder: Path, place: tuple[int, int, int]) -> str:
     """What went wrong that should not have; "" if nothing. `place`: count, seed and number, to draw it again."""
     attack.do(folder)
-    process, out = started(place, attack.command, attack.argv, folder), folder / "out.log"
+    process, out = fresh_process(child, place, attack.command, attack.argv, str(folder)), folder / "out.log"
     attack.outside(process.pid, out)
     process.join(LIMIT)
     hung = process.exitcode is None
@@ -144,7 +138,7 @@ def base(steps: int) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "reward.py").write_text(SCORE.format("return len(solution_str) % 3"))
     if steps:
-        process = started(None, "train", [*RESUME, f"--steps={steps}"], folder)
+        process = fresh_process(child, None, "train", [*RESUME, f"--steps={steps}"], str(folder))
         process.join(300)
         if process.exitcode:
             raise RuntimeError((folder / "out.log").read_text())
@@ -232,7 +226,7 @@ def paths(_: random.Random) -> Iterator[Attack]:
         for value in (LATIN, "a\0b", "x" * 5000, "/dev/null", "/dev/null/x"):
             argv = {
                 "bench": ["--gpus=1", f"--out={value}", f"--lengths={value}"],
-                "prepare": ["smollm2", f"--out={value}"],
+                "prepare": ["gsm8k", "--source=nowhere", f"--out={value}"],
             }
             yield Attack(f"{command} {value[:20]!a}", argv.get(command, [value]), REFUSED, command)
     yield Attack("report into nowhere", ["run", "--out=no/where.png"], REFUSED, "report", do=copied(3))
@@ -540,7 +534,7 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
 
 def kept(folder: Path, argv: list[str]) -> str:
     """What of the flags the run's folder doesn't say."""
-    return str(changes(parse(argv, quiet=True), folder / "run") or "")
+    return str(changes(parse(argv), folder / "run") or "")
 
 
 def signals(random_: random.Random) -> Iterator[Attack]:

@@ -164,7 +164,10 @@ def inject(fault: Fault) -> None:
         learners.append(self)
 
     Learner.__init__ = noted  # type: ignore[method-assign]
-    updates = {"logprobs": lambda self, *_: self.policy.updates + 1, "gae": lambda self, *_: self.value.updates + 1}
+    updates = {
+        "logprobs": lambda self, *_: self.policy.updates + 1,
+        "gae": lambda self, *_: self.learners[0].updates + 1,
+    }
     if fault.moment == "rollout":
         generate = Actor.generate
 

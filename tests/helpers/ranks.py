@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -26,18 +27,27 @@ from splitppo.job.collectives import Group
 # its locks and process groups without the threads that serve them and can wait for these for ever: a rank forked while
 # the store's thread greets another one never gets to the store.
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(
-    [
-        "splitppo.train",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-        "torch._dynamo",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.models.bert.modeling_bert",
-        "pytest",
-    ]
-)
+IMPORTS = [
+    "splitppo.train",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.bert.modeling_bert",
+    "pytest",
+    "warm",
+]
+FRESH.set_forkserver_preload(IMPORTS)
+
+
+def fresh_process(target: Callable[..., object], *args: Any) -> Any:
+    """Starts a process that is forked by the server; the first one starts the server."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        process = FRESH.Process(target=target, args=args)
+        process.start()
+    return process
 
 
 def free_port() -> int:
@@ -69,8 +79,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             files = _Files([1, 2, stacks[rank].fileno()])
-            process = FRESH.Process(target=_child, args=(rank, environ, files, theirs, 0.9 * timeout, function, args))
-            process.start()
+            process = fresh_process(_child, rank, environ, files, theirs, 0.9 * timeout, function, args)
             theirs.close()
             pipes.append(ours)
             processes.append(process)

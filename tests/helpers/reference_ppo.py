@@ -2,7 +2,8 @@
 
 It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one backward pass.
 Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016 (GAE), Ye et al. 2020 (dual clip),
-Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW).
+Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW); of critics: VC-PPO (2503.01491), VAPO (2504.05118),
+AsyPPO (2510.01656), SAO (2607.07508).
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,17 @@ class Step:
 @dataclass(frozen=True)
 class Hyper:
     gamma: float = 1.0
-    lam: float = 0.95
+    lam: Any = 0.95
+    lam_alpha: float = 0.05
+    clip_mode: str = "clip"
+    baseline: str = "value"
+    mask_agreement: float = 0.0
+    samples: int = 1
+    policy_frozen: str = ""  # part of the names of weights that are not trained
+    value_frozen: str = ""
+    pretrain_steps: int = 0
+    pretrain_epochs: int = 4
+    pretrain_patience: int = 5
     kl_coef: float = 0.0
     kl_kind: str = "k1"
     kl_loss_coef: float = 0.0
@@ -65,10 +76,11 @@ class Hyper:
 @dataclass
 class StepResult:
     policy_losses: list[float]  # one entry an optimizer step; gradient norms are those before clipping
-    value_losses: list[float]
+    value_losses: list[float]  # of several value models: those of the first come first
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
     kl: float  # mean over the rows of the KL to the reference, summed over a row's tokens
+    explained: float = 0.0  # 1 - var(target - value) / var(target), before the value models' update
 
 
 def run(model: Any, row: Row) -> Tensor:
@@ -104,6 +116,13 @@ def advantages_of(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> 
     return torch.stack([(weights[: len(delta) - t] * delta[t:]).sum() for t in range(len(delta))])
 
 
+def lambda_of(row: Row, h: Hyper) -> float:
+    """VAPO: 1 - 1 / (alpha l), where that is positive."""
+    if h.lam != "adaptive":
+        return h.lam
+    return max(0.0, 1 - 1 / (h.lam_alpha * len(row.response)))
+
+
 def aggregate(losses: list[Tensor], how: str) -> Tensor:
     """One number from a mini-batch's token losses, one tensor a row."""
     if how == "token_mean":
@@ -114,6 +133,9 @@ def aggregate(losses: list[Tensor], how: str) -> Tensor:
 
 def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
     ratio = torch.exp(bounded(logp - old))
+    if h.clip_mode == "mask":  # SAO, eq. 3
+        inside = [1 - h.clip_low < r < 1 + h.clip_high for r in ratio.tolist()]
+        return torch.stack([-r * a if keep else r * 0 for r, a, keep in zip(ratio, adv, inside, strict=True)])
     objective = torch.minimum(ratio * adv, torch.clip(ratio, 1 - h.clip_low, 1 + h.clip_high) * adv)
     if h.dual_clip is not None:
         objective = torch.where(adv < 0, torch.maximum(objective, h.dual_clip * adv), objective)
@@ -127,10 +149,13 @@ def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     return errors / 2
 
 
-def adamw(model: Any, lr: float, h: Hyper) -> torch.optim.AdamW:
+def adamw(model: Any, lr: float, h: Hyper, frozen: str) -> torch.optim.AdamW:
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": h.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": h.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=h.betas, eps=h.eps)
 
@@ -155,31 +180,68 @@ def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
 
 
+def agreement_masked(adv: list[Tensor], values: list[list[Tensor]], part: float) -> list[Tensor]:
+    """AsyPPO: 0 for the part of all tokens on which the value models differ least; `values` of each model and row."""
+    deviations = [torch.stack(rows).std(dim=0) for rows in zip(*values, strict=True)]
+    least = sorted(d for row in deviations for d in row.tolist())
+    threshold = least[int(part * len(least))]
+    masked = [[a if d >= threshold else 0.0 for a, d in zip(x.tolist(), ds.tolist(), strict=True)]
+              for x, ds in zip(adv, deviations, strict=True)]  # fmt: skip
+    return [torch.tensor(row) for row in masked]
+
+
+def own_rows(rows: list[int], model: int, models: int, samples: int) -> list[int]:
+    """AsyPPO: the rows of a mini-batch that a value model learns from. Row r is response r % samples of its prompt."""
+    if samples >= models:
+        return [row for row in rows if row % samples % models == model]
+    return [row for row in rows if row // samples % models == model]
+
+
 def ppo_step(
-    policy: Any, reference: Any, value: Any, optimizers: Any, step: Step, h: Hyper, *, kl_coef: float, learns: bool
+    policy: Any,
+    reference: Any,
+    value_models: list[Any],
+    optimizers: Any,
+    step: Step,
+    h: Hyper,
+    *,
+    kl_coef: float,
+    learns: bool,
+    pretrains: bool,
 ) -> StepResult:
     with torch.no_grad():
         old = [act(policy, row, h.temperature)[0] for row in step.rows]
         if h.old_logprobs == "engine":
             old = [torch.tensor(row.engine) for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
-        old_values = [run(value, row)[:, 0] for row in step.rows]
+        by_model = [[run(value, row)[:, 0] for row in step.rows] for value in value_models]
+        old_values = [torch.stack(rows).mean(dim=0) for rows in zip(*by_model, strict=True)]
         adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
             kls.append(penalty.sum().item())
             rewards = -kl_coef * penalty
             rewards[-1] += row.score
-            adv.append(advantages_of(rewards, old_values[i], h.gamma, h.lam))
-            lam_value = h.lam if h.lam_value is None else h.lam_value
+            lam = lambda_of(row, h)
+            nothing = torch.zeros_like(old_values[i])
+            estimates = {"value": (old_values[i], lam), "none": (nothing, 1.0)}
+            adv.append(advantages_of(rewards, estimates[h.baseline][0], h.gamma, estimates[h.baseline][1]))
+            lam_value = lam if h.lam_value is None else h.lam_value
+            lam_value = 1.0 if pretrains else lam_value
             returns.append(advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i])
+        if h.baseline == "none":
+            adv = [a - torch.cat(adv).mean() for a in adv]
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
+        if len(value_models) > 1:
+            adv = agreement_masked(adv, by_model, h.mask_agreement)
 
     weights = [truncated_weights(o, torch.tensor(row.engine), h) for o, row in zip(old, step.rows, strict=True)]
-    result = StepResult([], [], [], [], sum(kls) / len(kls))
+    targets, guesses = torch.cat(returns), torch.cat(old_values)
+    explained = 1 - (targets - guesses).var().item() / targets.var().item() if targets.var() > 1e-12 else 0.0
+    result = StepResult([], [], [], [], sum(kls) / len(kls), explained)
     for rows in step.mini_batches * h.epochs if learns else []:
         token_losses = []
         if not kept(rows, step, h):
@@ -191,15 +253,17 @@ def ppo_step(
         loss = aggregate(token_losses, h.aggregate)
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
-    for rows in step.value_mini_batches * (h.value_epochs or h.epochs):
-        value_losses = [
-            value_loss(run(value, step.rows[i])[:, 0], old_values[i], returns[i], h) for i in kept(rows, step, h)
-        ]
-        if not value_losses:
-            continue
-        loss = aggregate(value_losses, h.aggregate)
-        result.value_losses.append(loss.item())
-        result.value_grad_norms.append(descend(value, optimizers[1], loss, h))
+    epochs = h.pretrain_epochs if pretrains else h.value_epochs or h.epochs
+    for model, value in enumerate(value_models):
+        for rows in step.value_mini_batches * epochs:
+            rows = own_rows(kept(rows, step, h), model, len(value_models), h.samples)
+            before = by_model[model]
+            value_losses = [value_loss(run(value, step.rows[i])[:, 0], before[i], returns[i], h) for i in rows]
+            if not value_losses:
+                continue
+            loss = aggregate(value_losses, h.aggregate)
+            result.value_losses.append(loss.item())
+            result.value_grad_norms.append(descend(value, optimizers[1 + model], loss, h))
     return result
 
 
@@ -208,21 +272,26 @@ def kept(rows: list[int], step: Step, h: Hyper) -> list[int]:
     return [i for i in rows if step.rows[i].finished or not h.mask_truncated]
 
 
-def reference_ppo(policy: Any, reference: Any, value: Any, steps: list[Step], hyper: Hyper) -> list[StepResult]:
-    """Train `policy` and `value` in place on given rollouts, one result a step.
+def reference_ppo(policy: Any, reference: Any, values: list[Any], steps: list[Step], hyper: Hyper) -> list[StepResult]:
+    """Train `policy` and `values` in place on given rollouts, one result a step.
 
-    `policy`, `reference`: Hugging Face causal language models; `value`: a token classification model with one label.
+    `policy`, `reference`: Hugging Face causal language models; `values`: token classification models with one label.
     Rows need a prompt and a response of at least one token each.
     """
     if not all(row.prompt and row.response for step in steps for row in step.rows):
         raise ValueError("every row needs a prompt and a response")
-    for model in (policy, reference, value):
+    for model in (policy, reference, *values):
         model.eval()  # no dropout
-    optimizers = adamw(policy, hyper.policy_lr, hyper), adamw(value, hyper.value_lr, hyper)
+    optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
+    optimizers += [adamw(value, hyper.value_lr, hyper, hyper.value_frozen) for value in values]
     results, kl_coef = [], hyper.kl_coef
+    pretrains, best, stale = hyper.pretrain_steps > 0, -float("inf"), 0
     for number, step in enumerate(steps, 1):
-        learns = number > hyper.critic_warmup
-        results.append(ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, learns=learns))
+        phase: Any = {"learns": number > hyper.critic_warmup and not pretrains, "pretrains": pretrains}
+        results.append(ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase))
+        stale = 0 if results[-1].explained > best else stale + 1
+        best = max(best, results[-1].explained)
+        pretrains = pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
         if hyper.kl_target is not None:  # Ziegler et al. 2019, section 2.2
             error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
             kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon

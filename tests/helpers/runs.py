@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import FRESH
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from hosts import enter
+from ranks import fresh_process
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from splitppo import train
 from splitppo.run import checkpoint
@@ -50,16 +52,30 @@ class Torchrun:
         main: what each rank runs, with `args`; its ranks end with the status that it returns.
         out: where agent and ranks write.
         restarts: `--max-restarts`.
+        rendezvous: torchrun's arguments of several nodes.
+        host: a process whose host (hosts.py) this is on.
+        env: environment variables beside this process's own.
+        anew: torchrun and its ranks are started by their command lines after all; `args` are then those of
+            splitppo.train.
 
     Attributes:
         pid: the agent's.
     """
 
-    def __init__(self, ranks: int, main: Callable[..., int | None], *args: Any, out: Path, restarts: int = 0) -> None:
+    def __init__(
+        self, ranks: int, main: Callable[..., int | None], *args: Any, out: Path, restarts: int = 0,
+        rendezvous: Sequence[str] = (), host: int = 0, env: Mapping[str, str] | None = None, anew: bool = False,
+    ) -> None:  # fmt: skip
         self.out, self.mark = out, uuid.uuid4().hex
-        self._process = FRESH.Process(target=_agent, args=(ranks, main, args, str(out), restarts, self.mark))
-        self._process.start()
+        rendezvous = rendezvous or ("--rdzv_endpoint=127.0.0.1:0", f"--rdzv_id={self.mark}")
+        line = [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--rdzv_backend=c10d", *rendezvous]
+        env = {**os.environ, **(env or {}), MARK: self.mark}
+        self._process = fresh_process(_agent, line, None if anew else main, args, str(out), host, env)
         self.pid = self._process.pid or 0
+
+    @property
+    def runs(self) -> bool:
+        return self._process.exitcode is None
 
     def wait(self, limit: float) -> int:
         """The exit status; 124 if the job had to be killed."""
@@ -92,23 +108,34 @@ class Torchrun:
         return found
 
 
-def _agent(ranks: int, main: Callable[..., int | None], args: tuple, out: str, restarts: int, mark: str) -> None:
+def _agent(
+    line: list[str], main: Callable[..., int | None] | None, args: tuple, out: str, host: int, env: dict[str, str]
+) -> None:
     os.setsid()
-    os.environ[MARK] = mark
+    os.environ.clear()
+    os.environ.update(env)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a test's may be others
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=mark, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        max_restarts=restarts, monitor_interval=0.1, start_method="fork",
-    )  # fmt: skip
+    if host:
+        enter(host)
+    if main is None:
+        command = [sys.executable, "-m", "torch.distributed.run", *line, "-m", "splitppo.train", *args[0]]
+        os.execve(sys.executable, command, env)
     try:
-        elastic_launch(config, _forked_rank)(main, *args)
+        forking_torchrun(line, main, *args)
     except Exception as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
+
+
+def forking_torchrun(line: list[str], main: Callable[..., int | None], *args: Any) -> None:
+    """torchrun with these arguments, but its ranks are forks of this process, which has imported what takes long."""
+    config, *_ = config_from_args(parse_args([*line, "none"]))
+    config.start_method = "fork"
+    elastic_launch(config, _forked_rank)(main, *args)
 
 
 def _forked_rank(main: Callable[..., int | None], *args: Any) -> None:

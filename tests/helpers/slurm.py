@@ -52,6 +52,18 @@ PartitionName=all Nodes=n0,n1 Default=YES MaxTime=60 State=UP PriorityTier=1 Gra
 PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 """
 
+# torchrun with the arguments that the launch scripts give it, but its ranks are forked: nothing is imported anew
+FORKING = """#!{python}
+import sys
+sys.path.insert(0, "{helpers}")
+from ranks import IMPORTS
+from runs import forking_torchrun
+for name in IMPORTS:
+    __import__(name)
+at = sys.argv.index("splitppo.train")
+forking_torchrun(sys.argv[1 : at - 1], sys.modules["splitppo.train"].main, sys.argv[at + 1 :])
+"""
+
 
 def missing() -> str:
     """Why there can be no such Slurm here, or ""."""
@@ -64,10 +76,18 @@ class Cluster:
     Args:
         folder: for its configuration, state and logs.
         inside: what precedes a command to run it in the cluster's namespace.
+
+    Attributes:
+        forking: a folder with a torchrun that forks its ranks; what comes first in the PATH is used.
     """
 
     def __init__(self, folder: Path, inside: Sequence[str]):
         self.folder, self.inside = folder, list(inside)
+        self.forking = folder / "bin"
+        self.forking.mkdir()
+        script = self.forking / "torchrun"
+        script.write_text(FORKING.format(python=sys.executable, helpers=Path(__file__).parent))
+        script.chmod(0o755)
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{TORCHRUN}:{PATH}"}
 
     def __call__(self, *command: str, **extra: str) -> str:

@@ -1,17 +1,17 @@
 """The nodes of a job: whether they are alike, the interface between them, restarts, and heartbeats between hosts.
 
-The tests with two hosts (tests/helpers/hosts.py) run torchrun as its users do, once on each.
+The tests with two hosts (tests/helpers/hosts.py) run torchrun once on each, with the arguments that its users give.
 """
 
 import contextlib
 import io
 import os
 import re
-import subprocess
 import threading
 import time
 import types
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import hosts
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import figures, main_rank
+from runs import Torchrun, figures, main_rank
 
 from splitppo import train
 from splitppo.config import PlacementConfig
@@ -252,42 +252,47 @@ def pair(tmp_path):
         yield both
 
 
-def start(pair, *argv: str, restarts: int = 0, **env: str) -> tuple[hosts.Job, hosts.Job]:
-    """The job on both; `env` is for the second alone."""
-    first, second = pair
-    return first.start(*ARGV, *argv, restarts=restarts), second.start(*ARGV, *argv, restarts=restarts, **env)
+def start(pair, folder: Path, *argv: str, restarts: int = 0, **env: str) -> tuple[Torchrun, Torchrun]:
+    """The job on both, two ranks each, the rendezvous at the first host; `env` is for the second alone."""
+
+    def begin(host: hosts.Host, env: dict[str, str]) -> Torchrun:
+        line = ("--nnodes=2", "--rdzv_id=job", "--rdzv_endpoint=east:29501")
+        out = folder / f"{host.name}.log"
+        given = {"out": out, "restarts": restarts, "rendezvous": line, "host": host.pid, "env": env}
+        return Torchrun(2, train.main, [*ARGV, *argv], **given)
+
+    return begin(pair[0], {}), begin(pair[1], env)
 
 
-def ended(jobs: tuple[hosts.Job, hosts.Job], limit: float = 300) -> list[int]:
-    try:
-        return [job.wait(limit) for job in jobs]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"still there after {limit} s:\n{jobs[0].text()}\n{jobs[1].text()}")
+def ended(jobs: tuple[Torchrun, Torchrun], limit: float = 300) -> list[int]:
+    found = [job.wait(limit) for job in jobs]
+    assert 124 not in found, f"still there after {limit} s:\n{jobs[0].said()}\n{jobs[1].said()}"
+    return found
 
 
 @pytest.mark.hosts
 def test_a_cut_cable_ends_both_sides_in_time_with_the_host_named(pair, tmp_path):
-    jobs = start(pair, "--steps=10000", f"--run-dir={tmp_path / 'run'}")
+    jobs = start(pair, tmp_path, "--steps=10000", f"--run-dir={tmp_path / 'run'}")
     lines, end = tmp_path / "run" / "metrics" / "critic.jsonl", time.monotonic() + 300
     while not (lines.is_file() and len(lines.read_text().splitlines()) >= 2):
-        assert time.monotonic() < end, jobs[0].text()
+        assert time.monotonic() < end, jobs[0].said()
         time.sleep(0.05)
     pair[0]("ip", "link", "set", "cable", "down")
     cut = time.monotonic()
     assert 0 not in ended(jobs, limit=40)
     assert time.monotonic() - cut < 25
     # the rendezvous, and so the store, is on one of them
-    said = [re.search(r"(no heartbeat of|the job's store on) (east|west)", job.text()) for job in jobs]
-    assert [found and found[2] for found in said] == ["west", "east"], jobs[0].text() + jobs[1].text()
+    said = [re.search(r"(no heartbeat of|the job's store on) (east|west)", job.said()) for job in jobs]
+    assert [found and found[2] for found in said] == ["west", "east"], jobs[0].said() + jobs[1].said()
 
 
 @pytest.mark.hosts
 def test_a_wrong_interface_is_explained(pair, tmp_path):
-    jobs = start(pair, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo")
+    jobs = start(pair, tmp_path, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo")
     assert 0 not in ended(jobs)
     due = "error: GLOO_SOCKET_IFNAME=lo on west (rank 2) does not lead to the other nodes, east; "
     for job in jobs:
-        assert due + "set it to the interface of their network, one of lo (127.0.0.1), cable (10.77.0.2)" in job.text()
+        assert due + "set it to the interface of their network, one of lo (127.0.0.1), cable (10.77.0.2)" in job.said()
 
 
 REWARD = """
@@ -306,11 +311,11 @@ def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
     """Each host knows itself by a loopback address; the interface between them is found all the same."""
     (tmp_path / "reward.py").write_text(REWARD)
     argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
-    argv += ["--timeout=30"]
+    argv += ["--timeout=30", "--placement.actor=2"]  # as many of four ranks on one host as on two
     # the second start resumes, whatever --resume says
     flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
-    jobs = start(pair, *argv, *flags, restarts=2)
-    assert ended(jobs) == [0, 0], jobs[0].text() + jobs[1].text()
+    jobs = start(pair, tmp_path, *argv, *flags, restarts=2)
+    assert ended(jobs) == [0, 0], jobs[0].said() + jobs[1].said()
     assert (tmp_path / "seen").exists()
     run_ranks(4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"])
     for role in ("actor", "critic"):

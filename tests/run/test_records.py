@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from splitppo.errors import UserError
-from splitppo.run.records import parse_record, read_lines
+from splitppo.run.records import read_lines
 from splitppo.tools.timeline import Step, read_column
 
 
@@ -52,13 +52,3 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):
             list(read_lines(path))
-
-
-def test_spans_of_older_versions_have_the_names_of_today():
-    line = b'{"step": 4, "timing_s/stragglers": 0.5, "steps": [1], "spans": [["stragglers", 1, 2], ["update", 2, 3]]}'
-    assert parse_record(line, "actor.jsonl:1") == {
-        "step": 4,
-        "timing_s/barrier_wait": 0.5,
-        "steps": [1],
-        "spans": [("barrier_wait", 1.0, 2.0), ("update", 2.0, 3.0)],
-    }

@@ -257,10 +257,10 @@ def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
 def test_force_goes_on_and_records_anew(tmp_path):
     config, file = parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]), tmp_path / "rows.jsonl"
     file.write_text("{}")
-    run_files.write_run_files(config, tmp_path, "", before := run_files.inputs_of(config, {}))
+    run_files.write_run_files(config, tmp_path, "", before := run_files.inputs_of(config, {}, {}))
     run_files.check_same_run(config, tmp_path, before)
     file.write_text("[]")
-    after = run_files.inputs_of(config, {})
+    after = run_files.inputs_of(config, {}, {})
     assert list(before) == list(after) == [f"data.files {file}"]
     with pytest.raises(UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"):
         run_files.check_same_run(config, tmp_path, after)
@@ -278,7 +278,7 @@ def test_all_that_a_run_reads_is_among_its_inputs(tmp_path):
     argv = [f"--data.files={tmp_path / 'a.jsonl'}", f"--data.validation-files={tmp_path / 'b.parquet'}"]
     argv += [f"--rollout.lengths={tmp_path / 'lengths'}", f"--reward.function={tmp_path / 'rw.py'}:score"]
     models = {"policy": f"{tmp_path}/m", "value": f"{tmp_path}/m", "reward": f"{tmp_path}/r"}
-    found = run_files.inputs_of(parse([*argv, f"--reward.validation={tmp_path / 'rw.py'}:other"]), models)
+    found = run_files.inputs_of(parse([*argv, f"--reward.validation={tmp_path / 'rw.py'}:other"]), models, {})
     due = ["data.files a.jsonl", "rollout.lengths lengths", "data.validation_files b.parquet", "reward.function rw.py"]
     due += ["reward.validation rw.py", "policy.path m/config.json", "reward.model r/x.json"]
     assert sorted([name.replace(f"{tmp_path}/", "") for name in found]) == sorted(due)
@@ -326,7 +326,7 @@ def test_a_line_is_on_the_disk_before_its_checkpoint_counts(tmp_path, monkeypatc
         real(handle)
 
     monkeypatch.setattr(os, "fsync", noting)
-    log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0)
+    log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0, steps=9)
     synced.clear()
     log.finish(1, {})
     assert synced == [str(metrics(tmp_path))]
@@ -400,7 +400,7 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
             "all_gather": lambda _, own: [own],
         }
         config = parse([*FLAGS, "--steps=4", f"--run-dir={tmp_path}", f"--rollout.lengths={rows}", *argv])
-        inputs = run_files.inputs_of(config, {})
+        inputs = run_files.inputs_of(config, {}, {})
         found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), tmp_path, inputs)
         run_files.write_run_files(config, tmp_path, found, inputs)
         return Path(found).name

@@ -20,6 +20,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import train
@@ -40,9 +41,9 @@ from splitppo.run import checkpoint
 from splitppo.run import main as run_main
 from splitppo.run.checks import check_run_folder, warnings
 from splitppo.run.folder import check_same_run, write_run_files
-from splitppo.run.profiler import Profiler
 from splitppo.run.resolve import model_paths
-from splitppo.tools import export
+from splitppo.run.trackers import Trackers
+from splitppo.tools import chat, export
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,8 @@ def whole(tmp_path_factory):
 
 
 def glossary() -> re.Pattern[str]:
-    """The names that the README explains: of its table's first column, with {a,b}, `...` and NAMES filled in."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    lines = text[text.index("## Metrics") :].splitlines()
+    """The names that docs/metrics.md explains: of its table's first column, with {a,b}, `...` and NAMES filled in."""
+    lines = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().splitlines()
     names = [name for line in lines if line.startswith("| `") for name in re.findall("`(.+?)`", line.split(" | ")[0])]
     patterns = []
     for name in names:
@@ -149,6 +149,43 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
     assert names(folder) == names(whole)
 
 
+CRITICS = {
+    "pretraining": ["--value.pretrain-steps=3", "--value.pretrain-epochs=2", "--value.freeze=attention"],
+    "ensemble": ["--value.ensemble=2", "--value.layers=1", "--ppo.mask-agreement=0.2", "--ppo.lam=adaptive"],
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_run_resumes_in_the_middle_of(name, tmp_path):
+    """Bit by bit on the same placement; to rounding on another."""
+    argv, due = [*SMALL, *CRITICS[name], "--checkpoint.every=1"], tmp_path / "whole"
+    run_ranks(2, main_rank, [*argv, f"--run-dir={due}"])
+    same, other = (after_step(due, 2, tmp_path / folder) for folder in ("same", "other"))
+    run_ranks(2, main_rank, [*argv, f"--run-dir={same}"])
+    run_ranks(3, main_rank, [*argv, f"--run-dir={other}", "--placement.critic=2"])
+    for role in ("actor", "critic"):
+        assert figures(same, role) == figures(due, role)
+        assert_same(figures(other, role), figures(due, role))
+    answers = chat.load(due, None, 0.0, None)("1+2=", 1)
+    assert len(answers) == 2  # with the values of the layers that there are
+    if name == "ensemble":
+        out = export.export(export.Export(due, dtype="float32"))
+        first, second = (load_file(out / folder / "model.safetensors") for folder in ("value", "value_1"))
+        assert first.keys() == second.keys()
+        assert not any(".layers.1." in weight for weight in first)
+        assert not torch.equal(first["score.weight"], second["score.weight"])
+    pretrained = due / "pretrained_value"
+    assert pretrained.is_dir() == (name == "pretraining")
+    if pretrained.is_dir():  # another run starts from it
+        again = [*SMALL, f"--value.path={pretrained}", f"--policy.path={due / 'tiny'}", "--steps=1", "--dry-run"]
+        assert train.main([*again, "--world-size=2"]) == 0
+        saved = checkpoint.step_folder(due, 3) / "critic"
+        held = {"model": {"score.weight": torch.zeros(1, 64)}}
+        checkpoint.read_tensors(held, saved, no_dist=True)
+        weights = load_file(pretrained / "model.safetensors")
+        assert torch.equal(weights["score.weight"], held["model"]["score.weight"])
+
+
 def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):
     """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint is written."""
     argv = [*SMALL, "--ppo.critic-warmup=3", "--checkpoint.every=2", "--placement.mode=colocated"]
@@ -225,10 +262,10 @@ def test_export_loads_with_from_pretrained(whole, tmp_path):
     fill(again, str(tmp_path / "value"), device=torch.device("cpu"))
     assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), "the head is lost"
     assert value.state_dict()["score.weight"].any()
-    for kind, said in (("policy", "* `val/score/mean`:"), ("value", "* started from: the embedded tiny model")):
+    for kind, said in (("policy", "* `val/score/mean`:"), ("value", "Started from tiny, 4 of 4 steps")):
         card = (tmp_path / kind / "README.md").read_text()
         assert said in card
-        assert "* steps: 4 of 4, 12 rows each" in card
+        assert "4 of 4 steps" in card
         assert "batch_size = 12" in card
     # the trained policy's greedy score is what the run logged last
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
@@ -263,9 +300,12 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
 def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     """The same run begins anew there, as after a crash before the first checkpoint; another is refused."""
     argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", "--steps=1"]
-    assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=0"]) == [0]
-    assert train.main([*argv, "--checkpoint.every=0"]) == 2
+    without = [*argv, "--checkpoint.every=0", "--checkpoint.no-last"]
+    assert run_ranks(1, main_rank, without) == [0]
+    assert train.main(without) == 2
     assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert run_ranks(1, main_rank, [*without, "--force"]) == [0]
+    assert "they are overwritten" in capfd.readouterr().out
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
     assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
     assert train.main([*argv, "--checkpoint.every=1", "--resume=never"]) == 2
@@ -308,11 +348,13 @@ def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
 
 
 def interrupted_rank(rank: int, argv: list[str]) -> int:
-    def interrupt(_: Profiler, next_step: int) -> None:
-        if next_step == 4:
+    steps = iter(range(1, 99))
+
+    def interrupt(_: Trackers) -> None:
+        if next(steps) == 3:
             raise KeyboardInterrupt
 
-    cast(Any, Profiler).boundary = interrupt
+    cast(Any, Trackers).update = interrupt
     return train.main(argv)
 
 
@@ -375,10 +417,7 @@ def warned(*argv: str) -> list[str]:
 
 
 def test_what_is_allowed_but_hardly_meant_is_warned_of():
-    assert warned() == [], "no weights are kept, but the embedded model is there to try things"
-    lost = "checkpoint.every=0: no weights are kept, not even the last; any other number keeps those, too"
-    assert warned("--policy.path=mine") == [lost]
-    assert warned("--policy.path=mine", "--checkpoint.every=50") == []
+    assert warned() == []
     unused = "reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
     assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
     assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
@@ -458,6 +497,7 @@ def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
 
 
 def frozen_rank(rank: int, argv: list[str]) -> int:
+    gc.unfreeze()  # what the server of the ranks has frozen (warm.py)
     main_rank(rank, argv)
     return gc.get_freeze_count()
 
@@ -514,7 +554,6 @@ def test_dry_run_needs_no_process_group(capsys):
     assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
     assert "batch_size = 128" in out
     assert '"engine": "hf"' in out
-    assert re.search(r"rank 0 -> 5: rollouts 2 messages of \d+-\d+ rows, [\d,]+ B", out)
     assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
     assert not torch.distributed.is_initialized()
 
@@ -548,7 +587,7 @@ def crash_rank(argv: list[str]) -> int:
     advantages, recv, show = Critic.advantages, Wire.recv, traceback.print_exception
 
     def crash(self: Critic, *scored: Any) -> Any:
-        if self.value.updates == 1:
+        if self.learners[0].updates == 1:
             raise ValueError("the critic's own trouble")
         return advantages(self, *scored)
 

@@ -18,7 +18,8 @@ from splitppo.config import Config
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools import page as html
-from splitppo.tools.page import build_page, differences, embed, grouped, layout, pick_steps, thin, thin_points
+from splitppo.tools.compare import COLOURS, Run, differences, flat
+from splitppo.tools.page import build_comparison, build_page, embed, grouped, layout, pick_steps, thin, thin_points
 from splitppo.tools.timeline import Column, Span, Step, build_timeline, read_column
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,7 @@ def write_run(run: Path, steps: int = 12) -> Path:
             rows = [
                 {"step": n, "row": i, "score": 0.5, "prompt": "1+1=", "response": text} for i, text in enumerate(texts)
             ]
+            rows[0] |= {"tokens": tokens_of(5, n)} if folder == "samples" else {}
             path = run / folder / f"step_{n:06d}.jsonl"
             path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     (run / "config.toml").write_text(to_toml(Config(steps=steps, run_dir="</script><b>")))
@@ -147,13 +149,14 @@ def test_metrics_of_the_readme_have_a_group():
 
 
 def test_settings_that_differ():
-    defaults = asdict(Config())
-    assert differences(tomllib.loads(to_toml(Config())), defaults) == []
+    defaults = flat(asdict(Config()))
+    absent = ("not in config.toml", "not a setting of this version")
+    assert differences([flat(tomllib.loads(to_toml(Config()))), defaults], absent) == []
     settings = tomllib.loads(to_toml(Config(steps=7)))
     settings["ppo"] |= {"lam": 0.9, "gamma": 1}
     settings["older"] = {"flag": "now"}
     del settings["ppo"]["value_clip"]
-    assert differences(settings, defaults) == [
+    assert differences([flat(settings), defaults], absent) == [
         ("steps", "7", "60"),
         ("ppo.lam", "0.9", "0.95"),
         ("ppo.value_clip", "not in config.toml", "0.2"),
@@ -184,17 +187,63 @@ def test_samples_are_bounded_and_thinned_by_step(tmp_path: Path):
     assert html.read_samples(tmp_path / "none") == {"steps": 0, "rows": []}
 
 
+def tokens_of(count: int, value: float) -> dict[str, list[Any]]:
+    """Tokens of a row whose last one the environment said."""
+    numbers = [value + i for i in range(count - 1)]
+    texts = ["x", EVIL, "\n", *["é"] * (count - 4), ""]
+    return {"text": texts, "value": [*numbers, None], "advantage": [*numbers, None], "reward": [*numbers, None]}
+
+
+def test_samples_show_the_question_and_a_few_rows_their_tokens(tmp_path: Path):
+    for n in range(1, 31):
+        row = {"step": n, "question": "1+1?", "prompt": "<|user|>1+1?", "tokens": tokens_of(1200, n)}
+        row["tokens"]["value"][1] = math.nan
+        (tmp_path / f"step_{n:06d}.jsonl").write_text((json.dumps(row) + "\n") * 9)
+    rows = html.read_samples(tmp_path)["rows"]
+    assert len(rows) == 270
+    assert rows[0].keys() == {"step", "question", "tokens"}
+    lit = [row["step"] for row in rows if "tokens" in row]
+    assert len(lit) == html.TOKEN_STEPS * html.TOKEN_ROWS
+    assert (lit[0], lit[-1]) == (1, 30)
+    assert {len(cells) for cells in rows[0]["tokens"].values()} == {html.TOKENS}
+    assert rows[0]["tokens"]["value"][:3] == [1, "NaN", 3]
+    assert len(embed(rows)) < 3_000_000
+
+
+def compared() -> str:
+    """Two runs, the second shorter and without validation."""
+    long = {"val/score/mean": {0: 0.0, 10: 1.0}, "critic/score/mean": {n: n / 10 for n in range(1, 11)}}
+    short = {"critic/score/mean": {n: math.nan if n == 2 else 0.5 for n in range(1, 5)}}
+    return build_comparison([Run("long", COLOURS[0], long, {"seed": "1"}), Run(EVIL, COLOURS[1], short, {"seed": "2"})])
+
+
+def test_page_of_two_runs():
+    data = data_of(compared())
+    curves = {name: lines for _, metrics in data["groups"] for name, lines in metrics}
+    assert curves["val/score/mean"] == [[0, [0, 10], [0.0, 1.0]]]
+    assert [line[0] for line in curves["critic/score/mean"]] == [0, 1]
+    assert curves["critic/score/mean"][1] == [1, [1, 2, 3, 4], [0.5, None, 0.5, 0.5]]
+    assert data["runs"] == [{"name": "long", "colour": COLOURS[0]}, {"name": EVIL, "colour": COLOURS[1]}]
+    (_, heads, results), (_, names, settings) = data["tables"]
+    assert [dict(zip(heads, row, strict=True))["steps"] for row in results] == ["10", "4"]
+    assert (names, settings) == (["setting", "long", EVIL], [["seed", "1", "2"]])
+    points = {n: float(n % 7) for n in range(9000)}
+    many = data_of(build_comparison([Run(str(i), "", {"x": points}, {}) for i in range(10)]))
+    ((_, ((_, lines),)),) = many["groups"]
+    assert sum(len(steps) for _, steps, _ in lines) <= html.CURVE_POINTS
+
+
 def test_page_is_one_file_with_the_run_in_it(tmp_path: Path):
     page = page_of(write_run(tmp_path / "run"), chosen=7)
     assert len(Scripts(page).found) == 2, "the data and the page's own"
     assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\((?!#)""", page), "it loads nothing"
     data = data_of(page)
-    curves = {name: (steps, values) for _, metrics in data["groups"] for name, steps, values in metrics}
+    curves = {name: (steps, values) for _, metrics in data["groups"] for name, [[_, steps, values]] in metrics}
     assert curves["actor/ppo_kl"][0] == [*range(1, 13)]
     assert curves["actor/ppo_kl"][1][3:6] == [0.04, None, 0.06], "what isn't finite is a gap"
     assert curves["val/score/mean"] == ([0, 12], [0.1, 0.9])
     assert not {"step", "time", "critic/step"} & curves.keys()
-    assert data["config"] == [["steps", "12", "60"], ["run_dir", '"</script><b>"', "unset"]]
+    assert data["tables"][0][2] == [["steps", "12", "60"], ["run_dir", '"</script><b>"', "unset"]]
     assert data["chosen"] == 7
     assert [timeline["step"] for timeline in data["timelines"]] == [*range(1, 13)]
     assert data["colours"]["novel_work"].startswith("#")
@@ -204,7 +253,7 @@ def test_page_is_one_file_with_the_run_in_it(tmp_path: Path):
 
 def test_page_of_a_bare_run(tmp_path: Path):
     data = data_of(build_page(tmp_path, {1: Step({"step": 1.0, "actor/pg_loss": 1.0}, [])}, {}, None))
-    assert (data["config"], data["versions"], data["timelines"], data["time"]) == (None, None, [], None)
+    assert ([rows for *_, rows in data["tables"]], data["timelines"], data["time"]) == ([None, None], [], None)
     (tmp_path / "placement.txt").write_text("placement per_node: 1 actor, 1 critic\n  rank 0\n")
     (tmp_path / "config.toml").write_text("steps = ")
     with pytest.raises(UserError, match=r"config.toml can't be read .*; fix or remove it"):
@@ -221,7 +270,7 @@ def test_page_of_a_long_run_is_bounded(tmp_path: Path):
     page = build_page(tmp_path, actor, critic, 3000)
     data = data_of(page)
     assert len(data["timelines"]) <= html.TIMELINES
-    assert all(len(steps) <= html.CURVE_POINTS for _, metrics in data["groups"] for _, steps, _ in metrics)
+    assert all(len(line[1]) <= html.CURVE_POINTS for _, metrics in data["groups"] for _, [line] in metrics)
     assert len(page) < 1_500_000
 
 
@@ -347,9 +396,53 @@ def test_samples_filter_and_stay_text(page: Any):
     page.select_option("#sample-kind", "held-out")
     assert lines.count() == 1
     assert EVIL in lines.first.inner_text()
-    assert page.locator("#config").inner_text().count("</script><b>") == 1
+    assert page.locator("#facts").inner_text().count("</script><b>") == 1
     assert page.evaluate("window.hacked") is None
-    assert page.locator("main img, #samples script, #config b").count() == 0
+    assert page.locator("main img, #samples script, #facts b").count() == 0
+
+
+@pytest.mark.browser
+def test_tokens_are_shaded_by_value_or_advantage(page: Any):
+    assert page.locator("#token-step").inner_text().splitlines()[:2] == ["12", "11"]
+    spans = page.locator(".tokens").first.locator("span")
+    assert spans.all_inner_texts() == ["x", EVIL, "↵\n", "é", "▯"]
+    shades = "all => all.map(one => getComputedStyle(one).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    low, *_, high, observed = spans.evaluate_all(shades)
+    assert low[2] > low[0], "advantages have their middle at 0, and all of these are above"
+    assert high[3] > low[3] > 0 == observed[3]
+    page.check("[name=figure][value=value]")
+    page.select_option("#token-step", "1")
+    low, *_, high, _ = spans.evaluate_all(shades)
+    assert low[0] > low[2], "values have theirs between the extremes of all steps"
+    spans.nth(1).hover()
+    assert page.locator("#token-readout").inner_text() == f"{json.dumps(EVIL)}: value 2, advantage 2, reward 2"
+    spans.nth(4).hover()
+    assert page.locator("#token-readout").inner_text() == '"": value none, advantage none, reward none'
+
+
+@pytest.mark.browser
+def test_runs_lie_over_each_other(browser: Any, tmp_path: Path):
+    told: list[str] = []
+    (tmp_path / "both.html").write_text(compared(), encoding="utf-8")
+    opened = browser.new_page(viewport={"width": 1300, "height": 900})
+    opened.on("console", lambda message: told.append(message.text))
+    opened.on("pageerror", lambda error: told.append(str(error)))
+    opened.goto((tmp_path / "both.html").as_uri())
+    score = opened.locator('[data-metric="critic/score/mean"]')
+    colours = "all => all.map(one => one.getAttribute('stroke'))"
+    assert score.locator("path").evaluate_all(colours) == list(COLOURS[:2])
+    assert opened.locator('[data-metric="val/score/mean"] path').evaluate_all(colours) == [COLOURS[0]]
+    assert score.locator("output").inner_text().split() == ["last:", "1", "0.5"]
+    box = score.locator("> svg").bounding_box()
+    opened.mouse.move(box["x"] + 50 + (box["width"] - 60) * 2 / 10, box["y"] + 40)
+    assert score.locator("output").inner_text().split() == ["step", "2:", "0.2", "not", "finite"]
+    opened.locator("#run-tools input").nth(1).uncheck()
+    assert score.locator("path").evaluate_all(colours) == [COLOURS[0]]
+    assert opened.locator("#facts").inner_text().count(EVIL) == 2
+    assert not opened.locator("#one-run").is_visible()
+    assert opened.evaluate("window.hacked") is None
+    assert told == []
+    opened.close()
 
 
 @pytest.mark.browser

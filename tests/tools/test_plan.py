@@ -14,21 +14,8 @@ from runs import Torchrun
 from splitppo import train
 from splitppo.errors import UserError
 from splitppo.models.build import count_parameters, read_config
-from splitppo.models.tiny import build_tiny
 from splitppo.tools import bench, plan
-from splitppo.tools.cost import (
-    Split,
-    Traffic,
-    Work,
-    advice,
-    columns,
-    may_move,
-    measured,
-    node_lines,
-    predict,
-    splits,
-    waiting,
-)
+from splitppo.tools.cost import Split, Work, advice, columns, may_move, measured, predict, splits, waiting
 
 # 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is twice the mean
 WORK = Work(
@@ -61,8 +48,8 @@ def test_columns_by_hand():
 def test_the_advice_names_the_faster_splits_first():
     lines = advice(WORK, Split(3, 1), 4, movable=True)
     assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
-    assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x, idle column 14%"
-    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x, idle column 0%"
+    assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle column 14%"
+    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x this run's speed, idle column 0%"
     assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), 4, movable=False))
 
 
@@ -204,55 +191,13 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["plan", "--gpus", "8", str(run)])
     assert plan.main() == 0
     assert capsys.readouterr().out.splitlines() == told
-    for flags in (["--gpus", "0"], ["--nodes", "0"]):
+    for flags in (["--gpus", "0"],):
         monkeypatch.setattr("sys.argv", ["plan", str(run), *flags])
         assert plan.main() == 2
         assert f"error: {' '.join(flags[-2:])}: use a number above 0" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["plan", "--help"])
     assert plan.main() == 0
-    assert {"RUN", "--nodes", "--gpus"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
-
-
-def test_what_crosses_between_nodes_by_hand():
-    role = Traffic(parameters=10**9, forwards=3, trains=4)
-    # half of the weights at 2 bytes in 3 + 2 x 4 passes, half of the gradients at 4 bytes in 4
-    assert role.between(2) == 0.5e9 * (2 * 11 + 4 * 4)
-    assert role.between(2, replicas=True) == 0.5e9 * 2 * 4 * 4
-    assert role.between(1) == 0
-    assert node_lines(role, role, 10e6, Split(4, 4), 2) == [
-        "  by_node: 0.01 GB into a node a step",
-        "  per_node, fsdp.shard_size=node: 32.00 GB into a node a step",
-        "  per_node: 38.00 GB into a node a step",
-    ]
-    names = [line.split(":")[0].strip() for line in node_lines(role, role, 10e6, Split(6, 2), 2)]
-    assert names == ["per_node, fsdp.shard_size=node", "per_node"], "one and a half nodes are no nodes"
-    assert len(node_lines(role, role, 10e6, Split(12, 12), 3)) == 2
-    # what the groups send each other comes into each node of the smaller one: 8 GB into two
-    found = node_lines(Traffic(0, 0, 0), Traffic(0, 0, 0), 8e9, Split(8, 8), 4)
-    assert found[-1] == "  by_node: 4.00 GB into a node a step"
-    # three nodes and one: the three still gather among themselves
-    assert node_lines(role, role, 0, Split(6, 2), 4)[0].startswith("  by_node: 25.33 GB")
-
-
-def test_the_command_tells_what_would_cross_between_nodes(tmp_path, monkeypatch, capsys):
-    run = write_run(tmp_path / "run")
-    (run / "config.toml").write_text((run / "config.toml").read_text() + "[compute]\nmicro_batch_tokens = 1000\n")
-    build_tiny(run / "tiny", seed=0)
-    path = run / "metrics" / "actor.jsonl"
-    last = {"step": 6, "tokens": 8000.0, "perf/wire_mb": 0.1, "timing_s/update": 2.0, "timing_s/step": 6.0}
-    path.write_text(path.read_text() + json.dumps(json.loads(path.read_text().splitlines()[-1]) | last) + "\n")
-    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "2"])
-    assert plan.main() == 0
-    told = capsys.readouterr().out.splitlines()[-4:]
-    assert told[0] == "on 2 nodes, two groups as they are:"
-    assert told[1].startswith("  by_node: 0.00 GB into a node a step")
-    assert len(told) == 4
-    monkeypatch.setattr("sys.argv", ["plan", str(run), "--nodes", "3"])
-    assert plan.main() == 2
-    assert "--nodes 3 does not divide the 4 ranks" in capsys.readouterr().err
-    (run / "placement.txt").write_text("placement colocated: 3 actor, 3 critic\n")
-    assert plan.main() == 2
-    assert f"--nodes 3 is for two groups, and {run} is colocated; name a run" in capsys.readouterr().err
+    assert {"RUN", "--gpus"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
 
 
 def test_jobs_are_read_and_wrong_ones_told():
@@ -341,7 +286,6 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     assert colocated["predicted_s"] > 0
     assert split["metrics"]["critic"]["perf/wire_mb"] > 0
     assert "perf/wire_mb" not in colocated["metrics"]["critic"]
-    assert (out / "bench.png").stat().st_size > 5000
     assert bench.main() == 2
     assert "it exists; name a new folder" in capsys.readouterr().err
 

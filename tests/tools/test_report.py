@@ -10,18 +10,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from splitppo.config import Config, PPOConfig
+from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
+from splitppo.tools.compare import COLOURS, Run, as_text, read_runs, results_table, settings_table
 from splitppo.tools.report import main
-from splitppo.tools.timeline import (
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    Span,
-    Step,
-    build_timeline,
-    choose_step,
-    shared_work,
-    trace_events,
-)
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, Span, Step, build_timeline, choose_step, shared_work
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +99,7 @@ def test_command_draws_the_newest_run(tmp_path: Path):
     assert done.stdout.splitlines()[-2:] == ["run folder: runs/first", "report: runs/first/report.png"]
     file = tmp_path / "runs" / "first" / "report.png"
     picture = imread(file)
-    assert picture.shape == (1150, 1600, 4)
+    assert picture.shape == (1150, 2000, 4)
     assert file.stat().st_size > 20_000
     assert len(np.unique((picture * 255).astype(np.uint8).view(np.uint32))) > 200
     for name in ("rollout", "update", "score"):
@@ -125,44 +119,99 @@ def test_command_without_a_critic_has_one_lane(tmp_path: Path):
     assert not (run / "report.png").exists()
 
 
-def test_trace_holds_what_reaches_into_the_step():
-    actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
-    critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
-    critic[2].spans.append(("checkpoint", 1013.0, 1013.5))  # after the actor's step 2, which ends at 1012
-    trace = trace_events(actor, critic, 2)
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert threads == {1: "actor", 2: "critic"}
-    assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "splitppo"}]
-    # the actor's step 2 is second 1008 to 1012; the critic's update 1, from 1007, is the first to reach into it
-    assert trace["otherData"] == {"step": 2, "origin_unix_s": 1007.0}
-    told = [(threads[e["tid"]], e["args"]["step"], e["name"], e["cat"], e["ts"], e["dur"]) for e in events]
-    assert told == [
-        ("actor", 2, "sync", "work", 1_000_000, 20_000),
-        ("actor", 2, "rollout", "work", 1_020_000, 1_980_000),
-        ("actor", 2, "wait_advantages", "wait", 3_000_000, 500_000),
-        ("actor", 2, "update", "work", 3_500_000, 1_500_000),
-        ("critic", 1, "update", "work", 0, 2_000_000),
-        ("critic", 2, "wait_rollouts", "wait", 2_000_000, 500_000),
-        ("critic", 2, "score", "work", 2_500_000, 1_000_000),
-        ("critic", 2, "novel_work", "work", 3_500_000, 500_000),
-        ("critic", 2, "update", "work", 4_000_000, 2_000_000),
-    ]
-    assert {e["pid"] for e in trace["traceEvents"]} == {1}
-
-
-def test_commands_for_the_page_and_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_command_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--trace", "3"])
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html"])
     main()
-    page, trace = run / "report.html", run / "trace_step_000003.json"
-    assert capsys.readouterr().out == f"run folder: {run}\ntrace: {trace}\npage: {page}\n"
-    assert json.loads(trace.read_text())["otherData"]["step"] == 3
+    page = run / "report.html"
+    assert capsys.readouterr().out == f"run folder: {run}\npage: {page}\n"
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert not (run / "report.png").exists(), "in place of the picture"
     monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--step", "2", "--out", str(tmp_path / "x.html")])
     main()
     assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
+def compared_run(folder: Path, settings: Config | None, metrics: dict[int, dict[str, float]]) -> Path:
+    """A run that holds nothing but these settings and metrics, those of the critic in the critic's file."""
+    (folder / "metrics").mkdir(parents=True)
+    for role in ("actor", "critic"):
+        kept = [
+            {"step": step, "spans": []}
+            | {k: v for k, v in found.items() if k.startswith("critic/") == (role == "critic")}
+            for step, found in metrics.items()
+        ]
+        (folder / "metrics" / f"{role}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    if settings:
+        (folder / "config.toml").write_text(to_toml(settings))
+    return folder
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[Path]:
+    """One with validations and twelve minutes long; one without, of another version, that recorded less."""
+    long = {0: {"val/score/mean": 0.1, "timing_s/step": 60.0}}
+    for step in range(1, 4):
+        speed = {"timing_s/step": 220.0 + 5 * step, "perf/throughput": 1000.0 * step}
+        long[step] = {"critic/score/mean": step / 10, **speed}
+    long[2]["val/score/mean"], long[3]["val/score/mean"] = 0.75, 0.5
+    first = compared_run(tmp_path / "long", Config(steps=3, seed=1, run_dir="long", ppo=PPOConfig(kl_target=0.1)), long)
+    second = compared_run(tmp_path / "short", Config(steps=9, seed=1, run_dir="x"), {1: {"critic/score/mean": 0.25}})
+    text = (second / "config.toml").read_text().replace("lam = 0.95\n", "") + "[older]\nflag = [1.0]\n"
+    (second / "config.toml").write_text(text)
+    return [first, second]
+
+
+def test_results_of_runs(two_runs: list[Path]):
+    long, short = results_table(read_runs(two_runs))[1:]
+    assert long == ("long", "3", "0.5", "0.75", "0.3", "230.0 s", "2,000", "12.5 min")
+    assert short == ("short", "1", "-", "-", "0.25", "-", "-", "-")
+    before = Run("before", "", {"timing_s/step": {0: 2.0}, "val/score/mean": {0: 0.5}}, {})
+    assert results_table([before])[1] == ("before", "0", "0.5", "0.5", "-", "-", "-", "2.00 s")
+
+
+def test_settings_that_differ_between_runs(two_runs: list[Path]):
+    heads, *rows = settings_table(read_runs(two_runs))
+    assert heads == ("setting", "long", "short")
+    assert rows == [
+        ("steps", "3", "9"),
+        ("ppo.lam", "0.95", "-"),
+        ("ppo.kl_target", "0.1", "unset"),
+        ("older.flag", "-", "[1.0]"),
+    ]
+    (two_runs[1] / "config.toml").unlink()
+    assert settings_table(read_runs(two_runs)) == [heads], "a run without settings differs in none"
+
+
+def test_a_table_has_at_most_120_columns():
+    names = [f"run {i} of a long name" for i in range(10)]
+    lines = as_text([("setting", *names), ("data.files", *['["' + "a" * 200 + '"]' for _ in names])])
+    assert {len(line) for line in lines} == {120}
+    assert lines[1].split()[0] == "data.files"
+    assert lines[1].count("…") == 10
+    assert as_text([("a", "b"), ("long one", "x\ny")]) == ["a         b", "long one  x y"]
+
+
+def test_runs_over_each_other(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, two_runs)])
+    assert main() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == "report: report_long_short.png"
+    assert [line.split()[:2] for line in told[:3]] == [["run", "steps"], ["long", "3"], ["short", "1"]]
+    assert ["ppo.lam", "0.95", "-"] in [line.split() for line in told]
+    picture = imread(tmp_path / "report_long_short.png")
+    assert all(share_of(picture, colour) > 0.0002 for colour in COLOURS[:2])
+    assert share_of(picture, COLOURS[2]) == 0
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, two_runs), "--html", "--out", "both.html"])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "page: both.html"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+    folders = [compared_run(tmp_path / seed / "run", None, {1: {}}) for seed in ("one", "two")]
+    assert [run.name for run in read_runs(folders)] == list(map(str, folders))
+    assert [run.colour for run in read_runs(folders)] == list(COLOURS[:2])
 
 
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -179,8 +228,10 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         ([str(run), "--out", "picture.doc"], "picture.doc can't be written"),
         ([str(run), "--html", "--out", "no/page.html"], "no/page.html: No such file or directory"),
         ([str(run), "--html", "--step", "9"], "--step 9 has no recorded spans; steps with spans: 1 to 2"),
-        ([str(run), "--trace", "9"], "--trace 9 has no recorded spans; steps with spans: 1 to 2"),
-        ([str(run), "--html", "--trace", "1", "--out", "x"], "--out x names one file"),
+        ([str(run), "nowhere"], "nowhere has no step in metrics/actor.jsonl"),
+        ([str(run), "empty", "--step", "1"], "--step 1 is for one run"),
+        ([str(run), str(run), "--out", "picture.doc"], "picture.doc can't be written"),
+        ([str(run)] * 11, "11 runs: at most 10"),
     ):
         monkeypatch.setattr(sys, "argv", ["report", *args])
         status = main()
@@ -206,4 +257,6 @@ def test_help_needs_no_torch():
     """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert all(f"usage: splitppo {name}" in done.stdout for name in ("report", "plan", "bench", "export", "prepare"))
+    assert all(
+        f"usage: splitppo {name}" in done.stdout for name in ("report", "plan", "bench", "chat", "export", "prepare")
+    )

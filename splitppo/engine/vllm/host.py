@@ -62,6 +62,7 @@ def build_llm(plan: Plan) -> Any:
         EngineArgs(
             model=plan.folder,
             tokenizer=plan.folder,
+            trust_remote_code=plan.own_code,
             skip_tokenizer_init=not plan.sampling.stop,  # requests are ids; only stop strings need text
             load_format="dummy",
             dtype=plan.dtype,

@@ -28,6 +28,7 @@ class Plan:
         eager: neither compile nor capture CUDA graphs. steady: see scheduler.py.
         device: `cuda` or `cpu`. threads: of an engine on the CPU.
         sampling: of the rollouts; the engine warms up for it.
+        own_code: whether the folder's Python code may run.
     """
 
     folder: str
@@ -46,6 +47,7 @@ class Plan:
     device: str
     threads: int
     sampling: Sampling
+    own_code: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,0 +1,66 @@
+"""How good the value model is, measured against what happened: the scores of rows that ended by themselves.
+
+Explained variance against the value model's own targets flatters it: with a small lambda the targets are mostly its own
+values. docs/critic.md says how to read these figures.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitppo import algo
+from splitppo.job.collectives import Group
+from splitppo.rollout import Rollout
+
+BINS = 10
+PLACES = ("first", "third_1", "third_2", "third_3")  # the first token, and thirds of the response
+
+
+def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
+    """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut. `scores`: `[B]`."""
+    rows = zip(scores.tolist(), rollout.samples, rollout.lengths, strict=True)
+    parts = [
+        torch.full((length,), torch.nan if sample.truncated else score) * gamma ** torch.arange(length).flip(0)
+        for score, sample, length in rows
+    ]
+    return torch.cat([torch.zeros(0), *parts])
+
+
+def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group) -> dict[str, Any]:
+    """Metrics of the whole batch; all ranks of the group call it.
+
+    Args:
+        values: `[N]`. scores: `[B]`, as they become rewards.
+
+    Returns:
+        `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score - value) /
+        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`: mean of value less
+        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
+        value, mean score.
+    """
+    targets = outcomes(rollout, scores, gamma)
+    ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
+    where = torch.cat([torch.zeros(0), *(torch.arange(n) / n for n in rollout.lengths)])
+    third = (where * 3).long()
+    masks = [ended & (where == 0), *(ended & (third == i) for i in range(3))]
+    figures = [algo.moments(x[None], mask[None]) for mask in masks for x in (targets, targets - values)]
+    whole = group.all_moments(figures)
+    explained = {}
+    for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True):
+        explained[f"critic/explained/{place}"] = algo.explained_variance(target, error)
+    explained["critic/first_value_error"] = -float(whole[1].mean)
+    return explained | {"critic/calibration": _calibration(values[ended], targets[ended], group)}
+
+
+def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:
+    """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
+    gathered = group.all_gather([float(values.min()), float(values.max())] if len(values) else [])
+    ends = [end for part in gathered for end in part]
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)
+    sums = torch.zeros(3, BINS, dtype=torch.float64)
+    for line, x in zip(sums, (torch.ones_like(values), values, targets), strict=True):
+        line.index_add_(0, place, x.double())
+    bins = group.all_sum(sums.flatten()).view(3, BINS).T.tolist()
+    return [{"tokens": n, "value": value / n, "score": target / n} for n, value, target in bins if n]

@@ -1,0 +1,200 @@
+"""Names on the Hugging Face hub: a model is OWNER/NAME[@REVISION], a data file hf://datasets/OWNER/NAME[@REVISION]/FILE.
+
+They become paths in the local cache. What the cache lacks is fetched by huggingface_hub, which reads HF_HOME,
+HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from glob import escape
+from pathlib import Path
+
+from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download
+from huggingface_hub import errors as hf
+from huggingface_hub.utils import WeakFileLock, enable_progress_bars
+
+from splitppo.errors import FULL, UserError
+from splitppo.job.launch import ERROR_FILE
+
+# of a model: the files beside config.json, and only one format of the weights
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors")
+REPO = r"([A-Za-z0-9][\w.-]*/[\w.-]+)"
+MODEL = re.compile(rf"{REPO}(?:@(\S+))?()", re.ASCII)
+DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+))?/(.+)", re.ASCII)
+FAILURES = (hf.HTTPError, OSError, ValueError, RuntimeError)  # of huggingface_hub and of its transport in Rust
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository at a revision, in a data set also a file; and the setting that names it."""
+
+    setting: str
+    repo: str
+    revision: str
+    file: str
+
+    def __str__(self) -> str:
+        at = "" if self.revision == constants.DEFAULT_REVISION else f"@{self.revision}"
+        return f"hf://datasets/{self.repo}{at}/{self.file}" if self.file else f"{self.repo}{at}"
+
+    @property
+    def kind(self) -> str:
+        return "dataset" if self.file else "model"
+
+    @property
+    def folder(self) -> Path:
+        """The repository's in the cache."""
+        return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.repo.replace('/', '--')}"
+
+    def cached(self) -> str:
+        """The revision's commit in the cache, or ""."""
+        commit = self.revision
+        with suppress(OSError):
+            commit = (self.folder / "refs" / self.revision).read_text()
+        return commit if (self.folder / "snapshots" / commit / (self.file or "config.json")).is_file() else ""
+
+    def error(self, problem: str, remedy: str) -> UserError:
+        return UserError(f"{self.setting}={self}: {problem}; {remedy}")
+
+
+def find(setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True) -> tuple[str, str]:
+    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice.
+
+    Args:
+        setting: the setting that holds the name. Those of `data.` name files, others models.
+        own_code: fetch the model's Python files, too.
+        before: settings (TOML) of the run that goes on; a name without a revision keeps the commit that it has there.
+        fetch: ask the hub for the commit, and fetch what is missing. If not, only the cache is searched.
+
+    Raises:
+        UserError: there is no such folder, nor such a name on the hub; or it can't be fetched.
+    """
+    is_data = setting.startswith("data.")
+    is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()
+    if is_local:
+        return given, given
+    if not (match := (DATA if is_data else MODEL).fullmatch(given)):
+        rule = "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE" if is_data else "FOLDER, or OWNER/NAME[@REVISION]"
+        raise UserError(f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use {rule}")
+    name = HubName(setting, match[1], match[2] or constants.DEFAULT_REVISION, match[3])
+    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"').replace("COMMIT", "([0-9a-f]{40})")
+    if not match[2] and (was := re.search(with_commit, before)):
+        name = replace(name, revision=was[1])
+    if fetch and not constants.HF_HUB_OFFLINE:
+        commit = _once_a_node(name, own_code)
+    elif not (commit := name.cached()):
+        download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
+        problem = f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
+        raise name.error(problem, f"fetch it where there is a network ({download}), or unset HF_HUB_OFFLINE")
+    return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
+
+
+def _once_a_node(name: HubName, own_code: bool) -> str:
+    """Lets one rank of a node fetch; returns the commit on all.
+
+    The others wait for a lock, then read what the first one found. They fail as it did, so none of them fetches while
+    torchrun ends the job. Lock and file lie in torchrun's folder, which it makes anew at each start of a node's ranks.
+    """
+    if ERROR_FILE not in os.environ:
+        return _fetch(name, own_code)
+    file = Path(os.environ[ERROR_FILE]).parents[1] / f"hub-{re.sub('[^0-9A-Za-z.]+', '-', str(name))[-200:]}"
+    with WeakFileLock(f"{file}.lock"):
+        if not file.exists():
+            found = {"error": f"{name}: the rank that fetched it has failed; see its output"}
+            file.write_text(json.dumps(found))
+            try:
+                found = {"commit": _fetch(name, own_code)}
+            except UserError as error:
+                found = {"error": str(error)}
+            file.write_text(json.dumps(found))
+        found = json.loads(file.read_text())
+    if "error" in found:
+        raise UserError(found["error"])
+    return found["commit"]
+
+
+def _fetch(name: HubName, own_code: bool) -> str:
+    """Fetches what the cache lacks; returns the commit. If the hub doesn't answer, the cache's commit will do."""
+    hub, wanted = HfApi(), (escape(name.file),) if name.file else (*FILES, "*.py") if own_code else FILES
+    try:
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        commit = hub.repo_info(name.repo, repo_type=name.kind, revision=name.revision, timeout=timeout).sha or ""
+        folder = os.path.dirname(name.file) or None
+        tree = [*hub.list_repo_tree(name.repo, folder, repo_type=name.kind, revision=commit)]
+    except FAILURES as error:
+        if not (commit := name.cached()):
+            raise _explain(name, error) from error
+        print(f"{_explain(name, error)}. Going on with the cache's commit {commit}", file=sys.stderr, flush=True)
+        return commit
+    files = [file for file in tree if any(fnmatch(file.path, pattern) for pattern in wanted)]
+    if name.file and not files:
+        raise name.error("no such file there", f"it has {', '.join(file.path for file in tree[:9])}")
+    snapshot = name.folder / "snapshots" / commit
+    if missing := [file for file in files if isinstance(file, RepoFile) and not (snapshot / file.path).is_file()]:
+        _download(name, snapshot, missing)
+    if name.revision != commit:
+        ref = name.folder / "refs" / name.revision
+        with suppress(OSError):  # a cache for reading only
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit)
+    return commit
+
+
+def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
+    """Fetches files into the folder of their commit. After a failure they are removed there. The blobs of whole files
+    stay, and the next attempt takes them."""
+    cache, blobs, start = Path(constants.HF_HUB_CACHE), name.folder / "blobs", time.monotonic()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        size = sum(f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file())
+        if size > (free := shutil.disk_usage(cache).free):
+            problem = f"{size / 1e9:.1f} GB to fetch, and {cache} has room for {free / 1e9:.1f} GB"
+            raise name.error(problem, "free some there, or set HF_HOME to another disk")
+        what = f"{size / 1e6:,.1f} MB in {len(files)} files, to {cache}"
+        print(f"fetching {name} (commit {snapshot.name[:8]}): {what}", file=sys.stderr, flush=True)
+        if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+            enable_progress_bars()  # main disabled those of transformers, and these with them; only terminals show them
+        with ThreadPoolExecutor(8) as pool:
+            get = partial(hf_hub_download, name.repo, repo_type=name.kind, revision=snapshot.name)
+            list(pool.map(get, (file.path for file in files)))
+    except BaseException as error:
+        for path in (snapshot / file.path for file in files):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                os.removedirs(path.parent)  # and those above, up to one that isn't empty
+        if isinstance(error, FAILURES):
+            raise _explain(name, error) from error
+        raise
+    print(f"fetched {name} in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def _explain(name: HubName, error: BaseException) -> UserError:
+    """What huggingface_hub's error means for the user."""
+    if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
+        return _explain(name, error.__cause__)  # of a request that failed
+    hub, login = constants.ENDPOINT, "set HF_TOKEN or run hf auth login"
+    url, cause = f"{hub}/{'datasets/' if name.file else ''}{name.repo}", str(error).strip().partition("\n")[0]
+    if isinstance(error, hf.GatedRepoError):
+        return name.error("gated", f"ask for access at {url}, then {login}")
+    if isinstance(error, hf.RevisionNotFoundError | hf.RemoteEntryNotFoundError):
+        return name.error("no such revision or folder there", f"look at {url}/tree/main")
+    if isinstance(error, hf.RepositoryNotFoundError):
+        problem = f"{'' if name.file else 'no such folder, and '}no such {name.kind} at {hub}, or a private one"
+        return name.error(problem, f"check the name, or {login}")
+    if isinstance(error, hf.HTTPError):
+        remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or set HF_HUB_OFFLINE=1 where the cache has it"
+        return name.error(f"{hub} doesn't give it ({type(error).__name__}: {cause})", remedy)
+    if getattr(error, "errno", None) or any(f"(os error {number})" in str(error) for number in FULL):
+        remedy = "free space there, or set HF_HOME to another folder"
+        return name.error(f"{constants.HF_HUB_CACHE} can't be written to ({cause})", remedy)
+    return name.error(f"fetching it failed ({cause})", "start again: files that are whole are not fetched twice")

@@ -1,0 +1,171 @@
+"""What a run shows on the screen: some lines at its start, a line for each step and role, a summary at its end."""
+
+import sys
+import textwrap
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from splitppo.config import Config
+from splitppo.config.cli import TINY
+from splitppo.config.toml import leaves, read_preset
+from splitppo.data import PromptSet
+from splitppo.errors import say
+from splitppo.job.nodes import installed
+from splitppo.placement import ROLES, Role
+from splitppo.run.records import parse_record, read_lines
+from splitppo.run.resolve import Resolved
+
+WIDTH = 120  # columns of a line at most
+# metric: its name on the screen; the score comes first
+SHOWN = {
+    "val/score/mean": "held-out",
+    "critic/score/mean": "score",
+    "critic/values/mean": "value",
+    "critic/vf_explained_var": "ev",
+    "actor/pg_loss": "loss",
+    "critic/vf_loss": "loss",
+    "actor/ppo_kl": "ppo_kl",
+    "actor/ref_kl": "ref_kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad",
+    "critic/grad_norm": "grad",
+    "response_length/mean": "len",
+    "response_length/clip_ratio": "cut",
+    "actor/mismatch_mean": "mismatch",
+}
+
+NEXT = ("report", "chat", "export")  # commands for a run that has ended
+
+
+def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
+    """What the run is, in about ten lines. `start`: the step that it resumes after."""
+    placement, dtype = resolved.placement, str(resolved.dtype).removeprefix("torch.")
+    facts = [f"ranks {placement.world}", resolved.device.type, dtype, f"engine {resolved.engine}"]
+    lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}", "data": _data(resolved.config, training)}
+    lines["data"] += f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
+    lines["reward"] = ", ".join(filter(None, [*resolved.config.reward.function, resolved.config.reward.model]))
+    lines |= {name: _model(resolved, name) for name in resolved.models}
+    if settings := _embedded(resolved.config):
+        lines["settings"] = f"{', '.join(settings)} (defaults of the embedded model)"
+    sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
+    lines["placement"] = f"{placement.mode}: {sizes}"
+    lines |= {"one step": _step(resolved.config), "steps": _steps(resolved.config, start)}
+    lines["run folder"] = f"{folder} (messages of libraries and engines: logs/)"
+    return "\n".join(_titled(title, text) for title, text in lines.items())
+
+
+def _data(config: Config, training: PromptSet) -> str:
+    lengths = [len(prompt.tokens) for prompt in training.prompts]
+    source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
+    return f"{source}: {len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens"
+
+
+def _model(resolved: Resolved, name: str) -> str:
+    model, policy = resolved.models[name], resolved.models["policy"]
+    own = "the embedded model" if model.path == "tiny" else model.name
+    own = "as the policy" if name in ("value", "reference") and model.path == policy.path else own
+    drawn = ", random weights" if model.random_init else ""
+    return f"{own}, {_count(model.parameters)} parameters{drawn}, on {resolved.role_of(name)} ranks"
+
+
+def _step(config: Config) -> str:
+    rollout, ppo = config.rollout, config.ppo
+    rows = f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens"
+    return f"{rows}; epochs {ppo.epochs}, mini-batches {ppo.mini_batches}"
+
+
+def _steps(config: Config, start: int) -> str:
+    parts = [f"{start} to {config.steps}"]
+    parts += [f"held-out score every {config.log.validate_every}"] * bool(config.log.validate_every)
+    parts += [f"checkpoint every {config.checkpoint.every}"] * bool(config.checkpoint.every)
+    return ", ".join(parts)
+
+
+def _embedded(config: Config) -> list[str]:
+    """The settings of the embedded model that no flag has replaced."""
+    if config.policy.path != "tiny":
+        return []
+    now = dict(leaves(asdict(config)))
+    return [f"{name}={value}" for name, value in read_preset(TINY, asdict(Config())).items() if now[name] == value]
+
+
+def _count(number: float) -> str:
+    for unit in ("", " k", " M"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} B"
+
+
+def _titled(title: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=f"{title:<12} ", subsequent_indent=" " * 13)
+
+
+class Screen:
+    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them."""
+
+    def __init__(self, role: Role, start: int, steps: int):
+        self.role, self.steps = role, steps
+        self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
+        quiet = role != "actor" or not sys.stdout.isatty()
+        self.bar = tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True, disable=quiet)
+
+    def step(self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
+        """A step has ended: it took so many seconds, of which so many in each span."""
+        self.times.append(took)
+        left = timedelta(seconds=round((self.steps - step) * median(self.times)))
+        say(step_line(self.role, step, self.steps, f"ETA {left}" if step < self.steps else "", took, spans, metrics))
+        if skipped := metrics.get(f"{self.role}/skipped"):
+            say(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
+        self.bar.update(step - self.bar.n)
+
+
+def step_line(
+    role: str, step: int, steps: int, eta: str, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]
+) -> str:
+    """A step's score and figures, as many as fit, and its two longest spans."""
+    longest = sorted((pair for pair in spans.items() if pair[1] >= 0.05 * took), key=lambda pair: -pair[1])[:2]
+    end = "".join(f"  {name} {seconds:.2f} s" for name, seconds in longest) + (f"  {eta}" if eta else "")
+    line = f"{f'[{role}]':<8} step {step:>4}/{steps}"
+    for figure in (f"  {short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics):
+        if len(line) + len(figure) + len(end) + 3 > WIDTH:
+            break
+        line += figure
+    return f"{line}  |{end}"
+
+
+def summary(folder: Path, config: Config, saved: Path | None) -> str:
+    """What a run that has ended came to, from its metrics, and what to type next. `saved`: its newest checkpoint."""
+    files = {role: folder / "metrics" / f"{role}.jsonl" for role in ROLES}
+    steps = {role: list(read_lines(file, parse_record)) if file.is_file() else [] for role, file in files.items()}
+    took = timedelta(seconds=round(sum(step["timing_s/step"] for step in steps["actor"])))
+    lines = [("done", f"{max((s['step'] for s in steps['actor']), default=0)} of {config.steps} steps in {took}")]
+    for title, name in (("held-out", "val/score/mean"), ("training", "critic/score/mean")):
+        if scores := {step["step"]: step[name] for role in ROLES for step in steps[role] if name in step}:
+            (first, before), *_, (last, after) = [*scores.items()] * 2
+            at = max(scores, key=lambda step: scores[step])
+            found = (
+                f"score {before:.3f} at step {first}, {after:.3f} at step {last}; best {scores[at]:.3f} at step {at}"
+            )
+            lines.append((title, found))
+    lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
+    lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
+    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in NEXT), strict=True)
+    return "\n".join(_titled(title, text) for title, text in lines)
+
+
+def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The spans of a role's steps as shares of their time, the largest first."""
+    spent: Counter[str] = Counter()
+    for step in steps:
+        spent.update({name: value for name, value in step.items() if name.startswith("timing_s/")})
+    total = spent.pop("timing_s/step")
+    shares = [(name.removeprefix("timing_s/"), value / total) for name, value in spent.most_common()]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.015)

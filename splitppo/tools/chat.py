@@ -1,0 +1,151 @@
+"""`splitppo chat RUN`: answers of the trained policy and of the one before training, with the value model's curve."""
+
+# torch, transformers and the modules that import them are imported in `load`: --help must not wait for them
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+from unicodedata import east_asian_width
+
+import tyro
+
+from splitppo.config.cli import parse, read_call
+from splitppo.errors import UserError, check_text, command, one_line, words
+from splitppo.tools.export import find_checkpoint, load_model, started_from
+from splitppo.tools.timeline import read_columns
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+HEADS = ("trained", "before training")
+Answer = dict[str, list[Any]]  # `text` and `value` of each token
+
+
+def load(run: Path, step: int | None, temperature: float, limit: int | None) -> Callable[[str, int], list[Answer]]:
+    """Loads a checkpoint's policy and value model, and the policy before training, on a GPU if there is one.
+
+    Returns:
+        (prompt, number) -> both answers. The noise depends on the number. A prompt that is too long is a UserError.
+    """
+    import torch
+
+    from splitppo.data.files import Row
+    from splitppo.data.prompts import tokenize
+    from splitppo.engine import Sampling
+    from splitppo.engine.hf import HFEngine
+    from splitppo.job.device import dtype_of
+    from splitppo.models.batching import micro_batch
+    from splitppo.models.build import build, read_config
+    from splitppo.models.heads import value_outputs
+    from splitppo.models.tokenizer import read_tokenizer, token_figures
+    from splitppo.models.weights import fill
+    from splitppo.rollout import Request, Rollout
+
+    _, saved = find_checkpoint(run, step)
+    config, cpu = parse(["--config", str(run / "config.toml")]), torch.device("cpu")
+    most = config.rollout.max_new_tokens if limit is None else limit
+    if temperature < 0 or most < 1:
+        raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
+    sampling = replace(Sampling.of(config.rollout).at(temperature), max_new_tokens=most)
+    device = torch.device("cuda") if torch.cuda.is_available() else cpu
+    dtype, source = dtype_of(config, device), started_from(config, run, "policy")
+    own: Any = {"own_code": config.policy.trust_remote_code}
+    tokenizer, settings = read_tokenizer(str(source), **own), read_config(str(source), **own)
+    untrained = build(settings, "policy")
+    fill(untrained, str(source), cpu, random_init=config.policy.random_init, seed=config.seed)
+    layers = config.value.layers
+    value = load_model("value", started_from(config, run, "value"), saved, **own, layers=layers).to(device, dtype)
+    engines = []
+    for model in (load_model("policy", source, saved, **own), untrained):
+        engines.append(HFEngine(settings, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source))
+        engines[-1].load_weights(model.state_dict().items())
+    room = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - most  # the run has checked the models
+
+    @torch.no_grad()
+    def answers(line: str, number: int) -> list[Answer]:
+        prompts, wrong = tokenize(config.data, [Row("the prompt", line, "", "", {})], tokenizer)
+        if wrong:
+            raise wrong[0]
+        ids, found = prompts[0].tokens, []
+        if len(ids) > room:
+            raise UserError(f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it")
+        for engine in engines:
+            parts = list(engine.generate([Request(0, ids)], sampling, seed=config.seed, step=number))
+            rollout = Rollout([sample for part in parts for sample in part])
+            values = value_outputs(value, micro_batch(rollout.samples, device))[0].cpu()
+            found += token_figures(rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True))
+        return found
+
+    return answers
+
+
+def layout(head: str, answer: Answer, low: float, high: float, width: int) -> list[str]:
+    """An answer as lines of `width` columns. Under each line of text stands one with a block for each character: its
+    token's value from `low` to `high`. A token without text is a dot."""
+    lines, top, below = [head.ljust(width)], "", ""
+    for text, value in zip(answer["text"], answer["value"], strict=True):
+        share = (value - low) / (high - low) if high > low else 0.5
+        block = BLOCKS[min(max(int(share * len(BLOCKS)), 0), len(BLOCKS) - 1)]
+        for char in text or "·":
+            columns = 1 + (east_asian_width(char) in "WF")
+            if char == "\n" or len(below) + columns > width:
+                lines += [top + " " * (width - len(below)), below.ljust(width)]
+                top = below = ""
+            if char != "\n":
+                top, below = top + (char if char.isprintable() else "?"), below + block * columns
+    return [*lines, top + " " * (width - len(below)), below.ljust(width)]
+
+
+def show(run: Path, answers: list[Answer]) -> None:
+    """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to the highest."""
+    if not sys.stdout.isatty():
+        for head, answer in zip(HEADS, answers, strict=True):
+            figures = [f"{json.dumps(t, ensure_ascii=False)} {v:.4g}" for t, v in zip(*answer.values(), strict=True)]
+            print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
+        return
+    steps = [step.metrics for step in read_columns(run)[1].values()]
+    scores = [
+        metrics[name] for metrics in steps for name in ("critic/score/min", "critic/score/max") if name in metrics
+    ]
+    low, high = min(scores, default=0.0), max(scores, default=1.0)
+    width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
+    columns = [layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=True)]
+    print(*("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)), sep="\n")
+    print(f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n")
+
+
+def chat(
+    run: Annotated[Path, tyro.conf.Positional],
+    step: int | None = None,
+    temperature: float = 0.0,
+    max_new_tokens: int | None = None,
+) -> int:
+    """Answer each line of the standard input by the trained policy and by the one before training, with the values:
+    of each token, the score that the value model expected just before it.
+
+    Args:
+        run: The run's folder.
+        step: The checkpoint's step. Unset: the newest.
+        temperature: Sampling temperature. 0: greedy.
+        max_new_tokens: Longest answer, in tokens. Unset: the run's.
+    """
+    answers, status, prompt = load(run, step, temperature, max_new_tokens), 0, "> " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    for number, line in enumerate(map(str.strip, sys.stdin)):
+        try:
+            check_text([line])
+            if line:
+                show(run, answers(line, number))
+        except UserError as error:  # the models stay for the next prompt
+            print(f"error: {one_line(str(error))}", file=sys.stderr)
+            status = 2
+        print(prompt, end="", flush=True)
+    print(end="\n" if prompt else "")
+    return status
+
+
+@command
+def main() -> int:
+    return read_call(chat, "splitppo chat", words())()

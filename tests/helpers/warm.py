@@ -1,0 +1,13 @@
+"""Imported by the server that ranks are forked from (ranks.py): what each of them would work out anew, once for all."""
+
+import gc
+
+from splitppo.config.cli import parse
+from splitppo.models.build import build
+from splitppo.models.tiny import model_config
+
+parse([])
+for kind in ("policy", "value"):
+    build(model_config(), kind)
+gc.collect()
+gc.freeze()

