@@ -17,7 +17,8 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
-from splitppo.rollout import Request, Rollout, Sample
+from splitppo.rollout import Rollout, Sample
+from splitppo.streams import Streams
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -51,6 +52,8 @@ class Actor:
         self.group = policy.runner.group
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
+        rollout = context.config.rollout
+        self.streams = Streams(rollout.batch_size, context.prompt, context.lengths, windows=rollout.window > 0)
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -58,7 +61,7 @@ class Actor:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        given = ["old", "ref", "advantages"]
+        given = ["old", "ref", "advantages", *["sampled", "age"] * self.streams.windows]
         self.policy.warm_up(partial(self._outputs, entropy=True), self._objective, fields=2, given=given)
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -73,19 +76,19 @@ class Actor:
             self.synced = self.policy.updates
 
     def generate(self, step: int) -> Iterator[list[Sample]]:
-        """This rank's rows as they finish; empty lists in between. Prints its progress if it takes long."""
-        rollout, batch = self.context.config.rollout, self.context.batch(step)
-        rows = self.context.ownership(step).all_rows("actor", self.group.dp_rank)
-        first = (step - 1) * rollout.batch_size
-        lengths = self.context.lengths or [None]
-        requests = [Request(row, batch[row].tokens, lengths[(first + row) % len(lengths)]) for row in rows]
+        """The rows of this rank's slots as they end; empty lists in between. Prints its progress if it takes long."""
+        rollout, streams = self.context.config.rollout, self.streams
+        slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
+        requests = [streams.request(step, slot) for slot in slots]
+        how: Any = {"window": rollout.window, "following": streams.following} if rollout.window else {}
         done, printed, seed = 0, time.monotonic(), self.context.config.seed
-        for finished in self.engine.generate(requests, Sampling.of(rollout), seed=seed, step=step):
-            done += len(finished)
+        for stopped in self.engine.generate(requests, Sampling.of(rollout), seed=seed, **how):
+            ended = streams.take(step, stopped)
+            done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                say(f"[actor]  step {step:>4}  rollout: {done} of this rank's {len(rows)} rows")
+                say(f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots")
                 printed = time.monotonic()
-            yield finished
+            yield ended
 
     def release_engine(self) -> None:
         """The trainer needs the GPU now: the engine gives back the memory that an update will need."""
@@ -98,12 +101,14 @@ class Actor:
             `[N]` old log-probs, the trainer's or the engine's own; `[N]` the reference's, if it is here; metrics.
         """
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
-        by_engine, old, sums = self.context.config.ppo.old_logprobs == "engine", sampled, {}
+        by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
+        self.streams.share(self.group)
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
             if not self.compared:
-                self._compare(sampled, trainers)
+                fresh = torch.tensor([age == 0 for sample in rollout.samples for age in sample.ages], dtype=torch.bool)
+                self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
                 sums = self._engine_sums(sampled, old) | {"actor/entropy": float(entropy.sum())}
@@ -112,7 +117,8 @@ class Actor:
             ref = [self.reference.logprobs(rollout)]
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
+        metrics = self._rollout_metrics(rollout, sums, (sampled - old).abs())
+        return [old, *ref], metrics | self._window_metrics(rollout)
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""
@@ -131,12 +137,19 @@ class Actor:
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
         names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
+        if self.streams.windows:
+            sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
+            ages = [age for sample in rollout.samples for age in sample.ages]
+            fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(ages, dtype=torch.float32)}
         weights, found = self._importance(rollout, old)
         if self.group.all_max([bool(advantages.isnan().any())])[0]:
             return found | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
-        rows = self.context.ownership(step).rows("actor", self.group.dp_rank)
-        mini_batches, fields = self.context.trainable_rows(rollout, rows), fields | weights
+        mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
+        if not figures and self.group.is_first:
+            say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
+        found |= algo.staleness_shares(figures[0]) if figures and self.streams.windows else {}
+        figures = [{name: x for name, x in figure.items() if not name.startswith("stale/")} for figure in figures]
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
         return metrics | {"actor/lr": self.policy.learning_rate(step)}
@@ -152,11 +165,12 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
-        return {"best": self.best}
+        return {"best": self.best, "open": self.streams.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned."""
         self.best = tuple(state["best"]) if state["best"] else None
+        self.streams.load_state(state.get("open", ()))
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The field `weights`, if it is asked for, and its metrics."""
@@ -166,7 +180,7 @@ class Actor:
         engine = [torch.tensor(sample.logprobs) for sample in rollout.samples]
         weights, sums = algo.importance_weights(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
         *totals, tokens = self.group.all_sum(torch.tensor([*sums.values(), float(rollout.tokens)])).tolist()
-        metrics = {f"actor/{name}": total / tokens for name, total in zip(sums, totals, strict=True)}
+        metrics = {f"actor/{name}": total / max(tokens, 1) for name, total in zip(sums, totals, strict=True)}
         return {"weights": torch.cat([*weights, torch.zeros(0)])}, metrics
 
     def validate(self, step: int) -> dict[str, float]:
@@ -197,6 +211,10 @@ class Actor:
             weights=fields.get("weights"),
             mode=ppo.clip_mode,
         )
+        if "age" in fields:
+            metrics |= algo.staleness(
+                logprobs, fields["sampled"], fields["age"], mask, clip_low=ppo.clip_low, clip_high=ppo.clip_high
+            )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
@@ -211,11 +229,12 @@ class Actor:
         Raises:
             UserError: on all of them, if rounding does not explain the difference.
         """
-        self.compared, rollout = True, self.context.config.rollout
+        rollout = self.context.config.rollout
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
         apart = (old - sampled).clamp(min=0) + (sampled - old - kept).clamp(min=0)
         total, tokens = self.group.all_sum(torch.tensor([float(apart.sum()), float(len(apart))])).tolist()
+        self.compared = tokens > 0
         mean, (much, most) = total / max(tokens, 1), MISMATCH[self.engine_dtype]
         dtype = str(self.engine_dtype).removeprefix("torch.")
         found = f"log-probs of engine and trainer differ by {mean:.2g} nats a token; {dtype} explains {{:g}}: "
@@ -235,7 +254,8 @@ class Actor:
         }
 
     def _rollout_metrics(self, rollout: Rollout, sums: dict[str, float], difference: Tensor) -> dict[str, float]:
-        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`."""
+        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows are left
+        out if none has ended."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
         cut = sum(sample.truncated for sample in rollout.samples)
         counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), *sums.values()]
@@ -244,15 +264,43 @@ class Actor:
         worst = float(difference.max()) if len(difference) else 0.0
         parts = self.group.all_gather((max(rollout.lengths, default=0), worst, self.engine.step_ms))
         longest, worsts, step_ms = zip(*parts, strict=True)
-        means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
-        if "actor/mismatch_mean" in means:
-            means["actor/mismatch_max"] = max(worsts)
-        return means | {
-            "response_length/mean": tokens / rows,
-            "response_length/max": max(longest),
-            "response_length/clip_ratio": cut / rows,
-            "prompt_length/mean": prompts / rows,
+        metrics = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
             "perf/engine_step_ms/max": max(step_ms),
         }
+        if not rows:
+            return metrics
+        means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
+        if "actor/mismatch_mean" in means:
+            means["actor/mismatch_max"] = max(worsts)
+        return (
+            metrics
+            | means
+            | {
+                "response_length/mean": tokens / rows,
+                "response_length/max": max(longest),
+                "response_length/clip_ratio": cut / rows,
+                "prompt_length/mean": prompts / rows,
+            }
+        )
+
+    def _window_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """With windows: rows that ended, tokens decoded, ages of the tokens to train on, lengths of the open rows."""
+        if not self.streams.windows:
+            return {}
+        now = [sample.stretches[-1][1] for sample in rollout.samples]
+        ages = [age for sample in rollout.samples for age in sample.ages]
+        sums = torch.tensor([float(part) for part in (len(rollout.rows), sum(now), sum(ages), len(ages))])
+        rows, sampled, age, tokens = self.group.all_sum(sums).tolist()
+        (oldest,) = self.group.all_max([max(ages, default=0)])
+        # a row is open in the newest step if that has sampled it
+        steps = [row.stretches[-1] for row in self.streams.open.values() if row.stretches]
+        lengths = [row.tokens for row in self.streams.open.values()]
+        metrics = {
+            "window/rows": rows,
+            "window/sampled": sampled + sum(tokens for _, tokens in steps),
+            "window/open_length/mean": sum(lengths) / len(lengths),
+            "window/open_length/max": float(max(lengths)),
+        }
+        return metrics | ({"window/age/mean": age / tokens, "window/age/max": float(oldest)} if rows else {})

@@ -11,7 +11,7 @@ et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 202
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -300,6 +300,35 @@ def policy_loss(
             size = advantages.abs()
             metrics |= {"pg_lost": masked_mean(_keep(size, changed), mask), "pg_advantage": masked_mean(size, mask)}
     return aggregate_loss(losses, mask, aggregate), metrics
+
+
+@torch.no_grad()
+def staleness(
+    logprobs: Tensor, sampled: Tensor, age: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> dict[str, Tensor]:
+    """How far the policy has moved from those that sampled the tokens: means over the mask, `stale/...`, 0-d tensors.
+
+    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was sampled. `staleness_shares`
+    makes figures for people of them.
+    """
+    _check_shapes(2, logprobs=logprobs, sampled=sampled, age=age, mask=mask)
+    ratio = clamp_log_ratio(_keep(logprobs - sampled, mask)).exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    found = {"stale/ratio": masked_mean(ratio, mask), "stale/square": masked_mean(ratio.square(), mask)}
+    for name, of_age in (("0", age == 0), ("1", age == 1), ("2_or_more", age >= 2)):
+        found[f"stale/tokens/{name}"] = masked_mean(of_age.to(ratio.dtype), mask)
+        found[f"stale/outside/{name}"] = masked_mean((of_age & outside).to(ratio.dtype), mask)
+    return found
+
+
+def staleness_shares(means: Mapping[str, float]) -> dict[str, float]:
+    """From the means of `staleness`: `window/outside_clip/AGE`, the share of the tokens of an age whose ratio lies
+    outside the clip range (0 without tokens), and `window/ess`, the effective sample size of the ratios as token
+    weights, (sum of w)^2 / (N * sum of w^2)."""
+    ages = [name.removeprefix("stale/tokens/") for name in means if name.startswith("stale/tokens/")]
+    shares = {age: means[f"stale/outside/{age}"] / (means[f"stale/tokens/{age}"] or 1.0) for age in ages}
+    ess = means["stale/ratio"] ** 2 / means["stale/square"]
+    return {f"window/outside_clip/{age}": share for age, share in shares.items()} | {"window/ess": ess}
 
 
 def importance_weights(

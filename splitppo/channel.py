@@ -174,7 +174,7 @@ class Wire:
 
 
 class _Link:
-    """One channel as one rank sees it: its peers, and the rows it has in common with each of them in a step.
+    """One channel as one rank sees it: its peers, and the slots it has in common with each of them in a step.
 
     Args:
         ends: the role that sends and the one that receives.
@@ -197,11 +197,11 @@ class _Link:
         self.ranks = placement.groups[self.other]
 
     def _peers(self, step: int) -> list[tuple[int, list[int]]]:
-        """(global rank of the peer, rows in common with it) for each peer with rows, in the order of their ranks."""
+        """(global rank of the peer, slots in common with it) for each peer with slots, in the order of their ranks."""
         own, size = self.ownership(step), self.ownership(step).sizes[self.other]
         speakers = self.ranks[:: len(self.ranks) // size]
         found = [own.between(self.role, self.group.dp_rank, self.other, peer) for peer in range(size)]
-        return [(rank, rows) for rank, rows in zip(speakers, found, strict=True) if rows]
+        return [(rank, slots) for rank, slots in zip(speakers, found, strict=True) if slots]
 
     def _hop(self, step: int, peer: int, *, chunk: int = 0) -> Hop:
         both = (self.wire.rank, peer) if self.sends else (peer, self.wire.rank)
@@ -215,15 +215,21 @@ class _Link:
 
 
 class RolloutLink(_Link):
-    """`rollouts`, actor -> critic: finished rows, streamed in at most `chunks` messages a pair of ranks."""
+    """`rollouts`, actor -> critic: finished rows, streamed in at most `chunks` messages a pair of ranks.
 
-    def __init__(self, *args, chunks: int):
+    With a `window` (tokens of a slot) a pair has as many messages; each holds the rows that end in its part of the
+    window, and only its header says how many.
+    """
+
+    def __init__(self, *args, chunks: int, window: int):
         super().__init__(*args)
-        self.chunks = chunks
+        self.chunks, self.window = chunks, window
         self._step = 0
-        self._peer_of: dict[int, int] = {}
+        self._slots = 0  # S
+        self._peer_of: dict[int, int] = {}  # slot -> peer
+        self._place: dict[int, int] = {}  # slot -> tokens that it has decoded in this step
         self._filling: dict[int, list[Sample]] = {}
-        self._due: dict[int, deque[tuple[int, int]]] = {}
+        self._due: dict[int, deque[tuple[int, int | None]]] = {}  # (chunk, its rows; None: as many as end)
         self._ready: deque[tuple[Hop, list[Sample]]] = deque()
         self._poster = ThreadPoolExecutor(1, "rollouts")
 
@@ -232,12 +238,13 @@ class RolloutLink(_Link):
         if step != self._step:
             self._begin(step)
         for sample in finished if self.group.speaks else ():
-            peer = self._peer_of[sample.row]
-            rows, due = self._filling[peer], self._due[peer]
-            rows.append(sample)
-            if len(rows) == due[0][1]:
-                chunk, _ = due.popleft()
-                self._ready.append((self._hop(step, peer, chunk=chunk), self._filling.pop(peer)))
+            slot = sample.row % self._slots
+            if self.window:
+                self._close_before(self._part(slot, sample))
+            peer = self._peer_of[slot]
+            self._filling[peer].append(sample)
+            if len(self._filling[peer]) == self._due[peer][0][1]:
+                self._close(peer)
         for _ in range(len(self._ready)):
             hop, samples = self._ready.popleft()
             if self.wire.is_clear(hop):
@@ -250,9 +257,11 @@ class RolloutLink(_Link):
         The wire is the thread's until the result is there."""
         if step != self._step:
             self._begin(step)
-        missing = sum(count for due in self._due.values() for _, count in due) if self.group.speaks else 0
+        missing = sum(count or 0 for due in self._due.values() for _, count in due) if self.group.speaks else 0
         if missing:
             raise WireError(f"step {step} {self.name}: rank {self.wire.rank} was not offered {missing} of its rows")
+        if self.group.speaks:
+            self._close_before(self.chunks)
         # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
         self._ready.clear()
@@ -260,15 +269,33 @@ class RolloutLink(_Link):
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
-        senders = [rank for rank, rows in self._peers(step) if chunk_sizes(len(rows), self.chunks)[chunk]]
+        peers = self._peers(step)
+        senders = [rank for rank, slots in peers if self.window or chunk_sizes(len(slots), self.chunks)[chunk]]
         return [sample for rank in senders for sample in self._receive(self._hop(step, rank, chunk=chunk))]
 
     def _begin(self, step: int) -> None:
         self._step, self._filling, self._due, self._peer_of = step, defaultdict(list), {}, {}
-        for peer, rows in self._peers(step):
-            sizes = chunk_sizes(len(rows), self.chunks)
-            self._due[peer] = deque((chunk, count) for chunk, count in enumerate(sizes) if count)
-            self._peer_of |= dict.fromkeys(rows, peer)
+        self._slots, self._place = self.ownership(step).count, defaultdict(int)
+        for peer, slots in self._peers(step):
+            sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
+            self._due[peer] = deque((chunk, count) for chunk, count in enumerate(sizes) if count != 0)
+            self._peer_of |= dict.fromkeys(slots, peer)
+
+    def _part(self, slot: int, sample: Sample) -> int:
+        """The part of the window, counted as chunks are, in which a row has ended. Slots decode side by side."""
+        self._place[slot] += sample.stretches[-1][1]
+        return (self._place[slot] * self.chunks - 1) // self.window
+
+    def _close_before(self, part: int) -> None:
+        """Makes the chunks of earlier parts of the window ready."""
+        for peer, due in self._due.items():
+            while due and due[0][0] < part:
+                self._close(peer)
+
+    def _close(self, peer: int) -> None:
+        """Makes the peer's next chunk ready."""
+        chunk, _ = self._due[peer].popleft()
+        self._ready.append((self._hop(self._step, peer, chunk=chunk), self._filling.pop(peer, [])))
 
     def _post_all(self, left: Sequence[tuple[Hop, list[Sample]]]) -> None:
         for hop, samples in left:
@@ -289,28 +316,41 @@ class TensorLink(_Link):
     def send(self, step: int, rollout: Rollout, *packed: Tensor) -> None:
         """Sends the rows in common of float32 tensors `[N]`."""
         stacked = torch.stack(packed)
-        for peer, rows in self._peers(step) if self.group.speaks else ():
+        for peer, rows in self._shared(step, rollout) if self.group.speaks else ():
             self.wire.send(self._hop(step, peer), rollout.select(stacked, rows).float().flatten())
 
     def recv(self, step: int, rollout: Rollout, *, fields: int) -> list[Tensor]:
         """`fields` packed tensors `[N]` for all rows of `rollout`."""
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
-        for peer, rows in self._peers(step):
+        for peer, rows in self._shared(step, rollout):
             lengths = [rollout.lengths[rollout.index[row]] for row in rows]
             _, payload = self._recv(self._hop(step, peer), torch.float32, lambda _, n=lengths: fields * sum(n))
             for field, values in zip(by_row, payload.view(fields, -1), strict=True):
                 field.update(zip(rows, values.split(lengths), strict=True))
         return [rollout.pack(field) for field in by_row]
 
+    def _shared(self, step: int, rollout: Rollout) -> list[tuple[int, list[int]]]:
+        """(global rank of the peer, rows in common with it) for each peer with rows."""
+        owned = self.ownership(step)
+        found = [(peer, owned.rows_of(slots, rollout.rows)) for peer, slots in self._peers(step)]
+        return [(peer, rows) for peer, rows in found if rows]
+
 
 class Links:
     """The three channels, in the order in which a step uses them."""
 
     def __init__(
-        self, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership], group: Group, *, chunks: int
+        self,
+        wire: Wire,
+        placement: Placement,
+        ownership: Callable[[int], Ownership],
+        group: Group,
+        *,
+        chunks: int,
+        window: int = 0,
     ):
         self.wire, self.chunks = wire, chunks
         where: Any = (wire, placement, ownership, group)
-        self.rollouts = RolloutLink("rollouts", ("actor", "critic"), *where, chunks=chunks)
+        self.rollouts = RolloutLink("rollouts", ("actor", "critic"), *where, chunks=chunks, window=window)
         self.logprobs = TensorLink("logprobs", ("actor", "critic"), *where)
         self.advantages = TensorLink("advantages", ("critic", "actor"), *where)

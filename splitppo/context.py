@@ -16,8 +16,8 @@ class Context:
     """What both roles know of the run.
 
     Attributes:
-        ownership: step -> who owns which row.
-        batch: step -> the prompts of its rows.
+        ownership: step -> who owns which slot.
+        prompt: row -> its prompt.
         held_out: prompts of the validation.
         decode: token ids of a response -> its text.
         vocabulary_size: ids from 0 that a policy may sample.
@@ -26,7 +26,7 @@ class Context:
 
     config: Config
     ownership: Callable[[int], Ownership]
-    batch: Callable[[int], Sequence[Prompt]]
+    prompt: Callable[[int], Prompt]
     held_out: Sequence[Prompt]
     decode: Callable[[list[int]], str]
     vocabulary_size: int
@@ -36,21 +36,24 @@ class Context:
         """The model of the ensemble that is trained on a row: every prompt's responses are dealt to all in turn; the
         prompts are, if they have fewer responses than there are models."""
         models, samples = self.config.value.ensemble, self.config.rollout.samples
-        return (row % samples if samples >= models else row // samples) % models
+        slot = row % self.config.rollout.batch_size
+        return (slot % samples if samples >= models else slot // samples) % models
 
-    def trainable_rows(self, rollout: Rollout, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The rows that the losses are over."""
-        if not self.config.ppo.mask_truncated:
-            return [list(rows) for rows in mini_batches]
-        truncated = {sample.row for sample in rollout.samples if sample.truncated}
-        return [[row for row in rows if row not in truncated] for rows in mini_batches]
+    def trainable_rows(
+        self, step: int, rollout: Rollout, role: Role, rank: int, count: int | None = None
+    ) -> list[list[int]]:
+        """The rows of each mini-batch that the losses are over; the arguments are those of `Ownership.slots`."""
+        masked = self.config.ppo.mask_truncated
+        rows = [sample.row for sample in rollout.samples if not (masked and sample.truncated)]
+        owned = self.ownership(step)
+        return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
 
 
 def ownership(config: Config, placement: Placement, step: int) -> Ownership:
-    """Who owns which row of a step."""
+    """Who owns which slot in a step."""
     sizes: dict[Role, int] = {role: len(ranks) for role, ranks in placement.groups.items()}
-    rows, samples, cuts = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
-    return own(seed=config.seed, step=step, batch_size=rows, samples=samples, mini_batches=cuts, sizes=sizes)
+    slots, samples, cuts = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
+    return own(seed=config.seed, step=step, batch_size=slots, samples=samples, mini_batches=cuts, sizes=sizes)
 
 
 def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str) -> dict[str, Any]:

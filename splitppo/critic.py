@@ -85,8 +85,7 @@ class Critic:
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts the reward functions on some rows of a step. They run while the value model does."""
-        batch = self.context.batch(step)
-        rows = [(batch[sample.row], self.context.decode(sample.response)) for sample in rollout.samples]
+        rows = [(self.context.prompt(sample.row), self.context.decode(sample.response)) for sample in rollout.samples]
         return self.scorer.submit(rows)
 
     def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
@@ -100,7 +99,7 @@ class Critic:
             for learner in self.learners
         ]
         ref = self.reference.logprobs(rollout) if self.reference else None
-        prompts = [self.context.batch(step)[sample.row] for sample in rollout.samples]
+        prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
         results = pending.result()
         for result in results:
@@ -140,6 +139,8 @@ class Critic:
             logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
                 is 0.
         """
+        if not int(self.group.all_sum(torch.tensor([len(scored.rollout.rows)]))):
+            return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": self.kl.coef}  # no row has ended in this step
         old = logprobs[0]
         ref = logprobs[-1] if scored.ref is None else scored.ref
         ppo, rollout, mask = self.context.config.ppo, scored.rollout, scored.rollout.mask()
@@ -223,11 +224,12 @@ class Critic:
         Raises:
             UserError: a function has failed on every row for some steps.
         """
-        failures = [failure for part in self.group.all_gather(scored.failures) for failure in part]
+        counts, parts = zip(*self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True)
+        failures = [failure for part in parts for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")
-        rows, failed = self.context.config.rollout.batch_size, Counter(failure.function for _, failure in failures)
-        self.failing = {name: self.failing.get(name, 0) + 1 for name, count in failed.items() if count == rows}
+        failed = Counter(failure.function for _, failure in failures)
+        self.failing = {name: self.failing.get(name, 0) + 1 for name, count in failed.items() if count == sum(counts)}
         for name in (name for name, steps in self.failing.items() if steps == FAILING_STEPS):
             cause = next(failure.text for _, failure in failures if failure.function == name)
             raise UserError(f"reward {name} failed on every row for {FAILING_STEPS} steps: {cause}; fix it")
@@ -255,8 +257,8 @@ class Critic:
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
         ppo, value = self.context.config.ppo, self.context.config.value
-        rows = self.context.ownership(step).rows("critic", self.group.dp_rank, ppo.value_mini_batches)
-        mini_batches = self.context.trainable_rows(scored.rollout, rows)
+        rank, count = self.group.dp_rank, ppo.value_mini_batches
+        mini_batches = self.context.trainable_rows(step, scored.rollout, "critic", rank, count)
         epochs = value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
         figures = []
         for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
@@ -273,11 +275,11 @@ class Critic:
 
     def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder."""
-        batch, decode = self.context.batch(step), self.context.decode
+        prompt, decode = self.context.prompt, self.context.decode
         rollout, tokens = scored.rollout, token_figures(scored.rollout, scored.figures, decode)
         rows = zip(rollout.samples, scored.scores.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
-        return [record(step, s.row, x, batch[s.row], decode(s.response), s.end) | {"tokens": t} for s, x, t in kept]
+        return [record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t} for s, x, t in kept]
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]

@@ -1,8 +1,12 @@
-"""Who plays which role, and who owns which row: pure functions that every rank computes for itself."""
+"""Who plays which role, and who owns which slot: pure functions that every rank computes for itself.
+
+A step has S slots. Slot s generates rows s, s + S, s + 2S, ... of the data order, one after another: one row a step, or
+with `rollout.window` as many as end in it. Whoever owns a slot in a step owns the rows that end there.
+"""
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -125,52 +129,64 @@ def _keeps_nodes(size: int, on_node: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Rows of one step -> mini-batch, and of each group the data-parallel rank that holds them.
+    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their rows.
 
     All groups cut each mini-batch into contiguous pieces of the same order. So a rank exchanges rows with few ranks of
     another group, and the samples of a prompt stay together.
 
     Attributes:
-        mini_batches: the rows of each mini-batch, in the order in which they are cut over ranks.
+        mini_batches: the slots of each mini-batch, in the order in which they are cut over ranks.
         sizes: role -> data-parallel ranks of its group.
     """
 
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
 
-    def rows(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
-        """The rows that a group's rank owns, by mini-batch; a list may be empty.
+    @cached_property
+    def count(self) -> int:
+        """S, the slots."""
+        return sum(map(len, self.mini_batches))
+
+    def rows_of(self, slots: Iterable[int], rows: Iterable[int]) -> list[int]:
+        """Of these rows, those of some slots: slot by slot, ascending in each."""
+        by_slot: dict[int, list[int]] = {}
+        for row in sorted(rows):
+            by_slot.setdefault(row % self.count, []).append(row)
+        return [row for slot in slots for row in by_slot.get(slot, ())]
+
+    def slots(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
+        """The slots that a group's rank owns, by mini-batch; a list may be empty.
 
         Args:
             count: mini-batches of a model with another number of them than the policy. It divides the policy's, and
                 neighbours are joined, or it is a multiple, and each is cut further, so that every rank has its part
-                of each. Which rows are together does not depend on the ranks.
+                of each. Which slots are together does not depend on the ranks.
         """
         size = self.sizes[role]
-        own = [list(rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]) for rows in self.mini_batches]
+        own = [list(part[len(part) * rank // size : len(part) * (rank + 1) // size]) for part in self.mini_batches]
         count = count or len(own)
         if joined := len(own) // count:
-            return [[row for rows in own[i * joined : (i + 1) * joined] for row in rows] for i in range(count)]
+            return [[slot for slots in own[i * joined : (i + 1) * joined] for slot in slots] for i in range(count)]
         parts = count // len(own)
-        place = [{row: i for i, row in enumerate(rows)} for rows in self.mini_batches]
+        place = [{slot: i for i, slot in enumerate(slots)} for slots in self.mini_batches]
         return [
-            [row for row in rows if places[row] % parts == part]
-            for rows, places in zip(own, place, strict=True)
+            [slot for slot in slots if places[slot] % parts == part]
+            for slots, places in zip(own, place, strict=True)
             for part in range(parts)
         ]
 
-    def all_rows(self, role: Role, rank: int) -> list[int]:
-        """The rows that a group's rank owns, ascending."""
-        return sorted(row for rows in self.rows(role, rank) for row in rows)
+    def all_slots(self, role: Role, rank: int) -> list[int]:
+        """The slots that a group's rank owns, ascending."""
+        return sorted(slot for slots in self.slots(role, rank) for slot in slots)
 
     def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
-        """The rows, ascending, that a rank of one group and a rank of another both own."""
-        return [row for row in self.all_rows(role, rank) if self._owners[other][row] == peer]
+        """The slots, ascending, that a rank of one group and a rank of another both own."""
+        return [slot for slot in self.all_slots(role, rank) if self._owners[other][slot] == peer]
 
     @cached_property
     def _owners(self) -> dict[Role, dict[int, int]]:
         return {
-            role: {row: rank for rank in range(size) for row in self.all_rows(role, rank)}
+            role: {slot: rank for rank in range(size) for slot in self.all_slots(role, rank)}
             for role, size in self.sizes.items()
         }
 
@@ -189,7 +205,7 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
 def own(
     *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int]
 ) -> Ownership:
-    """The ownership of a step's rows: row `p * samples + s` is sample s of the step's prompt p."""
+    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]

@@ -40,9 +40,10 @@ class Pretraining:
         """
         if not self.runs(step):
             return
-        explained = explained_variance(returns, errors)
-        self.stale = 0 if explained > self.best else self.stale + 1
-        self.best = max(self.best, explained)
+        if returns.count:  # rows have ended in this step
+            explained = explained_variance(returns, errors)
+            self.stale = 0 if explained > self.best else self.stale + 1
+            self.best = max(self.best, explained)
         if step == self.value.pretrain_steps or 0 < self.value.pretrain_patience <= self.stale:
             self.ended = True
             self.save()

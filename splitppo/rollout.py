@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-End = Literal["eos", "stop", "limit", "environment"]
+End = Literal["eos", "stop", "limit", "environment", "window"]
 ENDS: tuple[End, ...] = get_args(End)
 HEADER = 6  # numbers that describe a row in `pack_rows`
 
@@ -42,27 +42,32 @@ class Request:
     """One row to generate.
 
     Attributes:
-        row: its index in the step's batch; seeds its noise.
+        row: its number in the data order; seeds its noise.
         length: tokens of its response, whatever ends others (for benchmarks); None: until it ends.
+        response, logprobs: what earlier steps have sampled of it. The row goes on from there.
     """
 
     row: int
     prompt: list[int]
     length: int | None = None
+    response: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished row.
+    """One finished row, or one that goes on in the next step.
 
     Attributes:
-        row: index in the step's batch.
+        row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
         prompt, response: token ids. The response holds its end-of-sequence token or stop string, if it ended by one,
             and, between two turns, what an environment answered.
         logprobs: the engine's log-probs of the response tokens at the sampling temperature.
-        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment.
+        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment. `window`:
+            its slot has decoded the step's tokens, and the row goes on.
         mask: of each id of `response`, whether the policy sampled it; None: all.
         turns: where each turn ends, counted in response tokens; empty: one turn.
+        stretches: (step, response tokens that it sampled), for each step that did; empty: not recorded.
     """
 
     row: int
@@ -72,6 +77,7 @@ class Sample:
     end: End
     mask: list[bool] | None = None
     turns: tuple[int, ...] = ()
+    stretches: tuple[tuple[int, int], ...] = ()
 
     @property
     def truncated(self) -> bool:
@@ -84,13 +90,18 @@ class Sample:
         return len(self.response) if self.mask is None else sum(self.mask)
 
     @property
+    def ages(self) -> list[int]:
+        """For each response token, how many steps before the row's last one it was sampled."""
+        return [self.stretches[-1][0] - step for step, tokens in self.stretches for _ in range(tokens)]
+
+    @property
     def places(self) -> Tensor:
         """Where in `response` the response tokens stand; `[T_i]` int64."""
         return torch.arange(len(self.response)) if self.mask is None else torch.tensor(self.mask).nonzero()[:, 0]
 
 
 def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Rows, without their log-probs, as two lists of integers: `HEADER` numbers for each row, and all ids."""
+    """Rows, without log-probs and stretches, as two lists of integers: `HEADER` numbers for each row, and all ids."""
     header, ids = [], []
     for sample in samples:
         masked, end = sample.mask is not None, ENDS.index(sample.end)

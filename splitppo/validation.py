@@ -1,7 +1,7 @@
 """Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`, RUN/validation.
 
-Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise is that of step 0. No training step has this
-noise and every validation has it, so their results can be compared.
+Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise has a seed of its own, the same in every
+validation, so their results can be compared.
 """
 
 from collections import Counter
@@ -13,14 +13,14 @@ from statistics import fmean
 from typing import Any
 
 from splitppo.context import Context, record
-from splitppo.engine import RolloutEngine, Sampling
+from splitppo.engine import RolloutEngine, Sampling, row_seed
 from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards import rules
 from splitppo.rewards.scorer import Pending, Scored, Scorer, failure_line
 from splitppo.rollout import Request, Sample
 
-VALIDATION_STEP = 0  # training's steps count from 1
+NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
 FILE_ROWS = 256  # rows that a validation writes at most, the first
 
 
@@ -81,7 +81,7 @@ class Validator:
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
         sampling = Sampling.of(self.config.rollout).at(self.config.log.validate_temperature)
-        for finished in self.engine.generate(requests, sampling, seed=self.config.seed, step=VALIDATION_STEP):
+        for finished in self.engine.generate(requests, sampling, seed=row_seed(self.config.seed, NO_ROW, 0)):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]
                 # the scorer works while the engine generates

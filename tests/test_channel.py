@@ -102,7 +102,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
     def actor(rank):
         links = links_of(rank)
         for step in range(1, steps + 1):
-            rows = ownership(step).all_rows("actor", groups[rank].dp_rank)
+            rows = ownership(step).all_slots("actor", groups[rank].dp_rank)
             finishing = make_samples(rows, step)
             random.Random(f"{rank}/{step}").shuffle(finishing)
             time.sleep(0.8 if slow == "first actor" and rank == 0 else 0)
@@ -127,7 +127,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             rollout = Rollout(samples)
             old, ref = links.logprobs.recv(step, rollout, fields=2)
             links.advantages.send(step, rollout, old + 0.5)
-            due = make_samples(ownership(step).all_rows("critic", groups[rank].dp_rank), step)
+            due = make_samples(ownership(step).all_slots("critic", groups[rank].dp_rank), step)
             index = [float(sample.row) for sample in due for _ in range(sample.tokens)]
             seen[rank, step] = (
                 rollout.samples == [replace(sample, logprobs=[]) for sample in due]

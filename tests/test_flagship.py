@@ -106,7 +106,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
                 s.logprobs[:] = [p + o for p, o in zip(s.logprobs, off, strict=True)]
             by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
-            yield [replace(s, end="eos" if by_itself[s.row] and s.row not in cut else "limit") for s in finished]
+            yield [
+                replace(s, end="eos" if by_itself[s.row] and s.row % BATCH not in cut else "limit") for s in finished
+            ]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
         rows = {s.row: (s.prompt, s.response, s.logprobs, not s.truncated) for s in rollout.samples}
@@ -211,7 +213,7 @@ def reference(
             Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
             for row, (prompt, response, engine, finished) in sorted(rows.items())
         ]
-        value_rows = cut.rows("critic", 0, value_mini_batches)
+        value_rows = cut.slots("critic", 0, value_mini_batches)
         steps.append(Step(made, [list(mini) for mini in cut.mini_batches], value_rows))
     hyper = Hyper(
         **HYPER | changes,

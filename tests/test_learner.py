@@ -100,7 +100,7 @@ def make_learner(folder, kind, world, rank, runtime=None, *, packed=False, froze
 
 def mine(world, rank):
     cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": world, "critic": world})
-    return cut.rows("actor", rank)
+    return cut.slots("actor", rank)
 
 
 def train_rank(rank, world, folder, kind, runtime=None, *, packed=False):

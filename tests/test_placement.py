@@ -124,7 +124,7 @@ def test_sizes_that_would_cut_a_replica_over_parts_of_nodes_are_refused(config, 
 def test_every_row_has_one_owner_in_each_group(actor, critic):
     own_ = ownership(actor, critic, batch=24, mini=4)
     for role, size in zip(ROLES, (actor, critic), strict=True):
-        rows = [row for rank in range(size) for row in own_.all_rows(role, rank)]
+        rows = [row for rank in range(size) for row in own_.all_slots(role, rank)]
         assert sorted(rows) == list(range(24))
     shared = [row for a in range(actor) for c in range(critic) for row in own_.between("actor", a, "critic", c)]
     assert sorted(shared) == list(range(24))
@@ -142,13 +142,13 @@ def test_ranks_are_even_within_each_mini_batch(actor, critic):
     own_ = ownership(actor, critic, batch=22, mini=2)
     for role, size in zip(ROLES, (actor, critic), strict=True):
         for mini in range(2):
-            counts = [len(own_.rows(role, rank)[mini]) for rank in range(size)]
+            counts = [len(own_.slots(role, rank)[mini]) for rank in range(size)]
             assert max(counts) - min(counts) <= 1
 
 
 def test_samples_of_a_prompt_stay_together():
     own_ = ownership(2, 2, batch=24, samples=4)
-    owner = {row: rank for rank in range(own_.sizes["critic"]) for row in own_.all_rows("critic", rank)}
+    owner = {row: rank for rank in range(own_.sizes["critic"]) for row in own_.all_slots("critic", rank)}
     owners = [{owner[p * 4 + s] for s in range(4)} for p in range(6)]
     assert all(len(ranks) == 1 for ranks in owners)
 
@@ -177,15 +177,15 @@ def test_the_last_rows_to_finish_are_few_in_a_message():
 def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
     """By hand; and the same rows are together whatever the number of ranks."""
     four = Ownership(((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
-    assert four.rows("critic", 0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert four.rows("critic", 0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert four.slots("critic", 0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert four.slots("critic", 0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     shuffled = ((7, 1, 3, 0, 8), (5, 2, 6, 4))
     one, two = (Ownership(shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
-    assert one.rows("critic", 0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
-    assert two.rows("critic", 0, 4) == [[7], [1], [5], [2]]
-    assert two.rows("critic", 1, 4) == [[3, 8], [0], [6], [4]]
-    assert one.rows("critic", 0, 6) == [[7, 0], [1, 8], [3], [5, 4], [2], [6]]
-    assert two.rows("critic", 1, 1) == [[3, 0, 8, 6, 4]]
+    assert one.slots("critic", 0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
+    assert two.slots("critic", 0, 4) == [[7], [1], [5], [2]]
+    assert two.slots("critic", 1, 4) == [[3, 8], [0], [6], [4]]
+    assert one.slots("critic", 0, 6) == [[7, 0], [1, 8], [3], [5, 4], [2], [6]]
+    assert two.slots("critic", 1, 1) == [[3, 0, 8, 6, 4]]
 
 
 def test_the_pairs_between_which_rows_go():

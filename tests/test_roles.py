@@ -18,6 +18,7 @@ from splitppo.context import Context, learning_metrics
 from splitppo.critic import Critic, Scored
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.placement import own
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import End, Rollout, Sample
 from splitppo.run.life import Run
@@ -173,8 +174,8 @@ def act_rank(group: Group) -> tuple:
     scores = iter([0.3, 0.5, 0.4])
     validator: Any = SimpleNamespace(due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)})
     context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
-    rows = lambda _, rank: [HELD[rank]]  # noqa: E731
-    context = replace(context, ownership=lambda _: cast(Any, SimpleNamespace(rows=rows)))
+    owned = own(seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2})
+    context = replace(context, ownership=lambda _: replace(owned, mini_batches=((0, 1, 2, 3),)))
     actor = Actor(context, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
                   validator=validator)  # fmt: skip
     rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's

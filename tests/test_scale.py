@@ -53,7 +53,7 @@ def test_rows_and_messages_of_many_ranks(world, split):
     batch = ROWS * actors
     sizes: dict[Role, int] = {"actor": actors, "critic": critics}
     for role, size in sizes.items():
-        held = [cut.rows(role, rank) for rank in range(size)]
+        held = [cut.slots(role, rank) for rank in range(size)]
         assert sorted(row for rows in held for part in rows for row in part) == list(range(batch))
         for number in range(MINI_BATCHES):  # each is cut as evenly as it can be
             found = {len(rows[number]) for rows in held}

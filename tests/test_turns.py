@@ -166,8 +166,10 @@ def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> t
 def samples_of(group: Group) -> list[dict[str, Any]]:
     """What a critic writes of its rows, of which it keeps two."""
     config = Config(ppo=PPOConfig(gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=4), log=LogConfig(samples=2))
-    batch = [Prompt("", [], "", "", {})] * 4
-    context = SimpleNamespace(config=config, batch=lambda step: batch, decode=lambda ids: "".join(f"{i} " for i in ids))
+    prompt = Prompt("", [], "", "", {})
+    context = SimpleNamespace(
+        config=config, prompt=lambda row: prompt, decode=lambda ids: "".join(f"{i} " for i in ids)
+    )
     critic = Critic(
         cast(Any, context), cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]), cast(Any, None), None
     )

@@ -30,15 +30,15 @@ SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0
 class FakeEngine:
     """Says a number from 0 to 2 that follows from the row's noise; 0 if greedy. Rows finish in twos, the last first."""
 
-    calls: list[tuple[dict[int, list[int]], Sampling, int, int]] = field(default_factory=list)
+    calls: list[tuple[dict[int, list[int]], Sampling, int]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     loaded: bool = True
     step_ms: float = 0.0
 
-    def generate(self, requests, sampling, *, seed, step):
-        self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed, step))
+    def generate(self, requests, sampling, *, seed, window=0, following=None):
+        self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed))
         waiting = [
-            Sample(r.row, r.prompt, self.response(sampling, seed, step, r.row), [], "eos" if r.row % 3 else "limit")
+            Sample(r.row, r.prompt, self.response(sampling, seed, r.row), [], "eos" if r.row % 3 else "limit")
             for r in requests
         ]
         while waiting:
@@ -46,8 +46,8 @@ class FakeEngine:
             yield [waiting.pop() for _ in range(min(2, len(waiting)))]
             yield []
 
-    def response(self, sampling, seed, step, row):
-        said = 0 if sampling.greedy else row_seed(seed, step, row) % 3
+    def response(self, sampling, seed, row):
+        said = 0 if sampling.greedy else row_seed(seed, row, 0) % 3
         return [ord(char) for char in f"it is {said}" + "." * (row % 4)]
 
     def load_weights(self, weights): ...
@@ -227,7 +227,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     names = ["step", "row", "question", "response", "ground_truth", "score", "end", "data_source", "prompt", "sample"]
     assert list(rows[0]) == names
     for row in rows:
-        said = row_seed(14, 0, row["row"]) % 3
+        said = row_seed(row_seed(14, -1, 0), row["row"], 0) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
         assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
         assert (row["prompt"], row["end"]) == (f"ask {row['row'] // 4}", "eos" if row["row"] % 3 else "limit")
@@ -254,8 +254,8 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
     (first, second), (call, again), _ = on_one_rank(validate_twice, tmp_path, SAMPLED)
     assert first == second
     assert call == again
-    prompts, sampling, seed, step = call
-    assert (seed, step) == (14, 0)
+    prompts, sampling, seed = call
+    assert seed == row_seed(14, -1, 0) != 14
     assert prompts == {4 * i + j: [i, i + 1] for i in range(3) for j in range(4)}
     assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9, top_k=40)
     before, after = ((tmp_path / "validation" / f"step_{n:06d}.jsonl").read_text() for n in (0, 5))
@@ -264,7 +264,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
 
 
 def test_temperature_0_is_greedy(tmp_path):
-    _, ((prompts, sampling, _, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
+    _, ((prompts, sampling, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
     assert sampling == Sampling(1.0, 9, ("!",), greedy=True)
     assert prompts.keys() == {0, 1, 2}
 

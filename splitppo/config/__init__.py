@@ -1,6 +1,7 @@
 """The configuration: frozen dataclasses, read by cli.py, checked by rules.py. Imports no torch: --help starts fast."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from splitppo.config.algorithm import (
     DataConfig,
@@ -67,3 +68,8 @@ class Config:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def old_logprobs(self) -> Literal["trainer", "engine"]:
+        """Whose log-probs are the old ones of the ratio."""
+        return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")

@@ -119,7 +119,7 @@ class RolloutConfig:
     """The rollout: the rows (prompt and response) that a step generates."""
 
     batch_size: int = 64
-    """B: rows per step, over all actor ranks."""
+    """B: rows per step, over all actor ranks. With `window`: slots."""
     samples: int = 1
     """Responses per prompt. A step has `batch_size / samples` prompts."""
     max_prompt_tokens: int = 512
@@ -134,6 +134,10 @@ class RolloutConfig:
     """Sample from this many likeliest tokens. 0: from all. Above 0 biases the ratio."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token. The string stays in the response."""
+    window: int = 0
+    """W: response tokens that each of `batch_size` slots decodes in a step. A row that ends makes room for its slot's
+    next row at once; a row that has not ended goes on in the next step, with the new weights. A step trains on the rows
+    that end in it, about `batch_size` * W tokens. 0: a step generates `batch_size` whole rows."""
     lengths: str | None = None
     """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as needed."""
     chunks: int = 4
@@ -242,9 +246,10 @@ class PPOConfig:
     """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`. Unset: `mini_batches`."""
     critic_warmup: int = 0
     """First steps, in which only the value model is trained, as in all others."""
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    old_logprobs: Literal["trainer", "engine"] | None = None
     """Old log-probs in the ratio. `engine`: those of the sampling distribution, which saves a forward pass. The ratio
-    then starts at the difference between engine and trainer, and only clipping limits it."""
+    then starts at the difference between engine and trainer, and only clipping limits it. Unset: `engine` with
+    `rollout.window`, else `trainer`."""
     importance: Literal["off", "token", "sequence"] = "off"
     """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), of each token or of the whole
     response (Yao et al. 2025, truncated importance sampling)."""

@@ -20,6 +20,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
+    (lambda v: v >= 0, "must be at least 0; 0 generates whole rows", "rollout.window"),
     (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
     (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
     (
@@ -64,7 +65,7 @@ def check(config: Config) -> None:
             for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
                 if values[name] is not None and not holds(values[name]):
                     raise UserError(f"{name}={values[name]} {rule}")
-    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic):
+    for contradictions in (_of_job, _of_rollout, _of_windows, _of_reward, _of_ppo, _of_critic):
         for message in contradictions(config):
             raise UserError(message)
 
@@ -104,6 +105,25 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one"
 
 
+def _of_windows(config: Config) -> Iterator[str]:
+    ppo, window, stop = config.ppo, config.rollout.window, config.rollout.stop
+    if window and stop:
+        yield (
+            f"rollout.window={window} with rollout.stop={' '.join(stop)}: a stop string may lie across two windows, "
+            "where no engine looks for it; unset one"
+        )
+    if window and ppo.importance == "sequence":
+        yield (
+            f"ppo.importance=sequence with rollout.window={window}: the weight of a whole row that older policies "
+            "sampled is mostly noise; use token, or off with ppo.old_logprobs=engine"
+        )
+    if window and config.old_logprobs == "trainer" and ppo.importance == "off":
+        yield (
+            f"rollout.window={window} with ppo.old_logprobs=trainer, ppo.importance=off: older policies sampled some "
+            "tokens of a row; set ppo.importance=token, or ppo.old_logprobs=engine"
+        )
+
+
 def _of_reward(config: Config) -> Iterator[str]:
     reward, rollout, functions = config.reward, config.rollout, config.reward.function
     if functions == ("none",) and reward.model is None:
@@ -130,12 +150,12 @@ def _of_ppo(config: Config) -> Iterator[str]:
             yield f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple of it"
         if (rows := rollout.batch_size) % count:
             yield f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}"
-    if ppo.old_logprobs == "engine" and ppo.importance != "off":
+    if config.old_logprobs == "engine" and ppo.importance != "off":
         yield (
-            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, which ppo.old_logprobs=engine leaves "
-            "out; set one of them back"
+            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, which ppo.old_logprobs=engine (the "
+            "default with rollout.window) leaves out; set one of them to another value"
         )
-    if ppo.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0):
+    if config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: the "
             "engine's log-probs are then of a part of the distribution; use top_p 1 and top_k 0"

@@ -1,10 +1,10 @@
 """The prompts of a run: read from files or generated, tokenised, and the order in which steps use them."""
 
 from splitppo.data.files import read_lengths
-from splitppo.data.order import batch_indices
+from splitppo.data.order import prompt_index
 from splitppo.data.prompts import PromptSet, Split, check_files, load_prompts
 from splitppo.data.tasks import check_task
 
 __all__ = [
-    "PromptSet", "Split", "batch_indices", "check_files", "check_task", "load_prompts", "read_lengths",
+    "PromptSet", "Split", "check_files", "check_task", "load_prompts", "prompt_index", "read_lengths",
 ]  # fmt: skip

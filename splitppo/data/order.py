@@ -1,5 +1,6 @@
-"""The order of the prompts: which of them a step uses, as a pure function of the step's number and the seed."""
+"""The order of the prompts: a pure function of the seed."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,16 +9,18 @@ import numpy as np
 _ORDER_STREAM, _DRAW_STREAM = 1, 5
 
 
-def batch_indices(n_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
-    """The prompts of step `step` (from 1): `per_step` indices below `n_prompts`.
+def prompt_index(n_prompts: int, place: int, seed: int) -> int:
+    """The index, below `n_prompts`, of the prompt at a place of the data order, from 0.
 
-    Every epoch is a new seeded permutation of all prompts. A step may begin in one epoch and end in the next.
+    Every epoch is a new seeded permutation of all prompts.
     """
-    first, offset = divmod((step - 1) * per_step, n_prompts)
-    epochs = range(first, first + (offset + per_step - 1) // n_prompts + 1)
-    streams = ([_ORDER_STREAM, seed % 2**64, epoch] for epoch in epochs)
-    orders = [np.random.default_rng(stream).permutation(n_prompts) for stream in streams]
-    return np.concatenate(orders)[offset : offset + per_step].tolist()
+    epoch, place = divmod(place, n_prompts)
+    return int(_permutation(n_prompts, epoch, seed)[place])
+
+
+@functools.lru_cache(maxsize=16)  # slots may be in several epochs at once
+def _permutation(n_prompts: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([_ORDER_STREAM, seed % 2**64, epoch]).permutation(n_prompts)
 
 
 def draw(sizes: Sequence[int], count: int, seed: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from splitppo.config import RolloutConfig
 from splitppo.rollout import Request, Sample
 
 TICK = 0.005  # seconds between two empty lists of `generate`
+Following = Callable[[int], Request]  # row -> the row after it in its slot
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Sampling:
         return replace(self, temperature=temperature) if temperature else greedy
 
 
-def row_seed(seed: int, step: int, row: int) -> int:
-    """The 63-bit seed of a row's noise, for engines that take one seed per row."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
+def row_seed(seed: int, row: int, tokens: int) -> int:
+    """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed per request."""
+    digest = hashlib.blake2b(f"{seed}/{row}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -117,15 +118,28 @@ class RolloutEngine(Protocol):
         """
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        window: int = 0,
+        following: Following | None = None,
     ) -> Generator[list[Sample], None, None]:
         """Generates every request once, in the background. The work starts with the first `next`.
 
-        A row's noise is a function of (seed, step, row, position) alone. Other rows and the rank do not change it.
+        A row's noise is a function of (seed, row, position) alone, or of (seed, row, tokens that it has, position).
+        Other rows and the rank do not change it.
+
+        Args:
+            window: tokens that each request's slot decodes, if its rows do not end before; 0: no limit.
+            following: gives the request that takes a slot when its row ends, as long as the window has tokens left. A
+                pure function; may be called in another thread, and ahead of time.
 
         Yields:
-            the rows that have just ended. Every few milliseconds an empty list, so that the caller can do other work.
-            Closing or dropping the iterator (an exception in a `for` loop drops it) stops the background work first.
+            the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an
+            empty list, so that the caller can do other work. Closing or dropping the iterator (an exception in a `for`
+            loop drops it) stops the background work first.
 
         Raises:
             RuntimeError: no weights are loaded.

@@ -1,7 +1,9 @@
 """The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
 
 The library runs the model, the cache and the loop. Two hooks are ours: a logits processor draws the token, so that a
-row's noise depends on the row alone, and a stopping criterion hands each row over when it ends.
+row's noise depends on the row alone, and a stopping criterion hands each row over when it ends. The library can't put a
+row into the place of one that has ended. So with windows a call of generate() ends when a quarter of its slots wait for
+their next rows, and the next call computes the prefixes of all open rows again.
 """
 
 import copy
@@ -9,10 +11,11 @@ import functools
 import json
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +29,17 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, Sampling, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, Following, Sampling, check_logprobs, check_requests, check_weights, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
-from splitppo.rollout import Request, Sample
+from splitppo.rollout import End, Request, Sample
 
+Slot = tuple[Request, int]  # a slot's row, and the tokens that the slot has left to decode
 THREAD_NAME = "splitppo-generate"
 # cuDNN is left out: it plans again for each length of the cache, so at each token, and a new thread has no plans yet
 # (H200, torch 2.11, 28 layers, 8 rows: 0.9 ms a call, 0.05 ms with plans). Applies to the process during `generate`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+REFILL = 4  # a batch is made anew when one in so many of its slots waits for its next row
 DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
 
 
@@ -50,14 +55,14 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> se
     return {token for ids in found for token in ([ids] if isinstance(ids, int) else ids or [])}
 
 
-def uniforms(seed: int, step: int, rows: np.ndarray, position: int) -> np.ndarray:
-    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of the four arguments.
+def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:
+    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of the three arguments.
 
     Args:
-        rows: `[R]` indices in the step's batch. position: of the token in the response.
+        rows: `[R]` numbers in the data order. positions: of the token in each row's response.
     """
     word = np.zeros(1, dtype=np.uint64)
-    for part in (seed, step, rows, position):
+    for part in (seed, rows, positions):
         part = np.atleast_1d(np.asarray(part)).astype(np.int64).view(np.uint64)
         word = (word ^ part) + np.uint64(0x9E3779B97F4A7C15)  # splitmix64; arrays wrap modulo 2**64
         word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -109,7 +114,8 @@ class _Job:
     requests: Sequence[Request]
     sampling: Sampling
     seed: int
-    step: int
+    window: int
+    following: Following | None
     out: "queue.SimpleQueue[list[Sample] | BaseException | None]" = field(default_factory=queue.SimpleQueue)
     halt: threading.Event = field(default_factory=threading.Event)
 
@@ -117,17 +123,25 @@ class _Job:
 class _Batch:
     """Rows that are generated at once. The library calls `draw` and then `finish` for each new token.
 
+    Args:
+        slots: the row of each slot, and the tokens that the slot has left.
+
     Attributes:
         logprobs: of the drawn tokens; one `[R]` float32 for each position.
-        done: `[R]`, the rows that have ended.
+        done: `[R]`, the rows that have ended or have no tokens left.
+        waiting: the next row of each slot whose row has ended, and the tokens that it has left.
     """
 
-    def __init__(self, engine: "HFEngine", job: _Job, requests: Sequence[Request], width: int):
-        self.engine, self.job, self.requests, self.width = engine, job, requests, width
+    def __init__(self, engine: "HFEngine", job: _Job, slots: Sequence[Slot], width: int):
+        self.engine, self.job, self.slots, self.width = engine, job, slots, width
+        requests = [request for request, _ in slots]
         self.rows = np.asarray([request.row for request in requests])
+        self.begun = np.asarray([len(request.response) for request in requests])
+        self.waiting: list[Slot] = []
         self.eos = set(engine.eos.tolist())
         self.stop = engine.stop_criteria(job.sampling.stop) if job.sampling.stop else None
-        lengths = [request.length or job.sampling.max_new_tokens for request in requests]
+        self.limits = [engine.limit(request, job.sampling) for request in requests]
+        lengths = [min(limit, left) for limit, (_, left) in zip(self.limits, slots, strict=True)]
         self.lengths = torch.tensor(lengths, device=engine.device)
         self.free = torch.tensor([request.length is None for request in requests], device=engine.device)
         self.done = torch.zeros(len(requests), dtype=torch.bool, device=engine.device)
@@ -136,7 +150,7 @@ class _Batch:
     def draw(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Draws each row's token. The library takes the argmax: the drawn token's score is 0, all others -inf."""
         job, position = self.job, input_ids.shape[1] - self.width
-        noise = torch.from_numpy(uniforms(job.seed, job.step, self.rows, position))
+        noise = torch.from_numpy(uniforms(job.seed, self.rows, self.begun + position))
         noise = noise.to(scores.device, non_blocking=True)  # else the copy waits for the forward pass
         parts = zip(scores[:, : self.engine.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
         tokens, logprobs = zip(*(draw(logits, numbers, job.sampling) for logits, numbers in parts), strict=True)
@@ -158,18 +172,46 @@ class _Batch:
         new_here, ended_here = torch.stack([new, ended]).tolist()  # the only wait for the device in a step
         if rows := [index for index, is_new in enumerate(new_here) if is_new]:
             self.job.out.put(self._collect(response, rows, ended_here))
+        if len(self.waiting) * REFILL >= len(self.slots):
+            return torch.ones_like(self.done)
         return self.done
 
-    def _collect(self, response: Tensor, rows: list[int], ended: list[bool]) -> list[Sample]:
+    def rest(self, response: Tensor) -> list[Slot]:
+        """The slots that have tokens left, after the library's call: those that wait, and those of open rows.
+
+        Args:
+            response: `[R, T]` what the library has generated.
+        """
+        rows = (~self.done).nonzero()[:, 0].tolist()
+        slots = [(self.slots[row][0], self.slots[row][1] - response.shape[1]) for row in rows]
+        both = self._drawn(response, rows) if rows else []
+        return self.waiting + [
+            (replace(request, response=tokens, logprobs=logprobs), left)
+            for (request, left), (tokens, logprobs) in zip(slots, both, strict=True)
+        ]
+
+    def _drawn(self, response: Tensor, rows: list[int]) -> list[tuple[list[int], list[float]]]:
+        """The response and its log-probs of some rows, with what earlier steps and calls have sampled."""
         index = torch.tensor(rows, device=response.device)
         tokens = response[index].tolist()
         logprobs = torch.stack([position[index] for position in self.logprobs], dim=1).tolist()
-        samples = []
-        for row, row_tokens, row_logprobs in zip(rows, tokens, logprobs, strict=True):
-            request = self.requests[row]
-            check_logprobs(request.row, row_logprobs)
-            end = ("eos" if row_tokens[-1] in self.eos else "stop") if ended[row] else "limit"
-            samples.append(Sample(request.row, request.prompt, row_tokens, row_logprobs, end))
+        before = [self.slots[row][0] for row in rows]
+        return [
+            ([*request.response, *row_tokens], [*request.logprobs, *row_logprobs])
+            for request, row_tokens, row_logprobs in zip(before, tokens, logprobs, strict=True)
+        ]
+
+    def _collect(self, response: Tensor, rows: list[int], ended: list[bool]) -> list[Sample]:
+        samples, drawn = [], response.shape[1]
+        for row, (tokens, logprobs) in zip(rows, self._drawn(response, rows), strict=True):
+            request, left = self.slots[row]
+            check_logprobs(request.row, logprobs)
+            end: End = "limit" if drawn >= self.limits[row] else "window"
+            if ended[row]:
+                end = "eos" if tokens[-1] in self.eos else "stop"
+            samples.append(Sample(request.row, request.prompt, tokens, logprobs, end))
+            if self.job.following and end != "window" and left > drawn:
+                self.waiting.append((self.job.following(request.row), left - drawn))
         return samples
 
 
@@ -221,13 +263,24 @@ class HFEngine:
         self.loaded = True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        window: int = 0,
+        following: Following | None = None,
     ) -> Generator[list[Sample], None, None]:
         """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
         if sampling.stop:
             self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
-        return self._stream(_Job(sorted(requests, key=lambda request: len(request.prompt)), sampling, seed, step))
+        ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.response))
+        return self._stream(_Job(ordered, sampling, seed, window, following))
+
+    def limit(self, request: Request, sampling: Sampling) -> int:
+        """Tokens that a row may still get."""
+        return (request.length or sampling.max_new_tokens) - len(request.response)
 
     def release_memory(self, *, trained: bool) -> None:
         """Does nothing: the engine's memory belongs to the trainer's own allocator."""
@@ -267,21 +320,24 @@ class HFEngine:
             steps, start = 0, time.monotonic()
             with torch.inference_mode(), sdpa_kernel(ATTENTION):
                 for first in range(0, len(job.requests), self.max_rows):
-                    if not job.halt.is_set():
-                        steps += self._generate_batch(job, job.requests[first : first + self.max_rows])
+                    some = job.requests[first : first + self.max_rows]
+                    slots = [(request, job.window or sys.maxsize) for request in some]
+                    while slots and not job.halt.is_set():
+                        slots, taken = self._generate_batch(job, slots)
+                        steps += taken
             self.step_ms = 1e3 * (time.monotonic() - start) / steps if steps else 0.0
             job.out.put(None)
         except BaseException as error:
             job.out.put(error)
 
-    def _generate_batch(self, job: _Job, requests: Sequence[Request]) -> int:
-        """Returns the number of decode steps."""
-        rows = [torch.tensor(request.prompt) for request in requests]
+    def _generate_batch(self, job: _Job, slots: Sequence[Slot]) -> tuple[list[Slot], int]:
+        """One call of the library. Returns the slots that have tokens left, and the number of decode steps."""
+        rows = [torch.tensor([*request.prompt, *request.response]) for request, _ in slots]
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
-        batch: Any = _Batch(self, job, requests, width=prompts.shape[1])
+        batch: Any = _Batch(self, job, slots, width=prompts.shape[1])
         limit = job.sampling.max_new_tokens
-        self.model.generate(
+        ids: Any = self.model.generate(
             prompts.where(mask, self.pad),
             attention_mask=mask.long(),
             generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True),
@@ -289,6 +345,6 @@ class HFEngine:
             stopping_criteria=StoppingCriteriaList([batch.finish]),
             synced_gpus=False,  # else the library may decide to call a collective
         )
-        if not (job.halt.is_set() or bool(batch.done.all())):
+        if not (job.halt.is_set() or batch.waiting or bool(batch.done.all())):
             raise RuntimeError("the library's generate() returned before every row had ended")
-        return len(batch.logprobs)
+        return batch.rest(ids[:, batch.width :]), len(batch.logprobs)

@@ -54,16 +54,14 @@ def build_context(
 ) -> Context:
     """What both roles know of the run."""
     config = resolved.config
-    per_step = config.rollout.batch_size // config.rollout.samples
 
-    @functools.lru_cache(maxsize=4)
-    def batch(step: int) -> list[Prompt]:
-        indices = data.batch_indices(len(training.prompts), per_step, step, config.seed)
-        return [training.prompts[i] for i in indices for _ in range(config.rollout.samples)]
+    def prompt(row: int) -> Prompt:
+        place = row // config.rollout.samples
+        return training.prompts[data.prompt_index(len(training.prompts), place, config.seed)]
 
     owned = functools.lru_cache(maxsize=4)(functools.partial(ownership, config, placement))
     decode = functools.partial(resolved.tokenizer.decode, skip_special_tokens=True)
-    return Context(config, owned, batch, held_out, decode, resolved.vocabulary_size, data.read_lengths(config.rollout))
+    return Context(config, owned, prompt, held_out, decode, resolved.vocabulary_size, data.read_lengths(config.rollout))
 
 
 class Builder:
@@ -152,7 +150,8 @@ class Builder:
         rank, (group,), describe = runtime.launch.rank, runtime.groups.values(), runtime.status.describe
         wire = Wire(rank, runtime.wire, runtime.wire_store, runtime.device, config.timeout, describe)
         owned = self.context.ownership
-        return Links(wire, runtime.placement, owned, group, chunks=config.rollout.messages)
+        rollout: Any = {"chunks": config.rollout.messages, "window": config.rollout.window}
+        return Links(wire, runtime.placement, owned, group, **rollout)
 
     def _engine(self, runner: Runner) -> RolloutEngine:
         resolved, policy = self.resolved, self.resolved.models["policy"]

@@ -16,7 +16,7 @@ import pytest
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
-from splitppo.data import PromptSet, Split, batch_indices, check_files, check_task, load_prompts
+from splitppo.data import PromptSet, Split, check_files, check_task, load_prompts, prompt_index
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards import check_prompts, rules
@@ -259,6 +259,10 @@ def test_unknown_task_and_digits_are_refused(plain: Any) -> None:
     for digits in (0, -1, 10):
         with pytest.raises(UserError, match=rf"data\.digits={digits}: operands have 1 to 9 digits"):
             _load(DataConfig(task="addition", digits=digits), plain)
+
+
+def batch_indices(n: int, per_step: int, step: int, seed: int) -> list[int]:
+    return [prompt_index(n, (step - 1) * per_step + i, seed) for i in range(per_step)]
 
 
 @pytest.mark.parametrize(("n", "per_step"), [(10, 4), (10, 10), (7, 3), (3, 8), (1, 2)])

@@ -208,9 +208,9 @@ def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
     return rows
 
 
-def run(engine: Any, requests: list[Request], *, seed: int = 7, step: int = 0, **sampling: Any) -> dict[int, Sample]:
+def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Sample]:
     settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
-    return collect(engine.generate(requests, Sampling(**settings), seed=seed, step=step))
+    return collect(engine.generate(requests, Sampling(**settings), seed=seed))
 
 
 def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
@@ -354,14 +354,13 @@ def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
         assert responses(run(case.engine, [request])) == {request.row: together[request.row]}
 
 
-def test_a_sample_depends_on_seed_step_and_row(case: Case) -> None:
+def test_a_sample_depends_on_seed_and_row(case: Case) -> None:
     requests = [Request(row, [FIRST, FIRST + 1]) for row in range(16)]
     base = responses(run(case.engine, requests, temperature=2.0))
     assert responses(run(case.engine, requests, temperature=2.0)) == base
     assert len({tuple(response) for response in base.values()}) > 12
-    for change in ({"seed": 8}, {"step": 1}):
-        other = run(case.engine, requests, temperature=2.0, **change)
-        assert sum(other[row].response == base[row] for row in base) < 4
+    other = run(case.engine, requests, temperature=2.0, seed=8)
+    assert sum(other[row].response == base[row] for row in base) < 4
 
 
 @pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.0), (4.0, 1.0), (2.0, 1.0)])
@@ -395,21 +394,16 @@ def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature:
 
 
 def test_positions_are_drawn_independently() -> None:
-    """The noise of neighbouring positions, rows, steps and seeds is uncorrelated, and uniform."""
+    """The noise of neighbouring positions, rows and seeds is uncorrelated, and uniform."""
     rows = torch.arange(4096).numpy()
-    base = torch.from_numpy(uniforms(0, 0, rows, 0))
+    base = torch.from_numpy(uniforms(0, rows, 0))
     assert 0 <= base.min() < 0.002
     assert 0.998 < base.max() < 1
     assert base.mean() == pytest.approx(0.5, abs=0.02)
-    for other in (
-        uniforms(0, 0, rows, 1),
-        uniforms(0, 1, rows, 0),
-        uniforms(1, 0, rows, 0),
-        uniforms(0, 0, rows + 1, 0),
-    ):
+    for other in (uniforms(0, rows, 1), uniforms(1, rows, 0), uniforms(0, rows + 1, 0)):
         correlation = torch.corrcoef(torch.stack([base, torch.from_numpy(other)]))[0, 1]
         assert abs(float(correlation)) < 0.06
-    assert uniforms(-5, 3, rows[:1], 2) == uniforms(-5, 3, rows[:3], 2)[0]
+    assert uniforms(-5, rows[:1], 2) == uniforms(-5, rows[:3], 2)[0]
 
 
 def test_draw_never_takes_a_token_of_probability_zero() -> None:
@@ -521,7 +515,7 @@ def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
     slow.engine.model.register_forward_hook(wait_for_the_consumer)
     arrivals: list[tuple[int, Sample]] = []
     ticks = 0
-    for samples in slow.engine.generate(some_requests(24), Sampling(1.0, 30), seed=7, step=0):
+    for samples in slow.engine.generate(some_requests(24), Sampling(1.0, 30), seed=7):
         taken.set()
         ticks += not samples
         arrivals += [(slow.engine.calls, sample) for sample in samples]
@@ -557,15 +551,15 @@ def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
     start = time.monotonic()
     if way == "exception":
         with pytest.raises(ZeroDivisionError):
-            fail_at_once(engine.generate(some_requests(4), endless, seed=0, step=0))
+            fail_at_once(engine.generate(some_requests(4), endless, seed=0))
     else:
-        stream = engine.generate(some_requests(4), endless, seed=0, step=0)
+        stream = engine.generate(some_requests(4), endless, seed=0)
         assert next(stream) == []
         assert len(generating()) == 1
         with pytest.raises(RuntimeError, match="being generated"):
             engine.load_weights([])
         with pytest.raises(RuntimeError, match="being generated"):
-            next(engine.generate(some_requests(4), endless, seed=0, step=0))
+            next(engine.generate(some_requests(4), endless, seed=0))
         stream.close()
     assert not generating()
     calls = engine.calls
@@ -573,7 +567,7 @@ def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
     time.sleep(0.1)
     assert engine.calls == calls
     assert time.monotonic() - start < 10
-    assert collect(engine.generate(some_requests(1), Sampling(1.0, 2), seed=0, step=0))  # and it can go on
+    assert collect(engine.generate(some_requests(1), Sampling(1.0, 2), seed=0))  # and it can go on
 
 
 def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:

@@ -152,7 +152,7 @@ def test_too_small_a_share_is_told_with_one_that_does() -> None:
 
 
 def test_each_row_has_a_seed_of_its_own() -> None:
-    places = [(seed, step, row) for seed in (-1, 0, 1, 11) for step in range(12) for row in range(120)]
+    places = [(seed, row, tokens) for seed in (-1, 0, 1, 11) for row in range(12) for tokens in range(120)]
     seeds = [row_seed(*place) for place in places]
     assert len(set(seeds)) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -734,7 +734,7 @@ def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
 @ENGINES
 def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     requests = some_requests(64)
-    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7, step=0))
+    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7))
     filled = [index for index, samples in enumerate(lists) if samples]
     assert len(filled) > 5
     rows = collect(lists)
@@ -762,12 +762,12 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
     long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
-    stream = engine.generate(long, Sampling(1.0, 900), seed=7, step=1)
+    stream = engine.generate(long, Sampling(1.0, 900), seed=7)
     ended = len(next(stream))
     with pytest.raises(RuntimeError, match="being generated"):
         engine.load_weights([])
     with pytest.raises(RuntimeError, match="being generated"):
-        next(engine.generate(requests, Sampling(1.0, 5), seed=7, step=0))
+        next(engine.generate(requests, Sampling(1.0, 5), seed=7))
 
     def record(what: str) -> tuple[str, Any]:
         received.append(receive(what))
@@ -808,7 +808,7 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
     process, got = engine.process.popen, []
 
     def kill_after_a_row() -> None:
-        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7, step=0):
+        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7):
             if samples and not got:
                 process.kill()
             got.extend(samples)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from splitppo.engine import Sampling, row_seed
-from splitppo.engine.vllm.rows import OpenRow, Rows, TokenBatch, params_of, sample_of
+from splitppo.engine.vllm.rows import OpenRow, Rows, Slot, TokenBatch, params_of, sample_of
 from splitppo.rollout import Request
 
 SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
@@ -69,10 +69,10 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
     )
     rows = Rows(engine, [2])
-    rows.add(0, [Request(3, [11, 12])], SAMPLING, seed=5, step=2)
-    rows.add(1, [Request(3, [13])], SAMPLING, seed=5, step=2)
+    rows.add(0, [[Request(3, [11, 12])]], SAMPLING, 5, 0, False)
+    rows.add(1, [[Request(3, [13])]], SAMPLING, 5, 0, False)
     assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
-    assert engine.asked["0/3"][1]["seed"] == row_seed(5, 2, 3)
+    assert engine.asked["0/3"][1]["seed"] == row_seed(5, 3, 0)
     # the front end forgets what the core gives to nobody but this
     assert engine.aborted == [(["own 0/3"], True), (["own 1/3"], True)]
     assert rows.ranks() == {0, 1}
@@ -88,7 +88,7 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
     rows = Rows(engine, [2])
     for rank in range(2):
-        rows.add(rank, [Request(1, [3])], SAMPLING, seed=0, step=1)
+        rows.add(rank, [[Request(1, [3])]], SAMPLING, 0, 0, False)
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
@@ -103,7 +103,7 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     )
     rows = Rows(engine, [2])
     requests = [Request(1, [3]), Request(2, [4]), Request(3, [4]), Request(8, [4])]
-    rows.add(0, requests, Sampling(max_new_tokens=9, temperature=1.0, stop=("END",)), seed=0, step=1)
+    rows.add(0, [[r] for r in requests], Sampling(max_new_tokens=9, temperature=1.0, stop=("END",)), 0, 0, False)
     assert engine.aborted == []
     assert rows.step() == []
     told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]
@@ -121,10 +121,10 @@ def test_how_a_row_is_drawn():
         "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True, "stop_token_ids": [2],
         "logprobs": 0, "flat_logprobs": True, "output_kind": "final",
     }  # fmt: skip
-    assert params_of(SAMPLING, seed=4, eos=[2]) == due
+    assert params_of(SAMPLING, seed=4, eos=[2], tokens=9) == due
     greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    assert params_of(GREEDY, seed=4, eos=[2]) == due | greedy
-    assert params_of(SAMPLING, seed=4, eos=[2], length=30) == due | {"max_tokens": 30, "stop_token_ids": []}
+    assert params_of(GREEDY, seed=4, eos=[2], tokens=9) == due | greedy
+    assert params_of(SAMPLING, seed=4, eos=[2], tokens=30, fixed=True) == due | {"max_tokens": 30, "stop_token_ids": []}
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_how_a_row_is_drawn():
 )
 def test_rows_that_ended_wrongly_are_refused_by_number(logprobs, reason, error):
     with pytest.raises(error, match="row 4"):
-        sample_of(OpenRow(0, Request(4, [1]), [5, 6], logprobs), reason)
+        sample_of(OpenRow(Slot(0, SAMPLING), Request(4, [1]), [5, 6], logprobs), reason)

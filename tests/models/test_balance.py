@@ -33,7 +33,7 @@ def sampled(row: Sample) -> torch.Tensor:
 def balance_rank(group, count=ROWS, cuts=3):
     world, rank = group.dp_size, group.dp_rank
     owned = own(seed=0, step=1, batch_size=count, samples=1, mini_batches=cuts, sizes={"actor": world, "critic": world})
-    mine = owned.rows("actor", rank)
+    mine = owned.slots("actor", rank)
     rollout = Rollout([sample(row) for part in mine for row in part])
     trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
     fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.samples)])}
@@ -49,7 +49,7 @@ def test_rows_are_spread_evenly_and_keep_what_is_theirs():
     parts = run_threads(3, balance_rank)
     owned = own(seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, sizes={"actor": 1, "critic": 1})
     uneven = []
-    for index, rows in enumerate(owned.rows("actor", 0)):
+    for index, rows in enumerate(owned.slots("actor", 0)):
         together = sorted(row for part in parts for row in part[0][index])
         assert together == sorted(set(rows) - LEFT_OUT), "a mini-batch lost rows or got others"
         now, before = ([part[k][index] for part in parts] for k in (3, 4))

@@ -9,23 +9,25 @@ This process never imports vLLM, which changes the settings of its process.
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, Sampling, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, Following, Sampling, check_requests, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.rollout import Request, Sample
 
+AHEAD = 2  # rows of each slot that the engine has beside the open one: it must not wait for this process
 ALIGN = 512  # bytes; tensors in a bucket start at multiples of it
 BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
 FULL = 0.92  # part of the GPU that trainer and engine may use together if the engine stays awake
@@ -135,11 +137,17 @@ class VLLMEngine:
         self.loaded = True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, step: int
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        window: int = 0,
+        following: Following | None = None,
     ) -> Generator[list[Sample], None, None]:
         """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
-        return self._stream(requests, sampling, seed, step)
+        return self._stream(_Ahead(requests, following), sampling, seed, window)
 
     def release_memory(self, *, trained: bool) -> None:
         """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
@@ -165,14 +173,15 @@ class VLLMEngine:
             self.process.end(kill=not connected)
 
     def _stream(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, step: int
+        self, ahead: "_Ahead", sampling: Sampling, seed: int, window: int
     ) -> Generator[list[Sample], None, None]:
         if self._running:
             raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         self._wake("weights", "kv_cache")
         self._running, done = True, False
+        sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
-            self._send("generate", (list(requests), sampling, seed, step))
+            self._send("generate", (ahead.slots, sampling, seed, window, ahead.following is not None))
             last = time.monotonic()
             while not done:
                 if self._connection.poll(TICK):
@@ -181,17 +190,20 @@ class VLLMEngine:
                     done = kind == "done"
                     if done:
                         self.step_ms = value
-                    else:
-                        yield value
+                        continue
+                    if more := ahead.after(value):
+                        sender.submit(self._send, "more", more)
+                    yield value
                 elif time.monotonic() - last > self.timeout:
                     raise self._timed_out("the next row")
                 else:
                     yield []
         finally:
             if not done and self._conn:
-                self._send("halt")
+                sender.submit(self._send, "halt")
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
+            sender.shutdown()
             self._running = False
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
@@ -282,6 +294,32 @@ class VLLMEngine:
         if self.process:
             error.add_note(str(self.process.exit_report(wait=0)))
         return error
+
+
+class _Ahead:
+    """The rows that the engine has of each slot; with `following` the next ones, too, so that no slot waits."""
+
+    def __init__(self, requests: Sequence[Request], following: Following | None):
+        self.following, self.slots = following, [[request] for request in requests]
+        for slot in self.slots if following else ():
+            for _ in range(AHEAD):
+                slot.append(self._next(slot[-1].row))
+        self.newest = [slot[-1].row for slot in self.slots]
+        self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
+
+    def after(self, stopped: Sequence[Sample]) -> list[tuple[int, Request]]:
+        """(index of a slot, one more row for it) for each row that has ended."""
+        found = []
+        for sample in stopped if self.following else ():
+            if sample.end != "window":
+                index = self.slot_of.pop(sample.row)
+                request = self._next(self.newest[index])
+                self.newest[index], self.slot_of[request.row] = request.row, index
+                found.append((index, request))
+        return found
+
+    def _next(self, row: int) -> Request:
+        return cast(Following, self.following)(row)
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

@@ -4,8 +4,9 @@
 
 It imports vLLM, reads its Plan from stdin, builds the engine and accepts the ranks' connections. A rank sends `hello`,
 then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also `halt`, `sleep`, `wake`,
-`close`. Rows return as `samples` when they end. `done` answers each message. For `generate` it follows the last row and
-holds the milliseconds of a decode step. Messages about the whole engine take effect when all its ranks have sent them.
+`close`, and with windows `more`: further rows of slots. Rows return as `samples` when they end. `done` answers each
+message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode step. Messages about
+the whole engine take effect when all its ranks have sent them.
 """
 
 # pyright: reportMissingImports=false
@@ -104,7 +105,7 @@ def _patch_vllm(plan: Plan) -> None:
         # workers that only costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
-    warm = params_of(plan.sampling, seed=0, eos=plan.eos)
+    warm = params_of(plan.sampling, seed=0, eos=plan.eos, tokens=plan.sampling.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP port for this, later
     # versions leave a file behind. vLLM names its shared memory after the file, so the name is unique.
@@ -169,6 +170,8 @@ class Host:
             self.began[rank] = self.steps, self.seconds
             self.rows.add(rank, *value)
             self._end_rollouts()
+        elif kind == "more":
+            self.rows.add_more(rank, value)
         elif kind == "halt":
             self.rows.abort(rank)
             self._end_rollouts()

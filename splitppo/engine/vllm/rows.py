@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,34 @@ ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
 @dataclass
-class OpenRow:
-    """A row that is being generated for a rank."""
+class Slot:
+    """A slot of a rank: its rows follow one another.
+
+    Attributes:
+        left: tokens that it may still decode; None: no limit.
+        refills: whether another row takes the place of one that has ended.
+        rows: that come next.
+        idle: whether it waits for its next row.
+    """
 
     rank: int
+    sampling: Sampling
+    seed: int = 0
+    left: int | None = None
+    refills: bool = False
+    rows: deque[Request] = field(default_factory=deque)
+    idle: bool = False
+
+    def limit(self, request: Request) -> int:
+        """Tokens that a row may still get, whatever the slot has left."""
+        return (request.length or self.sampling.max_new_tokens) - len(request.response)
+
+
+@dataclass
+class OpenRow:
+    """A row that is being generated, and its new tokens."""
+
+    slot: Slot
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -46,33 +71,68 @@ class Rows:
     def __init__(self, llm: Any, eos: Sequence[int]):
         self.llm, self.eos = llm, list(eos)
         self.open: dict[str, OpenRow] = {}  # by request id
+        self.slots: dict[tuple[int, int], Slot] = {}  # by rank and index; those that have tokens left
         self._text = False  # whether stop strings may end these rows
 
-    def add(self, rank: int, requests: Sequence[Request], sampling: Sampling, seed: int, step: int) -> None:
+    def add(
+        self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, seed: int, window: int, refills: bool
+    ) -> None:
+        """Starts a rank's slots; each has its first rows. The other arguments are those of `RolloutEngine.generate`."""
         self._text = bool(sampling.stop)
-        for request in requests:
-            name, noise = f"{rank}/{request.row}", row_seed(seed, step, request.row)
-            params = params_of(sampling, seed=noise, eos=self.eos, length=request.length)
-            core_name = self.llm.add_request(name, {"prompt_token_ids": request.prompt}, params)
-            if not self._text:
-                self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
-            self.open[name if self._text else core_name] = OpenRow(rank, request)
+        for index, (first, *others) in enumerate(slots):
+            slot = Slot(rank, sampling, seed, window or None, refills, deque(others))
+            self.slots[rank, index] = slot
+            self._start(slot, first)
+
+    def add_more(self, rank: int, more: Sequence[tuple[int, Request]]) -> None:
+        """Further rows of slots, by index. A slot that has no tokens left is not there any more."""
+        for index, request in more:
+            if slot := self.slots.get((rank, index)):
+                slot.rows.append(request)
+                if slot.idle:
+                    self._start(slot, slot.rows.popleft())
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
-        names = [name for name, row in self.open.items() if row.rank == rank]
+        names = [name for name, row in self.open.items() if row.slot.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
         for name in names:
             del self.open[name]
+        self.slots = {place: slot for place, slot in self.slots.items() if slot.rank != rank}
 
     def step(self) -> list[tuple[int, Sample]]:
         """Runs vLLM's next step. Returns the rows that ended with it, each with its rank."""
         ended = self._ended_by_text() if self._text else self._ended()
-        return [(row.rank, sample_of(row, reason)) for row, reason in ended]
+        samples = [(row.slot.rank, sample_of(row, reason)) for row, reason in ended]
+        for (row, _), (_, sample) in zip(ended, samples, strict=True):
+            self._refill(row, sample)
+        return samples
 
     def ranks(self) -> set[int]:
-        """The ranks that have open rows."""
-        return {row.rank for row in self.open.values()}
+        """The ranks that have slots with tokens left."""
+        return {slot.rank for slot in self.slots.values()}
+
+    def _start(self, slot: Slot, request: Request) -> None:
+        slot.idle, limit = False, slot.limit(request)
+        noise = row_seed(slot.seed, request.row, len(request.response))
+        most = limit if slot.left is None else min(limit, slot.left)
+        params = params_of(slot.sampling, seed=noise, eos=self.eos, tokens=most, fixed=request.length is not None)
+        name, ids = f"{slot.rank}/{request.row}", [*request.prompt, *request.response]
+        core_name = self.llm.add_request(name, {"prompt_token_ids": ids}, params)
+        if not self._text:
+            self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
+        self.open[name if self._text else core_name] = OpenRow(slot, request)
+
+    def _refill(self, row: OpenRow, sample: Sample) -> None:
+        """After a row: starts its slot's next one, or ends the slot."""
+        slot = row.slot
+        slot.left = None if slot.left is None else slot.left - len(row.tokens)
+        if sample.end == "window" or not slot.refills or slot.left == 0:
+            self.slots = {place: other for place, other in self.slots.items() if other is not slot}
+        elif slot.rows:
+            self._start(slot, slot.rows.popleft())
+        else:
+            slot.idle = True
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
         ended, rows = [], self.open
@@ -104,11 +164,11 @@ class Rows:
         return ended
 
 
-def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int | None = None) -> Any:
+def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
     """vLLM's SamplingParams of a row.
 
     Args:
-        seed: of the row's noise. length: exact length of the response; None: until the row ends.
+        seed: of the row's noise. tokens: the row gets at most so many, and with `fixed` no fewer.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -117,13 +177,13 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int 
         top_p=1.0 if sampling.greedy else sampling.top_p,
         top_k=0 if sampling.greedy else sampling.top_k,
         seed=seed,
-        max_tokens=length or sampling.max_new_tokens,
+        max_tokens=tokens,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         ignore_eos=True,  # stop_token_ids has all of them
-        stop_token_ids=[] if length else list(eos),
+        stop_token_ids=[] if fixed else list(eos),
         logprobs=0,  # only of the drawn token
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -131,10 +191,14 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], length: int 
 
 
 def sample_of(row: OpenRow, reason: str) -> Sample:
-    """The finished row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
+    """The row as far as it goes. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
     request = row.request
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
         counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
         raise RuntimeError(f"row {request.row} ended by {reason!r} with {counts}")
     check_logprobs(request.row, row.logprobs)
-    return Sample(request.row, request.prompt, row.tokens, row.logprobs, ENDS_BY[reason])
+    end, drawn = ENDS_BY[reason], len(row.tokens)
+    if end == "limit" and drawn == row.slot.left and drawn < row.slot.limit(request):
+        end = "window"
+    response, logprobs = [*request.response, *row.tokens], [*request.logprobs, *row.logprobs]
+    return Sample(request.row, request.prompt, response, logprobs, end)

@@ -1,0 +1,91 @@
+"""The slots' streams of rows, and the rows that go on from one step to the next.
+
+Slot s of S has rows s, s + S, s + 2S, ... of the data order. Without windows a slot generates one row a step. With
+`rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the stream's next row, and a row
+that has not ended goes on in the next step, with the new weights. So which row comes next depends on no other slot, and
+no row is skipped or taken twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from splitppo.errors import UserError
+from splitppo.job.collectives import Group
+from splitppo.rollout import Prompt, Request, Sample
+
+
+class Streams:
+    """The rows of all slots, as a rank of the actor group sees them.
+
+    Args:
+        slots: S. windows: whether rows go on.
+        prompt: row -> its prompt.
+        lengths: of the responses, in the order of the rows, in a benchmark; else empty.
+
+    Attributes:
+        open: slot -> its row that goes on, or that comes next and has no response yet. All ranks hold the same rows.
+    """
+
+    def __init__(self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool):
+        self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
+        self.open: dict[int, Sample] = {}
+        self._changed: dict[int, Sample] = {}  # by this rank, since the last `share`
+
+    def request(self, step: int, slot: int) -> Request:
+        """What a slot's engine begins a step with."""
+        return self._request(self.open.get(slot) or self._fresh((step - 1) * self.slots + slot))
+
+    def following(self, row: int) -> Request:
+        """The row after another one in its stream."""
+        return self._request(self._fresh(row + self.slots))
+
+    def take(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
+        """Keeps the rows that go on. Returns those that have ended, with the steps that sampled them."""
+        ended = []
+        for given in samples:
+            slot, before = given.row % self.slots, self.open.get(given.row % self.slots)
+            stretches = before.stretches if before and before.row == given.row else ()
+            sampled = given.tokens - sum(tokens for _, tokens in stretches)
+            sample = replace(given, stretches=(*stretches, (step, sampled)))
+            goes_on = sample.end == "window"
+            ended += [] if goes_on else [sample]
+            if self.windows:
+                self._changed[slot] = sample if goes_on else self._fresh(sample.row + self.slots)
+        return ended
+
+    def share(self, group: Group) -> None:
+        """Makes every rank know the rows of all slots; all ranks of the group call it after each rollout."""
+        if self.windows:
+            for part in group.all_gather(self._changed):
+                self.open |= part
+        self._changed = {}
+
+    def state(self) -> list[Any]:
+        """The rows as a checkpoint holds them: number, response, its log-probs, stretches. Prompts follow from data."""
+        rows = (self.open[slot] for slot in sorted(self.open))
+        return [[row.row, list(row.response), list(row.logprobs), list(row.stretches)] for row in rows]
+
+    def load_state(self, state: Sequence[Any]) -> None:
+        """Goes on from what `state` returned, also with another window.
+
+        Raises:
+            UserError: there are other slots now, or rows do not go on.
+        """
+        if state and not (self.windows and len(state) == self.slots):
+            raise UserError(
+                f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and "
+                f"rollout.batch_size={len(state)}"
+            )
+        for row, response, logprobs, stretches in state:
+            past = tuple((step, tokens) for step, tokens in stretches)
+            self.open[row % self.slots] = replace(
+                self._fresh(row), response=response, logprobs=logprobs, stretches=past
+            )
+
+    def _request(self, row: Sample) -> Request:
+        length = self.lengths[row.row % len(self.lengths)] if self.lengths else None
+        return Request(row.row, row.prompt, length, row.response, row.logprobs)
+
+    def _fresh(self, row: int) -> Sample:
+        return Sample(row, self.prompt(row).tokens, [], [], "window")
