@@ -198,7 +198,7 @@ def test_random_sizes_never_dead_lock():
         assert all(seen.values())
 
 
-def pair(batch, *, chunks, timeout=20.0):
+def pair(batch, *, chunks, window=0, timeout=20.0):
     """The links of an actor and a critic rank that share all rows, and the record of posts."""
     placement, store, record = Placement("per_node", {"actor": (0,), "critic": (1,)}), dist.HashStore(), []
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
@@ -208,7 +208,8 @@ def pair(batch, *, chunks, timeout=20.0):
 
     wires = [QueueWire(rank, store, queues, record, timeout=timeout) for rank in range(2)]
     groups = [thread_groups(1)[0][0] for _ in wires]
-    links = (Links(wire, placement, ownership, group, chunks=chunks) for wire, group in zip(wires, groups, strict=True))
+    sizes = {"chunks": chunks, "window": window}
+    links = (Links(wire, placement, ownership, group, **sizes) for wire, group in zip(wires, groups, strict=True))
     return *links, record
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from reference_ppo import Hyper, Row, Step, reference_ppo
+from reference_ppo import Hyper, Row, Step, reference_ppo, windows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import actor, critic, train
@@ -90,7 +90,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
     Args:
         slow: the role that is.
         odd: `cut`: every third row ends by itself, none in step 2, none of the first mini-batch in step 3.
-            `far`: some of the engine's log-probs are 30 nats off.
+            `far`: some of the engine's log-probs are 30 nats off. `exact`: nothing is off.
     """
     update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
     generate = actor.Actor.generate
@@ -102,7 +102,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         far = {0: -30.0, 2: 30.0} if odd == "far" else {}
         actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
         for finished in generate(self, step):
-            for s in finished:
+            for s in finished if odd != "exact" else ():
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
                 s.logprobs[:] = [p + o for p, o in zip(s.logprobs, off, strict=True)]
             by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
@@ -189,9 +189,11 @@ def reference(
     value_layers: int | None = None,
     samples: int = 1,
     value_lr: float = VALUE_LR,
+    window: int = 0,
     **changes,
 ) -> dict:
-    """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its score."""
+    """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its score. With a `window`
+    the reference finds out by itself in which step a row ends, and what its log-probs were when it was sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
@@ -203,7 +205,7 @@ def reference(
         value = AutoModelForTokenClassification.from_pretrained(inputs / "value", config=config, dtype=torch.float32)
         value.load_state_dict(fresh_head(inputs, number), strict=False)
         values.append(value.eval())
-    steps = []
+    steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
         cut = own(
@@ -214,7 +216,10 @@ def reference(
             for row, (prompt, response, engine, finished) in sorted(rows.items())
         ]
         value_rows = cut.slots("critic", 0, value_mini_batches)
-        steps.append(Step(made, [list(mini) for mini in cut.mini_batches], value_rows))
+        cuts.append(([list(mini) for mini in cut.mini_batches], value_rows))
+        steps.append(Step(made, *cuts[-1]))
+        for number, row in zip(sorted(rows), made, strict=True):
+            streams[number % BATCH].append(row)
     hyper = Hyper(
         **HYPER | changes,
         samples=samples,
@@ -226,9 +231,16 @@ def reference(
         weight_decay=0.1,
         max_grad_norm=1.0,
     )
-    results = reference_ppo(policy, frozen, values, steps, hyper)
+    made_windows: list[Step] = []
+
+    def windowed() -> Any:
+        for step in windows(policy, streams, cuts, window, hyper):
+            made_windows.append(step)
+            yield step
+
+    results = reference_ppo(policy, frozen, values, windowed() if window else steps, hyper)
     weights = {f"{i}.{name}": weight for i, value in enumerate(values) for name, weight in value.state_dict().items()}
-    return {"results": results, "policy": policy.state_dict(), "value": weights}
+    return {"results": results, "policy": policy.state_dict(), "value": weights, "steps": made_windows}
 
 
 def fresh_head(inputs: Path, number: int) -> dict:

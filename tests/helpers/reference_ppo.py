@@ -6,7 +6,8 @@ Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW); of critics: VC-
 AsyPPO (2510.01656), SAO (2607.07508).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -267,19 +268,52 @@ def ppo_step(
     return result
 
 
+def windows(
+    policy: Any, streams: list[list[Row]], cuts: Iterable[tuple[list[list[int]], list[list[int]]]], size: int, h: Hyper
+) -> Iterator[Step]:
+    """The steps of a run in which each slot samples `size` tokens a step: a row that ends is followed at once by its
+    slot's next one, a row that has not ended goes on in the next step, and a row is trained on in the step it ends.
+
+    A step is made when it is asked for, so what samples is the policy as it is then.
+
+    Args:
+        streams: the rows of each slot, whole, in order; those that never end in the run are left out.
+        cuts: for each step, the slots of the policy's mini-batches and of the value model's.
+    """
+    place = [(0, 0) for _ in streams]  # of each slot: which row of its stream is open, and how many tokens it has
+    sampled: list[list[float]] = [[] for _ in streams]  # log-probs of the open rows, by the policies that sampled them
+    for cut, value_cut in cuts:
+        ended: list[tuple[int, Row]] = []
+        for slot, stream in enumerate(streams):
+            left, (number, have) = size, place[slot]
+            while left and number < len(stream):
+                row = stream[number]
+                now = min(left, len(row.response) - have)
+                with torch.no_grad():
+                    sampled[slot] += act(policy, row, h.temperature)[0][have : have + now].tolist()
+                left, have = left - now, have + now
+                if have == len(row.response):
+                    ended.append((slot, replace(row, engine=sampled[slot])))
+                    number, have, sampled[slot] = number + 1, 0, []
+            place[slot] = (number, have)
+        minis = [[[i for slot in slots for i, (of, _) in enumerate(ended) if of == slot] for slots in part]
+                 for part in (cut, value_cut)]  # fmt: skip
+        yield Step([row for _, row in ended], *minis)
+
+
 def kept(rows: list[int], step: Step, h: Hyper) -> list[int]:
     """The rows that the losses are over."""
     return [i for i in rows if step.rows[i].finished or not h.mask_truncated]
 
 
-def reference_ppo(policy: Any, reference: Any, values: list[Any], steps: list[Step], hyper: Hyper) -> list[StepResult]:
+def reference_ppo(
+    policy: Any, reference: Any, values: list[Any], steps: Iterable[Step], hyper: Hyper
+) -> list[StepResult]:
     """Train `policy` and `values` in place on given rollouts, one result a step.
 
     `policy`, `reference`: Hugging Face causal language models; `values`: token classification models with one label.
     Rows need a prompt and a response of at least one token each.
     """
-    if not all(row.prompt and row.response for step in steps for row in step.rows):
-        raise ValueError("every row needs a prompt and a response")
     for model in (policy, reference, *values):
         model.eval()  # no dropout
     optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
@@ -287,6 +321,11 @@ def reference_ppo(policy: Any, reference: Any, values: list[Any], steps: list[St
     results, kl_coef = [], hyper.kl_coef
     pretrains, best, stale = hyper.pretrain_steps > 0, -float("inf"), 0
     for number, step in enumerate(steps, 1):
+        if not all(row.prompt and row.response for row in step.rows):
+            raise ValueError("every row needs a prompt and a response")
+        if not step.rows:
+            results.append(StepResult([], [], [], [], 0.0))
+            continue
         phase: Any = {"learns": number > hyper.critic_warmup and not pretrains, "pretrains": pretrains}
         results.append(ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase))
         stale = 0 if results[-1].explained > best else stale + 1

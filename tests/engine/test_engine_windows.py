@@ -1,0 +1,124 @@
+"""Engines with windows: which tokens a row gets does not depend on how the windows cut it, and a slot never rests."""
+
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_engine import FIRST, Case, case, hf_case, tokenizer
+from test_vllm_rows import SAMPLING, Engine, core
+
+from splitppo.engine import Sampling, row_seed
+from splitppo.engine.vllm.client import AHEAD, _Ahead
+from splitppo.engine.vllm.rows import Rows
+from splitppo.rollout import Prompt, Request, Sample
+from splitppo.streams import Streams
+
+__all__ = ["case", "hf_case", "tokenizer"]  # fixtures
+
+SLOTS, LIMIT = 6, 14
+GROUP: Any = SimpleNamespace(all_gather=lambda part: [part])
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt("", [FIRST + row % 50, *[FIRST + row % 7] * (row % 3)], "", "", {})
+
+
+def decode(engine: Any, window: int, steps: int, lengths: list[int], **sampling: Any) -> dict[int, Sample]:
+    """The rows that end in so many steps, with the same weights in all; each step is checked to be full."""
+    streams, ended = Streams(SLOTS, prompt, lengths, windows=window > 0), {}
+    how: Any = {"window": window, "following": streams.following} if window else {}
+    for step in range(1, steps + 1):
+        requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
+        for stopped in engine.generate(requests, Sampling(1.0, LIMIT, **sampling), seed=3, **how):
+            begun = {r.row: len(r.response) for r in requests}
+            for sample in stopped:
+                sampled[sample.row % SLOTS] += len(sample.response) - begun.get(sample.row, 0)
+            rows = streams.take(step, stopped)
+            assert not ended.keys() & {row.row for row in rows}, "a row has ended twice"
+            ended |= {row.row: row for row in rows}
+        streams.share(GROUP)
+        assert not window or [sampled[slot] for slot in range(SLOTS)] == [window] * SLOTS
+    return ended
+
+
+def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str]]:
+    return {row: (sample.response, sample.end) for row, sample in rows.items()}
+
+
+def check(engine: Any, greedy: bool) -> None:
+    whole = decode(engine, 0, 8, [], greedy=greedy)
+    assert {"eos", "limit"} <= {sample.end for sample in whole.values()}
+    for window, steps in ((3, 13), (40, 2)):
+        found = decode(engine, window, steps, [], greedy=greedy)
+        both = told(whole).keys() & told(found).keys()
+        assert len(both) >= 2 * SLOTS
+        assert {row: told(found)[row] for row in both} == {row: told(whole)[row] for row in both}
+        for row in both:
+            assert found[row].logprobs == pytest.approx(whole[row].logprobs, abs=1e-3)
+
+
+def test_a_greedy_row_does_not_depend_on_the_window(case: Case) -> None:
+    check(case.engine, greedy=True)
+
+
+def test_nor_does_a_sampled_row_of_the_embedded_engine(hf_case: Case) -> None:
+    """Its noise belongs to the token's place in the row; more slots than the engine has rows at once."""
+    check(hf_case.make(max_rows=4), greedy=False)
+
+
+def test_a_sampled_row_of_given_length_is_the_same_again(case: Case) -> None:
+    lengths = [5, 1, 9, 2, 14, 3, 7]
+    first, second = (decode(case.engine, 4, 6, lengths) for _ in range(2))
+    assert told(first) == told(second)
+    assert all(len(sample.response) == lengths[row % 7] for row, sample in first.items())
+    assert all(sample.end == "limit" for sample in first.values())
+    assert len(first) > 3 * SLOTS
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"), SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=module))
+
+
+def test_a_slot_of_vllm_gets_its_next_row_at_once(vllm: None) -> None:
+    """A window of six tokens; the row that goes on has two tokens from before."""
+    engine = Engine(
+        [core("own 0/3", [7, 2], [-1.0, -2.0], "stop")],
+        [core("own 0/5", [8], [-3.0], "stop")],
+        [core("own 0/7", [9, 9, 9], [-4.0] * 3, "length")],
+    )
+    rows, before = Rows(engine, [2]), Request(3, [11], None, [5, 6], [-0.1, -0.2])
+    rows.add(0, [[before, Request(5, [12])]], SAMPLING, 4, 6, True)
+    (prompt_, params) = engine.asked["0/3"]
+    assert (prompt_["prompt_token_ids"], params["max_tokens"], params["seed"]) == ([11, 5, 6], 6, row_seed(4, 3, 2))
+    ((_, sample),) = rows.step()
+    assert (sample.response, sample.logprobs, sample.end) == ([5, 6, 7, 2], [-0.1, -0.2, -1.0, -2.0], "eos")
+    assert engine.asked["0/5"][1]["max_tokens"] == 4
+    rows.step()
+    assert (rows.open, rows.ranks()) == ({}, {0})  # it waits for its next row
+    rows.add_more(0, [(0, Request(7, [13])), (0, Request(9, [14])), (5, Request(8, [1]))])
+    assert engine.asked["0/7"][1]["max_tokens"] == 3
+    ((_, sample),) = rows.step()
+    assert (sample.end, sample.response, rows.open, rows.ranks()) == ("window", [9, 9, 9], {}, set())
+
+
+def test_the_engine_has_rows_ahead() -> None:
+    ahead = _Ahead([Request(0, [1]), Request(1, [1])], lambda row: Request(row + 2, [row]))
+    assert [[request.row for request in slot] for slot in ahead.slots] == [[0, 2, 4], [1, 3, 5]]
+    assert AHEAD == 2
+
+    def stop(row: int, end: Any) -> Sample:
+        return Sample(row, [], [], [], end)
+
+    assert [(i, r.row) for i, r in ahead.after([stop(1, "eos"), stop(0, "window")])] == [(1, 7)]
+    assert [(i, r.row) for i, r in ahead.after([stop(3, "eos"), stop(5, "limit"), stop(7, "eos")])] == [
+        (1, 9),
+        (1, 11),
+        (1, 13),
+    ]
+    alone = _Ahead([Request(0, [1])], None)
+    assert ([[request.row for request in slot] for slot in alone.slots], alone.after([stop(0, "eos")])) == ([[0]], [])

@@ -1,0 +1,214 @@
+"""Rows that go on: the program against the reference, which keeps its open rows in a list; through kill and resume."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, run_threads
+from runs import assert_same, figures, main_rank
+from test_channel import pair
+from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, train_rank
+
+from splitppo.config import Config, PPOConfig, RolloutConfig, rules
+from splitppo.config.cli import parse
+from splitppo.engine.hf import HFEngine
+from splitppo.errors import UserError
+from splitppo.job.collectives import Group
+from splitppo.rollout import Prompt, Sample
+from splitppo.streams import Streams
+
+__all__ = ["inputs"]  # the fixture
+
+WINDOW = 4
+LENGTHS = [1, 9, 4, 2, 12, 7, 3, 5, 8, 1, 6, 4, 11]  # of a stream's rows: up to three windows long
+
+
+def lengths_file(folder: Path, lengths: list[int]) -> Path:
+    (folder / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    return folder / "lengths.txt"
+
+
+def check(inputs: Path, tmp_path: Path, world: int, lengths: list[int], window: int, **changes: Any) -> dict:
+    """Runs the program and the reference; returns what was recorded of the program."""
+    options = {"rollout__lengths": lengths_file(tmp_path, lengths), "rollout__max_new_tokens": 12}
+    seen = run(inputs, tmp_path, world, odd="exact", rollout__window=window, **options, **changes)
+    samples = changes.get("rollout__samples", 1)
+    due = reference(inputs, seen, window=window, samples=samples, old_logprobs="engine")
+    compare(seen, due)
+    for rows, step in zip(seen["rows"], due["steps"], strict=True):
+        mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
+        assert [row[:2] for row in mine] == [(row.prompt, row.response) for row in step.rows]
+        for (_, _, logprobs, _), row in zip(mine, step.rows, strict=True):
+            assert logprobs == pytest.approx(row.engine, rel=0, abs=1e-5)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (2, {"placement__actor": 1}),
+        (3, {"placement__actor": 2}),
+        (4, {"placement__actor": 1}),
+        (2, {"placement__mode": "colocated"}),
+    ],
+    ids=["1+1", "2+1", "1+3", "colocated"],
+)
+def test_every_placement_is_the_reference(inputs, tmp_path, world, placement):
+    seen = check(inputs, tmp_path, world, LENGTHS, WINDOW, rollout__samples=2, **placement)
+    lines = seen["lines"][:STEPS]
+    assert [line["window/sampled"] for line in lines] == [BATCH * WINDOW] * STEPS
+    assert [line["window/rows"] for line in lines] == [len(rows) for rows in seen["rows"]]
+    assert [line["window/age/max"] for line in lines] == [0, 1, 2]
+    streams = [sorted(row for rows in seen["rows"] for row in rows if row % BATCH == slot) for slot in range(BATCH)]
+    # each stream without a gap; a row is in one step alone
+    assert all(stream == [slot + BATCH * k for k in range(len(stream))] for slot, stream in enumerate(streams))
+    assert {len(stream) for stream in streams} >= {1, 2, 3}
+
+
+def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
+    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2)
+    assert [len(rows) for rows in seen["rows"]] == [0, 0, BATCH]
+    assert seen["actor"][:2] == seen["critic"][:2] == [[], []]
+
+
+def whole_rows_rank(rank: int, *args: Any) -> None:
+    """No row follows another one in its slot."""
+    generate = HFEngine.generate
+
+    def alone(self: Any, *args: Any, following: Any = None, **kwargs: Any) -> Any:
+        return generate(self, *args, **kwargs)
+
+    HFEngine.generate = alone  # type: ignore[method-assign]
+    train_rank(rank, *args)
+
+
+def test_a_window_that_no_row_exceeds_changes_no_bit_if_slots_are_not_refilled(inputs, tmp_path):
+    found = []
+    for window in (0, 12):
+        record = tmp_path / f"record_{window}"
+        record.mkdir()
+        changes = {"rollout.lengths": lengths_file(tmp_path, LENGTHS), "rollout.max-new-tokens": 12}
+        changes |= {"rollout.window": window, "ppo.old-logprobs": "engine", "reward.function": "exact_match"}
+        argv = flags(inputs, tmp_path / f"run_{window}", changes)
+        run_ranks(1, whole_rows_rank, argv, record, "none", "exact")
+        lines = [figures(tmp_path / f"run_{window}", role) for role in ("actor", "critic")]
+        weights = [torch.load(record / f"{name}.pt") for name in ("policy", "value")]
+        found.append((lines, weights))
+    (lines, weights), (others, other_weights) = found
+    for role, other in zip(lines, others, strict=True):
+        assert {step: {name: line[name] for name in role[step]} for step, line in other.items()} == role
+    assert all(
+        torch.equal(one[name], two[name]) for one, two in zip(weights, other_weights, strict=True) for name in one
+    )
+
+
+def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(inputs, tmp_path):
+    """Resumed with one more actor rank after two steps."""
+    argv = ["--rollout.window=5", f"--rollout.lengths={lengths_file(tmp_path, LENGTHS)}", "--rollout.batch-size=6"]
+    argv += ["--rollout.max-new-tokens=12", "--data.max-rows=8", "--log.samples=1000", "--checkpoint.every=2"]
+    argv += ["--ppo.kl-coef=0.01", "--log.validate-every=0", "--checkpoint.keep=9"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=7", f"--run-dir={whole}"])
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=2", f"--run-dir={cut}"])
+    state = json.loads((cut / "checkpoints" / "step_000002" / "actor" / "state.json").read_text())
+    assert len(state["open"]) == 6
+    assert {step for *_, stretches in state["open"] for step, _ in stretches} == {1, 2}
+    run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=7", f"--run-dir={cut}"])
+    for role in ("actor", "critic"):
+        assert_same(figures(cut, role), figures(whole, role))
+    files = sorted((cut / "samples").glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert set(Counter(row["row"] for row in rows).values()) == {1}
+    prompts = Counter(row["prompt"] for row in rows if row["row"] < 8)
+    assert (len(prompts), set(prompts.values())) == (8, {1})  # the first epoch
+    with pytest.raises(RuntimeError, match="exit status 2"):
+        run_ranks(1, main_rank, [*argv, "--rollout.window=0", "--steps=8", f"--run-dir={cut}", "--force"])
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt("", [row, row], "", "", {})
+
+
+def stop(row: int, tokens: int, end: Any) -> Sample:
+    return Sample(row, [row, row], list(range(tokens)), [-0.5] * tokens, end)
+
+
+def shared(group: Group) -> list[Any]:
+    """Three slots; rank 0 has the first two."""
+    streams = Streams(3, prompt, [7, 8, 9, 10], windows=True)
+    mine = [[stop(0, 2, "eos"), stop(3, 3, "window"), stop(1, 5, "limit")], [stop(2, 5, "window")]][group.dp_rank]
+    ended = streams.take(1, mine)
+    before = len(streams.open)
+    streams.share(group)
+    return [ended, before, streams.state(), [streams.request(2, slot) for slot in range(3)]]
+
+
+def test_every_rank_knows_the_rows_that_go_on():
+    first, second = run_threads(2, shared)
+    assert first[2:] == second[2:]
+    assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
+    assert second[0] == []
+    assert first[2] == [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
+    asked = [(r.row, r.prompt, r.length, len(r.response), len(r.logprobs)) for r in first[3]]
+    assert asked == [(3, [3, 3], 10, 3, 3), (4, [4, 4], 7, 0, 0), (2, [2, 2], 9, 5, 5)]
+    goes_on = Streams(3, prompt, [], windows=True)
+    goes_on.load_state(json.loads(json.dumps(first[2])))
+    (row,) = goes_on.take(2, [stop(2, 9, "eos")])
+    assert (row.stretches, row.ages) == (((1, 5), (2, 4)), [1] * 5 + [0] * 4)
+    assert goes_on.following(2).row == 5
+    for slots, windows in ((4, True), (3, False)):
+        with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
+            Streams(slots, prompt, [], windows=windows).load_state(first[2])
+
+
+def test_without_windows_a_slot_has_one_row_a_step():
+    streams = Streams(3, prompt, [], windows=False)
+    assert [streams.request(3, slot).row for slot in range(3)] == [6, 7, 8]
+    assert [row.row for row in streams.take(3, [stop(7, 2, "eos")])] == [7]
+    run_threads(1, streams.share)
+    assert (streams.state(), streams.request(4, 1).row) == ([], 10)
+
+
+def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
+    """Parts of four tokens; the row that goes on from another step counts with the tokens of this one."""
+    sender, receiver, _ = pair(4, chunks=3, window=12)
+
+    def ended(row: int, *stretches: tuple[int, int]) -> Sample:
+        return Sample(row, [1], [5] * sum(n for _, n in stretches), [], "eos", stretches=stretches)
+
+    sender.rollouts.offer(2, [ended(0, (2, 1)), ended(5, (1, 7), (2, 4))])
+    sender.rollouts.offer(2, [ended(4, (2, 4)), ended(9, (2, 8))])  # the slots' second rows
+    posted = sender.rollouts.flush(2)
+    got = [[sample.row for sample in receiver.rollouts.recv(2, chunk)] for chunk in range(3)]
+    posted.result(timeout=10)
+    assert got == [[0, 5], [4], [9]]
+    nothing = sender.rollouts.flush(3)
+    assert [receiver.rollouts.recv(3, chunk) for chunk in range(3)] == [[], [], []]
+    nothing.result(timeout=10)
+
+
+REFUSED = {
+    "a stop string may lie across two windows": ["--rollout.stop", "END"],
+    "use token, or off": ["--ppo.importance=sequence", "--ppo.old-logprobs=trainer"],
+    "set ppo.importance=token": ["--ppo.old-logprobs=trainer"],
+    "leaves out": ["--ppo.importance=token"],
+    "use top_p 1": ["--rollout.top-p=0.9"],
+    "must be at least 0": ["--rollout.window=-1"],
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_windows_refuse(said):
+    with pytest.raises(UserError, match=said):
+        rules.check(parse(["--rollout.window=8", *REFUSED[said]]))
+
+
+def test_whose_log_probs_are_the_old_ones():
+    assert [Config(rollout=RolloutConfig(window=w)).old_logprobs for w in (0, 8)] == ["trainer", "engine"]
+    decoupled = parse(["--rollout.window=8", "--ppo.old-logprobs=trainer", "--ppo.importance=token"])
+    assert decoupled.old_logprobs == "trainer"
+    rules.check(decoupled)
+    assert Config(ppo=PPOConfig(old_logprobs="engine")).old_logprobs == "engine"
