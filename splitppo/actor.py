@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics
-from splitppo.engine import RolloutEngine, Sampling
+from splitppo.engine import RolloutEngine, Sampling, Window
 from splitppo.errors import UserError, say, warn
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
@@ -80,9 +80,9 @@ class Actor:
         rollout, streams = self.context.config.rollout, self.streams
         slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
         requests = [streams.request(step, slot) for slot in slots]
-        how: Any = {"window": rollout.window, "following": streams.following} if rollout.window else {}
+        window = Window(rollout.window, streams.following) if rollout.window else None
         done, printed, seed = 0, time.monotonic(), self.context.config.seed
-        for stopped in self.engine.generate(requests, Sampling.of(rollout), seed=seed, **how):
+        for stopped in self.engine.generate(requests, Sampling.of(rollout), seed=seed, window=window):
             ended = streams.take(step, stopped)
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
@@ -107,7 +107,7 @@ class Actor:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
             if not self.compared:
-                fresh = torch.tensor([age == 0 for sample in rollout.samples for age in sample.ages], dtype=torch.bool)
+                fresh = torch.tensor(self._ages(rollout)) == 0
                 self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
@@ -117,8 +117,7 @@ class Actor:
             ref = [self.reference.logprobs(rollout)]
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        metrics = self._rollout_metrics(rollout, sums, (sampled - old).abs())
-        return [old, *ref], metrics | self._window_metrics(rollout)
+        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""
@@ -139,8 +138,7 @@ class Actor:
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         if self.streams.windows:
             sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
-            ages = [age for sample in rollout.samples for age in sample.ages]
-            fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(ages, dtype=torch.float32)}
+            fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
         weights, found = self._importance(rollout, old)
         if self.group.all_max([bool(advantages.isnan().any())])[0]:
             return found | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
@@ -148,9 +146,10 @@ class Actor:
         figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
         if not figures and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
-        found |= algo.staleness_shares(figures[0]) if figures and self.streams.windows else {}
-        figures = [{name: x for name, x in figure.items() if not name.startswith("stale/")} for figure in figures]
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
+        if figures and self.streams.windows:  # of the first optimizer step alone: before the update
+            metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
+            metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
         return metrics | {"actor/lr": self.policy.learning_rate(step)}
 
@@ -212,9 +211,8 @@ class Actor:
             mode=ppo.clip_mode,
         )
         if "age" in fields:
-            metrics |= algo.staleness(
-                logprobs, fields["sampled"], fields["age"], mask, clip_low=ppo.clip_low, clip_high=ppo.clip_high
-            )
+            clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
+            metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
@@ -222,6 +220,10 @@ class Actor:
         if with_entropy:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
+
+    def _ages(self, rollout: Rollout) -> list[int]:
+        """For each response token of the rows, how many steps ago it was sampled."""
+        return [age for sample in rollout.samples for age in sample.ages]
 
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
         """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
@@ -254,53 +256,35 @@ class Actor:
         }
 
     def _rollout_metrics(self, rollout: Rollout, sums: dict[str, float], difference: Tensor) -> dict[str, float]:
-        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows are left
-        out if none has ended."""
+        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows and
+        tokens are left out if no row has ended."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
-        cut = sum(sample.truncated for sample in rollout.samples)
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), *sums.values()]
-        summed = self.group.all_sum(torch.tensor([float(part) for part in counts])).tolist()
-        rows, tokens, prompts, cut, whole, *totals = summed
+        cut, ages = sum(sample.truncated for sample in rollout.samples), self._ages(rollout)
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), sum(ages), ages.count(0)]
+        summed = self.group.all_sum(torch.tensor([float(part) for part in (*counts, *sums.values())])).tolist()
+        rows, tokens, prompts, cut, whole, age, now, *totals = summed
         worst = float(difference.max()) if len(difference) else 0.0
-        parts = self.group.all_gather((max(rollout.lengths, default=0), worst, self.engine.step_ms))
-        longest, worsts, step_ms = zip(*parts, strict=True)
-        metrics = {
+        parts = self.group.all_gather(
+            (max(rollout.lengths, default=0), worst, max(ages, default=0), self.engine.step_ms)
+        )
+        longest, worsts, oldest, step_ms = zip(*parts, strict=True)
+        found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
             "perf/engine_step_ms/max": max(step_ms),
         }
+        if self.streams.windows:
+            lengths = [row.tokens for row in self.streams.open.values()]
+            found |= {"window/rows": rows, "window/sampled": now + self.streams.sampled, "window/age/max": max(oldest)}
+            found |= {"window/open_length/mean": sum(lengths) / len(lengths), "window/open_length/max": max(lengths)}
         if not rows:
-            return metrics
-        means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
-        if "actor/mismatch_mean" in means:
-            means["actor/mismatch_max"] = max(worsts)
-        return (
-            metrics
-            | means
-            | {
-                "response_length/mean": tokens / rows,
-                "response_length/max": max(longest),
-                "response_length/clip_ratio": cut / rows,
-                "prompt_length/mean": prompts / rows,
-            }
-        )
-
-    def _window_metrics(self, rollout: Rollout) -> dict[str, float]:
-        """With windows: rows that ended, tokens decoded, ages of the tokens to train on, lengths of the open rows."""
-        if not self.streams.windows:
-            return {}
-        now = [sample.stretches[-1][1] for sample in rollout.samples]
-        ages = [age for sample in rollout.samples for age in sample.ages]
-        sums = torch.tensor([float(part) for part in (len(rollout.rows), sum(now), sum(ages), len(ages))])
-        rows, sampled, age, tokens = self.group.all_sum(sums).tolist()
-        (oldest,) = self.group.all_max([max(ages, default=0)])
-        # a row is open in the newest step if that has sampled it
-        steps = [row.stretches[-1] for row in self.streams.open.values() if row.stretches]
-        lengths = [row.tokens for row in self.streams.open.values()]
-        metrics = {
-            "window/rows": rows,
-            "window/sampled": sampled + sum(tokens for _, tokens in steps),
-            "window/open_length/mean": sum(lengths) / len(lengths),
-            "window/open_length/max": float(max(lengths)),
+            return found
+        found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}
+        found |= {"actor/mismatch_max": max(worsts)} if "actor/mismatch_mean" in found else {}
+        found |= {"window/age/mean": age / tokens} if self.streams.windows else {}
+        return found | {
+            "response_length/mean": tokens / rows,
+            "response_length/max": max(longest),
+            "response_length/clip_ratio": cut / rows,
+            "prompt_length/mean": prompts / rows,
         }
-        return metrics | ({"window/age/mean": age / tokens, "window/age/max": float(oldest)} if rows else {})

@@ -11,7 +11,7 @@ et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 202
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,7 @@ ClipMode = Literal["clip", "mask"]
 
 _WHITEN_EPS = 1e-8
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
+STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
 LOG_RATIO = 20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
 
 
@@ -306,29 +307,18 @@ def policy_loss(
 def staleness(
     logprobs: Tensor, sampled: Tensor, age: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """How far the policy has moved from those that sampled the tokens: means over the mask, `stale/...`, 0-d tensors.
+    """How far the policy has moved from those that sampled the tokens; `STALENESS`, 0-d tensors.
 
-    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was sampled. `staleness_shares`
-    makes figures for people of them.
+    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was sampled. The shares are of
+    all tokens of the mask: those of an age whose ratio to the behaviour policy lies outside the clip range. Then the
+    means of the ratio and of its square: the square of the one over the other is the ratios' effective sample size.
     """
     _check_shapes(2, logprobs=logprobs, sampled=sampled, age=age, mask=mask)
     ratio = clamp_log_ratio(_keep(logprobs - sampled, mask)).exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    found = {"stale/ratio": masked_mean(ratio, mask), "stale/square": masked_mean(ratio.square(), mask)}
-    for name, of_age in (("0", age == 0), ("1", age == 1), ("2_or_more", age >= 2)):
-        found[f"stale/tokens/{name}"] = masked_mean(of_age.to(ratio.dtype), mask)
-        found[f"stale/outside/{name}"] = masked_mean((of_age & outside).to(ratio.dtype), mask)
-    return found
-
-
-def staleness_shares(means: Mapping[str, float]) -> dict[str, float]:
-    """From the means of `staleness`: `window/outside_clip/AGE`, the share of the tokens of an age whose ratio lies
-    outside the clip range (0 without tokens), and `window/ess`, the effective sample size of the ratios as token
-    weights, (sum of w)^2 / (N * sum of w^2)."""
-    ages = [name.removeprefix("stale/tokens/") for name in means if name.startswith("stale/tokens/")]
-    shares = {age: means[f"stale/outside/{age}"] / (means[f"stale/tokens/{age}"] or 1.0) for age in ages}
-    ess = means["stale/ratio"] ** 2 / means["stale/square"]
-    return {f"window/outside_clip/{age}": share for age, share in shares.items()} | {"window/ess": ess}
+    shares = [outside & of_age for of_age in (age == 0, age == 1, age >= 2)]
+    figures = [*(share.to(ratio.dtype) for share in shares), ratio, ratio.square()]
+    return {name: masked_mean(x, mask) for name, x in zip(STALENESS, figures, strict=True)}
 
 
 def importance_weights(

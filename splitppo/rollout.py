@@ -53,6 +53,10 @@ class Request:
     response: Sequence[int] = ()
     logprobs: Sequence[float] = ()
 
+    def left(self, max_new_tokens: int) -> int:
+        """Tokens that it may still get."""
+        return (self.length or max_new_tokens) - len(self.response)
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -25,11 +25,13 @@ class Streams:
 
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no response yet. All ranks hold the same rows.
+        sampled: tokens that the newest step has sampled of them.
     """
 
     def __init__(self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool):
         self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
         self.open: dict[int, Sample] = {}
+        self.sampled = 0
         self._changed: dict[int, Sample] = {}  # by this rank, since the last `share`
 
     def request(self, step: int, slot: int) -> Request:
@@ -59,6 +61,7 @@ class Streams:
         if self.windows:
             for part in group.all_gather(self._changed):
                 self.open |= part
+        self.sampled = sum(row.stretches[-1][1] for row in self.open.values() if row.stretches)
         self._changed = {}
 
     def state(self) -> list[Any]:

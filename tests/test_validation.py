@@ -35,7 +35,7 @@ class FakeEngine:
     loaded: bool = True
     step_ms: float = 0.0
 
-    def generate(self, requests, sampling, *, seed, window=0, following=None):
+    def generate(self, requests, sampling, *, seed, window=None):
         self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed))
         waiting = [
             Sample(r.row, r.prompt, self.response(sampling, seed, r.row), [], "eos" if r.row % 3 else "limit")

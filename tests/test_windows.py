@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
     """No row follows another one in its slot."""
     generate = HFEngine.generate
 
-    def alone(self: Any, *args: Any, following: Any = None, **kwargs: Any) -> Any:
-        return generate(self, *args, **kwargs)
+    def alone(self: Any, *args: Any, window: Any, **kwargs: Any) -> Any:
+        return generate(self, *args, window=window and replace(window, following=None), **kwargs)
 
     HFEngine.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)

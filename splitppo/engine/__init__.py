@@ -13,7 +13,6 @@ from splitppo.config import RolloutConfig
 from splitppo.rollout import Request, Sample
 
 TICK = 0.005  # seconds between two empty lists of `generate`
-Following = Callable[[int], Request]  # row -> the row after it in its slot
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,20 @@ class Sampling:
         """The same at another temperature; 0: greedy."""
         greedy = replace(self, greedy=True, top_p=1.0, top_k=0)
         return replace(self, temperature=temperature) if temperature else greedy
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far each request's slot decodes.
+
+    Attributes:
+        tokens: of each slot. A row that has not ended by then is cut.
+        following: row -> the request that takes its slot when it ends, while the window has tokens left. A pure
+            function; may be called in another thread, and ahead of time. None: the slot stays empty.
+    """
+
+    tokens: int
+    following: Callable[[int], Request] | None
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
@@ -118,23 +131,12 @@ class RolloutEngine(Protocol):
         """
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        seed: int,
-        window: int = 0,
-        following: Following | None = None,
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
     ) -> Generator[list[Sample], None, None]:
         """Generates every request once, in the background. The work starts with the first `next`.
 
         A row's noise is a function of (seed, row, position) alone, or of (seed, row, tokens that it has, position).
         Other rows and the rank do not change it.
-
-        Args:
-            window: tokens that each request's slot decodes, if its rows do not end before; 0: no limit.
-            following: gives the request that takes a slot when its row ends, as long as the window has tokens left. A
-                pure function; may be called in another thread, and ahead of time.
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an

@@ -29,7 +29,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, Following, Sampling, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, Sampling, Window, check_logprobs, check_requests, check_weights, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import End, Request, Sample
@@ -114,8 +114,7 @@ class _Job:
     requests: Sequence[Request]
     sampling: Sampling
     seed: int
-    window: int
-    following: Following | None
+    window: Window | None
     out: "queue.SimpleQueue[list[Sample] | BaseException | None]" = field(default_factory=queue.SimpleQueue)
     halt: threading.Event = field(default_factory=threading.Event)
 
@@ -140,7 +139,7 @@ class _Batch:
         self.waiting: list[Slot] = []
         self.eos = set(engine.eos.tolist())
         self.stop = engine.stop_criteria(job.sampling.stop) if job.sampling.stop else None
-        self.limits = [engine.limit(request, job.sampling) for request in requests]
+        self.limits = [request.left(job.sampling.max_new_tokens) for request in requests]
         lengths = [min(limit, left) for limit, (_, left) in zip(self.limits, slots, strict=True)]
         self.lengths = torch.tensor(lengths, device=engine.device)
         self.free = torch.tensor([request.length is None for request in requests], device=engine.device)
@@ -182,36 +181,27 @@ class _Batch:
         Args:
             response: `[R, T]` what the library has generated.
         """
-        rows = (~self.done).nonzero()[:, 0].tolist()
-        slots = [(self.slots[row][0], self.slots[row][1] - response.shape[1]) for row in rows]
-        both = self._drawn(response, rows) if rows else []
-        return self.waiting + [
-            (replace(request, response=tokens, logprobs=logprobs), left)
-            for (request, left), (tokens, logprobs) in zip(slots, both, strict=True)
-        ]
-
-    def _drawn(self, response: Tensor, rows: list[int]) -> list[tuple[list[int], list[float]]]:
-        """The response and its log-probs of some rows, with what earlier steps and calls have sampled."""
-        index = torch.tensor(rows, device=response.device)
-        tokens = response[index].tolist()
-        logprobs = torch.stack([position[index] for position in self.logprobs], dim=1).tolist()
-        before = [self.slots[row][0] for row in rows]
-        return [
-            ([*request.response, *row_tokens], [*request.logprobs, *row_logprobs])
-            for request, row_tokens, row_logprobs in zip(before, tokens, logprobs, strict=True)
-        ]
+        rows, drawn = (~self.done).nonzero()[:, 0].tolist(), response.shape[1]
+        samples = self._collect(response, rows, [False] * len(self.slots)) if rows else []
+        slots = zip((self.slots[row] for row in rows), samples, strict=True)
+        goes_on = [(replace(r, response=s.response, logprobs=s.logprobs), left - drawn) for (r, left), s in slots]
+        return self.waiting + goes_on
 
     def _collect(self, response: Tensor, rows: list[int], ended: list[bool]) -> list[Sample]:
-        samples, drawn = [], response.shape[1]
-        for row, (tokens, logprobs) in zip(rows, self._drawn(response, rows), strict=True):
+        index, window = torch.tensor(rows, device=response.device), self.job.window
+        tokens, drawn = response[index].tolist(), response.shape[1]
+        logprobs = torch.stack([position[index] for position in self.logprobs], dim=1).tolist()
+        samples = []
+        for row, row_tokens, row_logprobs in zip(rows, tokens, logprobs, strict=True):
             request, left = self.slots[row]
-            check_logprobs(request.row, logprobs)
+            check_logprobs(request.row, row_logprobs)
             end: End = "limit" if drawn >= self.limits[row] else "window"
             if ended[row]:
-                end = "eos" if tokens[-1] in self.eos else "stop"
-            samples.append(Sample(request.row, request.prompt, tokens, logprobs, end))
-            if self.job.following and end != "window" and left > drawn:
-                self.waiting.append((self.job.following(request.row), left - drawn))
+                end = "eos" if row_tokens[-1] in self.eos else "stop"
+            whole = [*request.response, *row_tokens], [*request.logprobs, *row_logprobs]
+            samples.append(Sample(request.row, request.prompt, *whole, end))
+            if window and window.following and end != "window" and left > drawn:
+                self.waiting.append((window.following(request.row), left - drawn))
         return samples
 
 
@@ -263,24 +253,14 @@ class HFEngine:
         self.loaded = True
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        seed: int,
-        window: int = 0,
-        following: Following | None = None,
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
     ) -> Generator[list[Sample], None, None]:
         """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
         if sampling.stop:
             self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
         ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.response))
-        return self._stream(_Job(ordered, sampling, seed, window, following))
-
-    def limit(self, request: Request, sampling: Sampling) -> int:
-        """Tokens that a row may still get."""
-        return (request.length or sampling.max_new_tokens) - len(request.response)
+        return self._stream(_Job(ordered, sampling, seed, window))
 
     def release_memory(self, *, trained: bool) -> None:
         """Does nothing: the engine's memory belongs to the trainer's own allocator."""
@@ -321,7 +301,7 @@ class HFEngine:
             with torch.inference_mode(), sdpa_kernel(ATTENTION):
                 for first in range(0, len(job.requests), self.max_rows):
                     some = job.requests[first : first + self.max_rows]
-                    slots = [(request, job.window or sys.maxsize) for request in some]
+                    slots = [(request, job.window.tokens if job.window else sys.maxsize) for request in some]
                     while slots and not job.halt.is_set():
                         slots, taken = self._generate_batch(job, slots)
                         steps += taken

@@ -78,6 +78,8 @@ def _model(resolved: Resolved, name: str) -> str:
 def _step(config: Config) -> str:
     rollout, ppo = config.rollout, config.ppo
     rows = f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens"
+    if rollout.window:
+        rows = f"{rollout.window} tokens of each of {rollout.batch_size} slots, {rows.partition(' rows ')[2]}"
     return f"{rows}; epochs {ppo.epochs}, mini-batches {ppo.mini_batches}"
 
 

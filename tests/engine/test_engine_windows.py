@@ -9,7 +9,7 @@ import pytest
 from test_engine import FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
-from splitppo.engine import Sampling, row_seed
+from splitppo.engine import Sampling, Window, row_seed
 from splitppo.engine.vllm.client import AHEAD, _Ahead
 from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Prompt, Request, Sample
@@ -28,10 +28,10 @@ def prompt(row: int) -> Prompt:
 def decode(engine: Any, window: int, steps: int, lengths: list[int], **sampling: Any) -> dict[int, Sample]:
     """The rows that end in so many steps, with the same weights in all; each step is checked to be full."""
     streams, ended = Streams(SLOTS, prompt, lengths, windows=window > 0), {}
-    how: Any = {"window": window, "following": streams.following} if window else {}
+    how = Window(window, streams.following) if window else None
     for step in range(1, steps + 1):
         requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
-        for stopped in engine.generate(requests, Sampling(1.0, LIMIT, **sampling), seed=3, **how):
+        for stopped in engine.generate(requests, Sampling(1.0, LIMIT, **sampling), seed=3, window=how):
             begun = {r.row: len(r.response) for r in requests}
             for sample in stopped:
                 sampled[sample.row % SLOTS] += len(sample.response) - begun.get(sample.row, 0)
@@ -107,7 +107,7 @@ def test_a_slot_of_vllm_gets_its_next_row_at_once(vllm: None) -> None:
 
 
 def test_the_engine_has_rows_ahead() -> None:
-    ahead = _Ahead([Request(0, [1]), Request(1, [1])], lambda row: Request(row + 2, [row]))
+    ahead = _Ahead([Request(0, [1]), Request(1, [1])], Window(9, lambda row: Request(row + 2, [row])))
     assert [[request.row for request in slot] for slot in ahead.slots] == [[0, 2, 4], [1, 3, 5]]
     assert AHEAD == 2
 

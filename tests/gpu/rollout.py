@@ -75,7 +75,7 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
     requests = [Request(row, *given) for row, given in enumerate(zip(prompts, lengths, strict=True))]
     began = last = time.perf_counter()
-    rows.add(0, [[request] for request in requests], plan.sampling, seed, 0, False)
+    rows.add(0, [[request] for request in requests], plan.sampling, seed)
     while rows.open:
         left = 1 << (len(rows.open) - 1).bit_length()
         rows.step()

@@ -50,6 +50,7 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "2+1": (3, ["--placement.actor=2"]),
     "1+2": (3, ["--placement.critic=2"]),
     "colocated": (2, ["--placement.mode=colocated"]),
+    "2+1 with windows": (3, ["--placement.actor=2", "--rollout.window=4"]),
 }
 MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "gae", "update", "save", "write", "commit", "line")
 KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")

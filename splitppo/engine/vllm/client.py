@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, Following, Sampling, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, Sampling, Window, check_requests, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -137,17 +137,11 @@ class VLLMEngine:
         self.loaded = True
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        *,
-        seed: int,
-        window: int = 0,
-        following: Following | None = None,
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
     ) -> Generator[list[Sample], None, None]:
         """The arguments are checked at once; the work starts with the first `next`."""
         check_requests(requests, loaded=self.loaded)
-        return self._stream(_Ahead(requests, following), sampling, seed, window)
+        return self._stream(_Ahead(requests, window), sampling, seed)
 
     def release_memory(self, *, trained: bool) -> None:
         """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
@@ -172,16 +166,14 @@ class VLLMEngine:
         if self.process:
             self.process.end(kill=not connected)
 
-    def _stream(
-        self, ahead: "_Ahead", sampling: Sampling, seed: int, window: int
-    ) -> Generator[list[Sample], None, None]:
+    def _stream(self, ahead: "_Ahead", sampling: Sampling, seed: int) -> Generator[list[Sample], None, None]:
         if self._running:
             raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         self._wake("weights", "kv_cache")
         self._running, done = True, False
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
-            self._send("generate", (ahead.slots, sampling, seed, window, ahead.following is not None))
+            self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
             last = time.monotonic()
             while not done:
                 if self._connection.poll(TICK):
@@ -297,13 +289,14 @@ class VLLMEngine:
 
 
 class _Ahead:
-    """The rows that the engine has of each slot; with `following` the next ones, too, so that no slot waits."""
+    """The rows that the engine has of each slot: with a window the next ones, too, so that no slot waits."""
 
-    def __init__(self, requests: Sequence[Request], following: Following | None):
-        self.following, self.slots = following, [[request] for request in requests]
-        for slot in self.slots if following else ():
+    def __init__(self, requests: Sequence[Request], window: Window | None):
+        self.slots, self.tokens = [[request] for request in requests], window.tokens if window else None
+        self.following: Any = window.following if window else None
+        for slot in self.slots if self.following else ():
             for _ in range(AHEAD):
-                slot.append(self._next(slot[-1].row))
+                slot.append(self.following(slot[-1].row))
         self.newest = [slot[-1].row for slot in self.slots]
         self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
 
@@ -313,13 +306,10 @@ class _Ahead:
         for sample in stopped if self.following else ():
             if sample.end != "window":
                 index = self.slot_of.pop(sample.row)
-                request = self._next(self.newest[index])
+                request = self.following(self.newest[index])
                 self.newest[index], self.slot_of[request.row] = request.row, index
                 found.append((index, request))
         return found
-
-    def _next(self, row: int) -> Request:
-        return cast(Following, self.following)(row)
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

@@ -34,10 +34,6 @@ class Slot:
     rows: deque[Request] = field(default_factory=deque)
     idle: bool = False
 
-    def limit(self, request: Request) -> int:
-        """Tokens that a row may still get, whatever the slot has left."""
-        return (request.length or self.sampling.max_new_tokens) - len(request.response)
-
 
 @dataclass
 class OpenRow:
@@ -75,14 +71,14 @@ class Rows:
         self._text = False  # whether stop strings may end these rows
 
     def add(
-        self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, seed: int, window: int, refills: bool
-    ) -> None:
-        """Starts a rank's slots; each has its first rows. The other arguments are those of `RolloutEngine.generate`."""
+        self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, seed: int, left: int | None = None,
+        refills: bool = False,
+    ) -> None:  # fmt: skip
+        """Starts a rank's slots with their first rows; the rest is as in `Slot`."""
         self._text = bool(sampling.stop)
         for index, (first, *others) in enumerate(slots):
-            slot = Slot(rank, sampling, seed, window or None, refills, deque(others))
-            self.slots[rank, index] = slot
-            self._start(slot, first)
+            self.slots[rank, index] = Slot(rank, sampling, seed, left, refills, deque(others))
+            self._start(self.slots[rank, index], first)
 
     def add_more(self, rank: int, more: Sequence[tuple[int, Request]]) -> None:
         """Further rows of slots, by index. A slot that has no tokens left is not there any more."""
@@ -113,9 +109,9 @@ class Rows:
         return {slot.rank for slot in self.slots.values()}
 
     def _start(self, slot: Slot, request: Request) -> None:
-        slot.idle, limit = False, slot.limit(request)
+        slot.idle, most = False, request.left(slot.sampling.max_new_tokens)
         noise = row_seed(slot.seed, request.row, len(request.response))
-        most = limit if slot.left is None else min(limit, slot.left)
+        most = most if slot.left is None else min(most, slot.left)
         params = params_of(slot.sampling, seed=noise, eos=self.eos, tokens=most, fixed=request.length is not None)
         name, ids = f"{slot.rank}/{request.row}", [*request.prompt, *request.response]
         core_name = self.llm.add_request(name, {"prompt_token_ids": ids}, params)
@@ -198,7 +194,7 @@ def sample_of(row: OpenRow, reason: str) -> Sample:
         raise RuntimeError(f"row {request.row} ended by {reason!r} with {counts}")
     check_logprobs(request.row, row.logprobs)
     end, drawn = ENDS_BY[reason], len(row.tokens)
-    if end == "limit" and drawn == row.slot.left and drawn < row.slot.limit(request):
+    if end == "limit" and drawn == row.slot.left and drawn < request.left(row.slot.sampling.max_new_tokens):
         end = "window"
     response, logprobs = [*request.response, *row.tokens], [*request.logprobs, *row.logprobs]
     return Sample(request.row, request.prompt, response, logprobs, end)
