@@ -43,7 +43,13 @@ for what in "$@"; do
             ;;
         1.5b) table lognormal:240:1024 1.5B 128 32768 ;;
         small-critic) table lognormal:240:1024 1.5B 128 32768 --value.path "$models/Qwen2.5-0.5B-Instruct" ;;
-        long) table lognormal:800:4096 1.5B 128 32768 ;;
+        long) # rows that go on (rollout.window) beside whole rows, with about as many tokens to train on in each step
+            jobs=(--jobs colocated) && ((gpus > 1)) && jobs+=("$((gpus - 1))+1")
+            for window in 0 1024 2048 4096; do
+                what=long_$window; slots=$((window ? 64 * 2000 / window / 2 * 2 : 64))
+                table lognormal:2000:8192 1.5B "$slots" 32768 --rollout.window "$window" --ppo.old-logprobs engine "${jobs[@]}"
+            done
+            ;;
         fixed) table fixed:512 1.5B 128 32768 ;;
         7b) table lognormal:240:1024 7B 64 16384 ;;
         7b-small-critic) table lognormal:240:1024 7B 64 16384 --value.path "$models/Qwen2.5-1.5B-Instruct" ;;

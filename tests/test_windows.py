@@ -192,8 +192,8 @@ def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
 
 
 REFUSED = {
-    "a stop string may lie across two windows": ["--rollout.stop", "END"],
-    "use token, or off": ["--ppo.importance=sequence", "--ppo.old-logprobs=trainer"],
+    "no engine finds a string across two windows": ["--rollout.stop", "END"],
+    "use token": ["--ppo.importance=sequence", "--ppo.old-logprobs=trainer"],
     "set ppo.importance=token": ["--ppo.old-logprobs=trainer"],
     "leaves out": ["--ppo.importance=token"],
     "use top_p 1": ["--rollout.top-p=0.9"],

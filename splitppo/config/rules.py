@@ -106,22 +106,14 @@ def _of_rollout(config: Config) -> Iterator[str]:
 
 
 def _of_windows(config: Config) -> Iterator[str]:
-    ppo, window, stop = config.ppo, config.rollout.window, config.rollout.stop
-    if window and stop:
-        yield (
-            f"rollout.window={window} with rollout.stop={' '.join(stop)}: a stop string may lie across two windows, "
-            "where no engine looks for it; unset one"
-        )
+    ppo, window = config.ppo, config.rollout.window
+    if window and config.rollout.stop:
+        yield f"rollout.window={window} with rollout.stop: no engine finds a string across two windows; unset one"
     if window and ppo.importance == "sequence":
-        yield (
-            f"ppo.importance=sequence with rollout.window={window}: the weight of a whole row that older policies "
-            "sampled is mostly noise; use token, or off with ppo.old_logprobs=engine"
-        )
+        yield f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly noise; use token"
     if window and config.old_logprobs == "trainer" and ppo.importance == "off":
-        yield (
-            f"rollout.window={window} with ppo.old_logprobs=trainer, ppo.importance=off: older policies sampled some "
-            "tokens of a row; set ppo.importance=token, or ppo.old_logprobs=engine"
-        )
+        wrong = "ppo.old_logprobs=trainer, ppo.importance=off: older policies sampled some tokens of a row"
+        yield f"rollout.window={window} with {wrong}; set ppo.importance=token, or ppo.old_logprobs=engine"
 
 
 def _of_reward(config: Config) -> Iterator[str]:

@@ -73,10 +73,8 @@ def warnings(resolved: Resolved) -> list[str]:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")
     if config.rollout.window and ppo.clip_mode == "mask":
-        found.append(
-            f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: tokens of older policies lose their loss "
-            "first, so long rows teach least; ppo.clip_mode=clip is safer"
-        )
+        loses = "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
+        found.append(f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: {loses}")
     if config.reference.path and "reference" not in resolved.models:
         found.append(f"reference.path={config.reference.path} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):

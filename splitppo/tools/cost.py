@@ -14,10 +14,15 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
   it if the rows are equally long.
 * P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for the host. If one
   update has far fewer FLOPs a second than the other, the time lost to that counts as P or V.
+* With `rollout.window = W`, all slots decode W tokens, side by side: no row is left alone or late. A row that goes on
+  costs a forward pass over what it has, (mean of L^2) / (2 mean L) tokens on average for responses of L tokens. So many
+  tokens over W is the mean age in steps of a token that is trained on, too.
 """
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +32,7 @@ from splitppo.tools.timeline import read_columns
 # a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # share of the other model's FLOPs a second below which an update waits for the host
+WINDOWS = (256, 512, 1024, 2048, 4096, 8192)  # that `window_advice` tries
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
 PHASES = ("sync", "rollout", "barrier_wait", "logprobs", "update", "validate", "checkpoint")  # of the actor
 Side = Literal["actor", "critic"]
@@ -177,3 +183,34 @@ def advice(work: Work, split: Split, gpus: int, *, movable: bool) -> list[str]:
         idle = 1 - min(both) / max(both) if other.critic else 0.0
         lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, idle column {idle:.0%}")
     return lines
+
+
+def with_window(work: Work, split: Split, lengths: Sequence[int], window: int) -> Work:
+    """The work of a step in which as many slots decode a window each; `lengths`: of the run's responses."""
+    average, held = sum(lengths) / len(lengths), sum(n * n for n in lengths) / sum(lengths) / 2
+    token, forward = work.rollout / work.longest / average, work.old or work.policy / 3
+    decode = window * token * (1 + work.batch / split.actor / ROWS_THAT_DOUBLE)
+    scaled = {n: getattr(work, n) * window / average for n in ("old", "reference", "score", "policy", "value")}
+    return replace(work, rollout=decode + forward * held / average / split.actor, longest=math.inf, **scaled)
+
+
+def window_advice(work: Work, split: Split, lengths: Sequence[int], gpus: int, *, movable: bool) -> list[str]:
+    """Speed and age of the tokens that are trained on, for each window below the longest response."""
+    own, lines = sum(lengths) / len(lengths) / predict(work, split), []
+    for window in (size for size in WINDOWS if size < max(lengths)):
+        each = {
+            other: predict(with_window(work, other, lengths, window), other) for other in splits(gpus, movable=movable)
+        }
+        best = min(each, key=lambda other: each[other])
+        age = sum(n * n for n in lengths) / sum(lengths) / 2 / window
+        speed = (
+            f"{work.batch * window / each[best]:,.0f} response tokens/s, {window / each[best] / own:.2f}x this run's"
+        )
+        lines.append(f"  rollout.window {window}: {speed}, on {best}; tokens are {age:.1f} steps old on average")
+    return lines
+
+
+def row_lengths(run: Path) -> list[int]:
+    """Tokens of the responses in RUN/samples."""
+    lines = [line for file in sorted((run / "samples").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [len(row["tokens"]["text"]) for row in map(json.loads, lines) if row.get("tokens")]

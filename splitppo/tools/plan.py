@@ -14,7 +14,7 @@ import tyro
 from splitppo.config import Config
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
-from splitppo.tools.cost import Split, advice, may_move, run_work
+from splitppo.tools.cost import Split, advice, may_move, row_lengths, run_work, window_advice
 
 
 def read_run(run: Path) -> tuple[Config, Split]:
@@ -33,7 +33,7 @@ def read_run(run: Path) -> tuple[Config, Split]:
 def plan(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], *, gpus: int | None = None
 ) -> list[str]:
-    """Predicts from a run which split is the fastest.
+    """Predicts from a run which split is the fastest, and what rollout.window would give.
 
     Args:
         run: the run's folder.
@@ -42,9 +42,13 @@ def plan(
     if gpus is not None and gpus <= 0:
         raise UserError(f"--gpus {gpus}: use a number above 0")
     config, split = read_run(run)
+    if config.rollout.window:
+        raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
     work = run_work(run, split, config.rollout.batch_size)
     movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
-    return advice(work, split, gpus or split.actor + split.critic, movable=movable)
+    size, lengths = gpus or split.actor + split.critic, row_lengths(run)
+    found = advice(work, split, size, movable=movable)
+    return found + (window_advice(work, split, lengths, size, movable=movable) if lengths else [])
 
 
 @command
