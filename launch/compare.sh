@@ -46,7 +46,7 @@ for what in "$@"; do
         long) # rows that go on (rollout.window) beside whole rows, with about as many tokens to train on in each step
             jobs=(--jobs colocated) && ((gpus > 1)) && jobs+=("$((gpus - 1))+1")
             for window in 0 1024 2048 4096; do
-                what=long_$window; slots=$((window ? 64 * 2000 / window / 2 * 2 : 64))
+                what=long_$window; slots=$((window ? 64 * 2000 / window / 4 * 4 : 64))
                 table lognormal:2000:8192 1.5B "$slots" 32768 --rollout.window "$window" --ppo.old-logprobs engine "${jobs[@]}"
             done
             ;;

@@ -32,12 +32,16 @@ def lengths_file(folder: Path, lengths: list[int]) -> Path:
     return folder / "lengths.txt"
 
 
-def check(inputs: Path, tmp_path: Path, world: int, lengths: list[int], window: int, **changes: Any) -> dict:
-    """Runs the program and the reference; returns what was recorded of the program."""
+def check(
+    inputs: Path, tmp_path: Path, world: int, lengths: list[int], window: int, hyper: Any = None, **changes: Any
+) -> dict:
+    """Runs the program and the reference; returns what was recorded of the program. `hyper`: changes of the loss."""
     options = {"rollout__lengths": lengths_file(tmp_path, lengths), "rollout__max_new_tokens": 12}
+    hyper = hyper or {"old_logprobs": "engine"}
+    changes |= {f"ppo__{name}": value for name, value in hyper.items()}
     seen = run(inputs, tmp_path, world, odd="exact", rollout__window=window, **options, **changes)
     samples = changes.get("rollout__samples", 1)
-    due = reference(inputs, seen, window=window, samples=samples, old_logprobs="engine")
+    due = reference(inputs, seen, window=window, samples=samples, **hyper)
     compare(seen, due)
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
@@ -67,6 +71,13 @@ def test_every_placement_is_the_reference(inputs, tmp_path, world, placement):
     # each stream without a gap; a row is in one step alone
     assert all(stream == [slot + BATCH * k for k in range(len(stream))] for slot, stream in enumerate(streams))
     assert {len(stream) for stream in streams} >= {1, 2, 3}
+
+
+def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
+    """Decoupled PPO: clipped around the policy before the update, weighted by it over the policies that sampled."""
+    hyper = {"old_logprobs": "trainer", "importance": "token", "importance_cap": 1.02}
+    seen = check(inputs, tmp_path, 1, LENGTHS, WINDOW, hyper=hyper)
+    assert [0 < line["actor/importance_capped"] < 1 for line in seen["lines"][:STEPS]] == [False, True, True]
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):

@@ -215,7 +215,9 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
     for i, args in enumerate(tables):
         assert args[0] == "bench"
         given, extra = tyro.cli(bench.Bench, args=args[1:], return_unknown_args=True)
-        assert (given.gpus, given.jobs, given.warmup) == (gpus, (), 4)
+        windows = "--rollout.window" in extra
+        assert (given.gpus, given.warmup) == (gpus, 4)
+        assert given.jobs == (("colocated", f"{gpus - 1}+1") if windows else ())
         rows.append(extra[extra.index("--rollout.batch-size") + 1])
         for job in jobs if i == 0 else jobs[-1:]:
             flags = bench.job_flags(given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path)
@@ -224,7 +226,7 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
             out, err = capsys.readouterr()
             assert status == 0, err
             assert "data: 64 prompts of 1" in out  # of 99 digits and a template
-    assert rows == [str(128 * gpus)] * 4 + [str(64 * gpus)] * 2
+    assert rows == [str(size * gpus) for size in (128, 128, 64, 124, 60, 28, 128, 64, 64)]
     wrong = subprocess.run([*command, "2b"], env=environ | {"OUT": str(tmp_path / "none")}, stderr=subprocess.PIPE)
     assert (wrong.returncode, wrong.stderr[:10]) == (2, b"error: 2b:")
     assert not (tmp_path / "none").exists(), "it began before it had read all names"

@@ -1,0 +1,83 @@
+"""Decode steps and tokens of rollouts with windows and without, counted: no clock, so any machine will do.
+
+    python tests/gpu/decode_steps.py [--slots 128] [--lengths lognormal:62:256] [--windows 0 32 64 128] [--steps 8]
+
+A decode step is one token of each row alive. The embedded engine makes its batch anew when a quarter of the slots wait;
+vLLM fills a slot at once, which takes W steps a window.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from splitppo.engine import Sampling, Window, hf
+from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
+from splitppo.rollout import Prompt
+from splitppo.streams import Streams
+from splitppo.tools.bench import lengths_of
+
+PROMPT = Prompt("", [5, 6, 7], "", "", {})
+
+
+def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
+    """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
+    streams = Streams(slots, lambda _: PROMPT, lengths, windows=window > 0)
+    group: Any = SimpleNamespace(all_gather=lambda part: [part])
+    drawn, made, trained, draw = 0, 0, 0, hf._Batch.draw
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal drawn
+        drawn += 1
+        return draw(self, *args)
+
+    hf._Batch.draw = counted  # type: ignore[method-assign]
+    for step in range(1, steps + 1):
+        requests = [streams.request(step, slot) for slot in range(slots)]
+        held = {request.row: len(request.response) for request in requests}
+        how = Window(window, streams.following) if window else None
+        for stopped in engine.generate(requests, Sampling(1.0, max(lengths)), seed=0, window=how):
+            made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
+            trained += sum(sample.tokens for sample in streams.take(step, stopped))
+        streams.share(group)
+    hf._Batch.draw = draw  # type: ignore[method-assign]
+    return drawn, made, trained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--lengths", default="lognormal:62:256", help="as splitppo bench has them")
+    parser.add_argument("--windows", type=int, nargs="+", default=[0, 32, 64, 128])
+    parser.add_argument(
+        "--steps", type=int, default=8, help="with windows: as many tokens as in so many whole rollouts"
+    )
+    options = parser.parse_args()
+    lengths = lengths_of(options.lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(Path(folder), seed=0)
+        engine = hf.HFEngine(
+            model_config(), build_tokenizer(), device=torch.device("cpu"), dtype=torch.float32, max_rows=options.slots
+        )
+        engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
+        base = None
+        for window in options.windows:
+            steps = options.steps if not window else round(options.steps * sum(lengths) / len(lengths) / window)
+            drawn, made, trained = count(engine, options.slots, lengths, window, max(1, steps))
+            rate = 1000 * drawn / made
+            base = base or rate
+            at_once = f", {base / (1000 / options.slots):.2f}x fewer filled at once" if window else ""
+            print(
+                f"window {window:>4}: {drawn:>5} decode steps for {made:,} tokens ({trained:,} of rows that ended): "
+                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
