@@ -274,8 +274,9 @@ class Actor:
             "perf/engine_step_ms/max": max(step_ms),
         }
         if self.streams.windows:
+            now += sum(row.stretches[-1][1] for row in self.streams.open.values() if row.stretches)
             lengths = [row.tokens for row in self.streams.open.values()]
-            found |= {"window/rows": rows, "window/sampled": now + self.streams.sampled, "window/age/max": max(oldest)}
+            found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
             found |= {"window/open_length/mean": sum(lengths) / len(lengths), "window/open_length/max": max(lengths)}
         if not rows:
             return found

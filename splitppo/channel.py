@@ -225,7 +225,6 @@ class RolloutLink(_Link):
         super().__init__(*args)
         self.chunks, self.window = chunks, window
         self._step = 0
-        self._slots = 0  # S
         self._peer_of: dict[int, int] = {}  # slot -> peer
         self._place: dict[int, int] = {}  # slot -> tokens that it has decoded in this step
         self._filling: dict[int, list[Sample]] = {}
@@ -238,9 +237,10 @@ class RolloutLink(_Link):
         if step != self._step:
             self._begin(step)
         for sample in finished if self.group.speaks else ():
-            slot = sample.row % self._slots
-            if self.window:
-                self._close_before(self._part(slot, sample))
+            slot = sample.row % self.ownership(step).count
+            if self.window:  # slots decode side by side
+                self._place[slot] += sample.stretches[-1][1]
+                self._close_before((self._place[slot] * self.chunks - 1) // self.window)
             peer = self._peer_of[slot]
             self._filling[peer].append(sample)
             if len(self._filling[peer]) == self._due[peer][0][1]:
@@ -275,19 +275,14 @@ class RolloutLink(_Link):
 
     def _begin(self, step: int) -> None:
         self._step, self._filling, self._due, self._peer_of = step, defaultdict(list), {}, {}
-        self._slots, self._place = self.ownership(step).count, defaultdict(int)
+        self._place = defaultdict(int)
         for peer, slots in self._peers(step):
             sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
             self._due[peer] = deque((chunk, count) for chunk, count in enumerate(sizes) if count != 0)
             self._peer_of |= dict.fromkeys(slots, peer)
 
-    def _part(self, slot: int, sample: Sample) -> int:
-        """The part of the window, counted as chunks are, in which a row has ended. Slots decode side by side."""
-        self._place[slot] += sample.stretches[-1][1]
-        return (self._place[slot] * self.chunks - 1) // self.window
-
     def _close_before(self, part: int) -> None:
-        """Makes the chunks of earlier parts of the window ready."""
+        """Makes the chunks of all parts of the window before this one ready."""
         for peer, due in self._due.items():
             while due and due[0][0] < part:
                 self._close(peer)
@@ -340,15 +335,9 @@ class Links:
     """The three channels, in the order in which a step uses them."""
 
     def __init__(
-        self,
-        wire: Wire,
-        placement: Placement,
-        ownership: Callable[[int], Ownership],
-        group: Group,
-        *,
-        chunks: int,
+        self, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership], group: Group, *, chunks: int,
         window: int = 0,
-    ):
+    ):  # fmt: skip
         self.wire, self.chunks = wire, chunks
         where: Any = (wire, placement, ownership, group)
         self.rollouts = RolloutLink("rollouts", ("actor", "critic"), *where, chunks=chunks, window=window)

@@ -1,8 +1,5 @@
-"""Who plays which role, and who owns which slot: pure functions that every rank computes for itself.
-
-A step has S slots. Slot s generates rows s, s + S, s + 2S, ... of the data order, one after another: one row a step, or
-with `rollout.window` as many as end in it. Whoever owns a slot in a step owns the rows that end there.
-"""
+"""Who plays which role, and who owns which slot, with the rows that end there (streams.py): pure functions that every
+rank computes for itself."""
 
 import random
 from collections import Counter

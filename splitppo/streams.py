@@ -1,9 +1,8 @@
 """The slots' streams of rows, and the rows that go on from one step to the next.
 
-Slot s of S has rows s, s + S, s + 2S, ... of the data order. Without windows a slot generates one row a step. With
-`rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the stream's next row, and a row
-that has not ended goes on in the next step, with the new weights. So which row comes next depends on no other slot, and
-no row is skipped or taken twice.
+Slot s of S has rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a step. With
+`rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the next one, and a row that has
+not ended goes on in the next step, with the new weights. So no row is skipped or taken twice, and no slot asks another.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,11 @@ class Streams:
 
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no response yet. All ranks hold the same rows.
-        sampled: tokens that the newest step has sampled of them.
     """
 
     def __init__(self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool):
         self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
         self.open: dict[int, Sample] = {}
-        self.sampled = 0
         self._changed: dict[int, Sample] = {}  # by this rank, since the last `share`
 
     def request(self, step: int, slot: int) -> Request:
@@ -61,7 +58,6 @@ class Streams:
         if self.windows:
             for part in group.all_gather(self._changed):
                 self.open |= part
-        self.sampled = sum(row.stretches[-1][1] for row in self.open.values() if row.stretches)
         self._changed = {}
 
     def state(self) -> list[Any]:

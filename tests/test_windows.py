@@ -4,7 +4,8 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from runs import assert_same, figures, main_rank
 from test_channel import pair
 from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, train_rank
 
-from splitppo.config import Config, PPOConfig, RolloutConfig, rules
+from splitppo import algo
+from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.placement import place
+from splitppo.pretraining import Pretraining
 from splitppo.rollout import Prompt, Sample
+from splitppo.run.checks import warnings
 from splitppo.streams import Streams
 
 __all__ = ["inputs"]  # the fixture
@@ -224,3 +229,32 @@ def test_whose_log_probs_are_the_old_ones():
     assert decoupled.old_logprobs == "trainer"
     rules.check(decoupled)
     assert Config(ppo=PPOConfig(old_logprobs="engine")).old_logprobs == "engine"
+
+
+def test_how_far_the_policy_has_moved_by_age():
+    """Ratios 1, 1.3 and 0.5 of ages 0, 1 and 1, then 1.1 and 2 of ages 2 and 3; the clip range is 0.8 to 1.2."""
+    ratios, ages = [1.0, 1.3, 0.5, 1.1, 2.0], [0.0, 1.0, 1.0, 2.0, 3.0]
+    sampled = torch.tensor([[-1.0] * 3 + [torch.nan], [-2.0, -2.0, torch.nan, torch.nan]])
+    mask = sampled.isfinite()
+    logprobs, age = sampled.clone(), torch.zeros_like(sampled)
+    logprobs[mask] += torch.tensor(ratios).log()
+    age[mask] = torch.tensor(ages)
+    found = algo.staleness(logprobs, sampled, age, mask, clip_low=0.2, clip_high=0.2)
+    due = [0.0, 2 / 5, 1 / 5, sum(ratios) / 5, sum(r * r for r in ratios) / 5]
+    assert [float(found[name]) for name in algo.STALENESS] == pytest.approx(due)
+
+
+def test_a_step_without_rows_says_nothing_of_pretraining():
+    pretraining = Pretraining(Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None)
+    nothing = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))
+    pretraining.finish(1, nothing, nothing)
+    assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
+
+
+def test_a_mask_in_place_of_a_clip_is_warned_of():
+    options = [f"--{name}" for name in ("rollout.window=8", "ppo.clip-mode=mask", "ppo.dual-clip=None")]
+    placement = place(PlacementConfig(), world=1, local_world=1)
+    for argv, count in ((options, 1), (options[1:], 0)):
+        known = {"config": parse(argv), "placement": placement, "device": torch.device("cpu"), "models": {}}
+        found = warnings(cast(Any, SimpleNamespace(**known)))
+        assert len([line for line in found if "rollout.window=8 with ppo.clip_mode=mask" in line]) == count

@@ -7,6 +7,7 @@ This process never imports vLLM, which changes the settings of its process.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -292,7 +293,7 @@ class _Ahead:
     """The rows that the engine has of each slot: with a window the next ones, too, so that no slot waits."""
 
     def __init__(self, requests: Sequence[Request], window: Window | None):
-        self.slots, self.tokens = [[request] for request in requests], window.tokens if window else None
+        self.slots, self.tokens = [[request] for request in requests], window.tokens if window else sys.maxsize
         self.following: Any = window.following if window else None
         for slot in self.slots if self.following else ():
             for _ in range(AHEAD):

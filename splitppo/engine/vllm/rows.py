@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ class Slot:
     """A slot of a rank: its rows follow one another.
 
     Attributes:
-        left: tokens that it may still decode; None: no limit.
+        left: tokens that it may still decode.
         refills: whether another row takes the place of one that has ended.
         rows: that come next.
         idle: whether it waits for its next row.
@@ -29,7 +30,7 @@ class Slot:
     rank: int
     sampling: Sampling
     seed: int = 0
-    left: int | None = None
+    left: int = sys.maxsize
     refills: bool = False
     rows: deque[Request] = field(default_factory=deque)
     idle: bool = False
@@ -70,15 +71,13 @@ class Rows:
         self.slots: dict[tuple[int, int], Slot] = {}  # by rank and index; those that have tokens left
         self._text = False  # whether stop strings may end these rows
 
-    def add(
-        self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, seed: int, left: int | None = None,
-        refills: bool = False,
-    ) -> None:  # fmt: skip
-        """Starts a rank's slots with their first rows; the rest is as in `Slot`."""
+    def add(self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, *rest: Any) -> None:
+        """Starts a rank's slots with their first rows; `rest` are further fields of `Slot`."""
         self._text = bool(sampling.stop)
         for index, (first, *others) in enumerate(slots):
-            self.slots[rank, index] = Slot(rank, sampling, seed, left, refills, deque(others))
-            self._start(self.slots[rank, index], first)
+            self.slots[rank, index] = slot = Slot(rank, sampling, *rest)
+            slot.rows += others
+            self._start(slot, first)
 
     def add_more(self, rank: int, more: Sequence[tuple[int, Request]]) -> None:
         """Further rows of slots, by index. A slot that has no tokens left is not there any more."""
@@ -100,8 +99,8 @@ class Rows:
         """Runs vLLM's next step. Returns the rows that ended with it, each with its rank."""
         ended = self._ended_by_text() if self._text else self._ended()
         samples = [(row.slot.rank, sample_of(row, reason)) for row, reason in ended]
-        for (row, _), (_, sample) in zip(ended, samples, strict=True):
-            self._refill(row, sample)
+        for row, _ in ended:
+            self._refill(row)
         return samples
 
     def ranks(self) -> set[int]:
@@ -109,9 +108,8 @@ class Rows:
         return {slot.rank for slot in self.slots.values()}
 
     def _start(self, slot: Slot, request: Request) -> None:
-        slot.idle, most = False, request.left(slot.sampling.max_new_tokens)
+        slot.idle, most = False, min(request.left(slot.sampling.max_new_tokens), slot.left)
         noise = row_seed(slot.seed, request.row, len(request.response))
-        most = most if slot.left is None else min(most, slot.left)
         params = params_of(slot.sampling, seed=noise, eos=self.eos, tokens=most, fixed=request.length is not None)
         name, ids = f"{slot.rank}/{request.row}", [*request.prompt, *request.response]
         core_name = self.llm.add_request(name, {"prompt_token_ids": ids}, params)
@@ -119,11 +117,11 @@ class Rows:
             self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
         self.open[name if self._text else core_name] = OpenRow(slot, request)
 
-    def _refill(self, row: OpenRow, sample: Sample) -> None:
+    def _refill(self, row: OpenRow) -> None:
         """After a row: starts its slot's next one, or ends the slot."""
         slot = row.slot
-        slot.left = None if slot.left is None else slot.left - len(row.tokens)
-        if sample.end == "window" or not slot.refills or slot.left == 0:
+        slot.left -= len(row.tokens)
+        if not (slot.refills and slot.left):
             self.slots = {place: other for place, other in self.slots.items() if other is not slot}
         elif slot.rows:
             self._start(slot, slot.rows.popleft())
