@@ -83,6 +83,7 @@ def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
     hyper = {"old_logprobs": "trainer", "importance": "token", "importance_cap": 1.02}
     seen = check(inputs, tmp_path, 1, LENGTHS, WINDOW, hyper=hyper)
     assert [0 < line["actor/importance_capped"] < 1 for line in seen["lines"][:STEPS]] == [False, True, True]
+    assert [line["window/ess"] < 1 - 1e-5 for line in seen["lines"][:STEPS]] == [False, True, True]
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from test_engine import FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
-from splitppo.engine import Sampling, Window, row_seed
+from splitppo.engine import Sampling, Window, hf, row_seed
 from splitppo.engine.vllm.client import AHEAD, _Ahead
 from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Prompt, Request, Sample
@@ -122,3 +122,15 @@ def test_the_engine_has_rows_ahead() -> None:
     ]
     alone = _Ahead([Request(0, [1])], None)
     assert ([[request.row for request in slot] for slot in alone.slots], alone.after([stop(0, "eos")])) == ([[0]], [])
+
+
+def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: Case, monkeypatch: Any) -> None:
+    """One slot has a row of the whole window, three have rows of five tokens."""
+    steps, draw = [], hf._Batch.draw
+    monkeypatch.setattr(hf._Batch, "draw", lambda self, *args: steps.append(1) or draw(self, *args))
+    streams = Streams(4, prompt, [30, 5, 5, 5], windows=True)
+    requests = [streams.request(1, slot) for slot in range(4)]
+    window = Window(30, streams.following)
+    lists = hf_case.engine.generate(requests, Sampling(1.0, 40), seed=3, window=window)
+    assert len([sample for samples in lists for sample in samples]) == 1 + 3 * 6
+    assert len(steps) == 30
