@@ -72,7 +72,7 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
         if len(ids) > room:
             raise UserError(f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it")
         for engine in engines:
-            parts = list(engine.generate([Request(0, ids)], sampling, seed=config.seed, step=number))
+            parts = list(engine.generate([Request(number, ids)], sampling, seed=config.seed))
             rollout = Rollout([sample for part in parts for sample in part])
             values = value_outputs(value, micro_batch(rollout.samples, device))[0].cpu()
             found += token_figures(rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True))
