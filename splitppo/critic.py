@@ -51,11 +51,7 @@ class Scored:
 
 class Critic:
     """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores, values, KL rewards,
-    GAE, whitening.
-
-    Args:
-        pretrained: is called after the last step of pretraining; all ranks of the group call it.
-    """
+    GAE, whitening. `pretrained` is called after the last step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
@@ -90,11 +86,8 @@ class Critic:
         return self.scorer.submit(rows)
 
     def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
-        """Values and reward scores of some rows of a step; all ranks of the group take part.
-
-        Args:
-            pending: what `submit` returned for them.
-        """
+        """Values and reward scores of some rows of a step; all ranks of the group take part. `pending`: what `submit`
+        returned for them."""
         values = [
             learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
             for learner in self.learners
@@ -135,11 +128,8 @@ class Critic:
         self, step: int, scored: Scored, logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns `[N]`; metrics.
-
-        Args:
-            logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
-                is 0.
-        """
+        `logprobs`: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL is
+        0."""
         old = logprobs[0]
         ref = logprobs[-1] if scored.ref is None else scored.ref
         ppo, rollout, mask = self.context.config.ppo, scored.rollout, scored.rollout.mask()
@@ -218,11 +208,8 @@ class Critic:
         return total / rows, total / tokens
 
     def _failures(self, scored: Scored) -> dict[str, float]:
-        """Counts the failures of the rewards, and prints them on the first rank's screen.
-
-        Raises:
-            UserError: a function has failed on every row for some steps.
-        """
+        """Counts the failures of the rewards, and prints them on the first rank's screen. Raises UserError if a
+        function has failed on every row for some steps."""
         failures = [failure for part in self.group.all_gather(scored.failures) for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")

@@ -46,13 +46,8 @@ class Answered:
 
 
 class Validator:
-    """Scores the held-out prompts; each rank of the actor group takes a part of them.
-
-    Args:
-        context: holds the held-out prompts.
-        group: the actors.
-        write: (step, rows) -> writes them to the run's folder.
-    """
+    """Scores the held-out prompts; each rank of the actor group takes a part of them. `context` holds the held-out
+    prompts, `group` are the actors, `write` writes a step's rows to the run's folder."""
 
     def __init__(
         self,
@@ -71,11 +66,8 @@ class Validator:
         return bool(every and self.prompts) and (step % every == 0 or step == self.config.steps)
 
     def run(self, step: int) -> dict[str, float]:
-        """Validates the weights that the engine holds; all ranks of the group call it.
-
-        Returns:
-            The group's metrics, the same on every rank and under any number of ranks; see `metrics`.
-        """
+        """Validates the weights that the engine holds; all ranks of the group call it. Returns the group's metrics, the
+        same on every rank and under any number of ranks; see `metrics`."""
         n = self.config.log.validate_samples
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]

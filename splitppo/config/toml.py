@@ -21,11 +21,8 @@ def find_preset(name: str) -> str:
 
 
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`.
-
-    Args:
-        known: the defaults of all settings, nested.
-    """
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `known`: the defaults of all settings,
+    nested."""
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))

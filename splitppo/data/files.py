@@ -33,12 +33,8 @@ class Row:
 
 
 def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserError]) -> Iterator[Row]:
-    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError.
-
-    Args:
-        setting: the setting that names the file, for errors.
-        invalid: gets the errors of the rows that `data.invalid=filter` leaves out.
-    """
+    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError. `setting` names the
+    file in errors. `invalid` gets the errors of the rows that `data.invalid=filter` leaves out."""
     path = Path(file)
     source = path.stem
     keys = {config.prompt_key, config.answer_key} - {""}
@@ -63,13 +59,8 @@ def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserErr
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """(row number, row as parsed) of each row of a file.
-
-    Args:
-        setting: the setting that names the file, for errors.
-        used: the columns that the caller reads.
-        kinds: the kinds of file that the caller can read, for errors.
-    """
+    """(row number, row as parsed) of each row of a file. `setting` names the file and `kinds` the kinds of file that
+    the caller can read, in errors. `used`: the columns that the caller reads."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
@@ -186,11 +177,8 @@ def _check_prompt(prompt: Any, where: str) -> None:
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:
-    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset.
-
-    Raises:
-        UserError: there is no such file, or a number in it is no length up to `rollout.max_new_tokens`.
-    """
+    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if there is no such
+    file, or a number in it is no length up to `rollout.max_new_tokens`."""
     file, most = config.lengths, config.max_new_tokens
     if file is None:
         return []

@@ -66,10 +66,8 @@ def load_prompts(
 
     For a prompt above `max_prompt_tokens`, `data.overlong` decides: a UserError (`refuse`), no row (`filter`), or the
     prompt's last tokens (`cut`; `messages` stay whole). `data.max_rows` then draws training prompts at random, from
-    each file in proportion to its size. `data.validation_rows` takes the first held-out prompts.
-
-    Raises:
-        UserError: a wrong row or setting; no row is left.
+    each file in proportion to its size. `data.validation_rows` takes the first held-out prompts. A wrong row or setting
+    is a UserError, and so is no row.
     """
     setting, groups, errors = _read(config, seed, split)
     rows = [row for group in groups for row in group]

@@ -64,12 +64,10 @@ def connect(timeout: timedelta) -> dist.Store:
 def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tuple[int, list[Peer]]:
     """Waits for all ranks to start. Returns how often they have been restarted (0 at the first start), and all peers.
 
-    torchrun's store outlives a restart (--max-restarts), and TORCHELASTIC_RESTART_COUNT differs between nodes. So
-    rank 0 counts the starts. Each other rank draws a ticket, and rank 0 answers every ticket with its count. Tickets
-    of an earlier start do no harm: all of its ranks have ended before the first rank of this start begins.
-
-    Raises:
-        RuntimeError: names the ranks that did not start in time.
+    torchrun's store outlives a restart (--max-restarts), and TORCHELASTIC_RESTART_COUNT differs between nodes. So rank
+    0 counts the starts. Each other rank draws a ticket, and rank 0 answers every ticket with its count. Tickets of an
+    earlier start do no harm: all of its ranks have ended before the first rank of this start begins. Raises
+    RuntimeError, which names the ranks that did not start in time.
     """
     text, seconds = json.dumps(asdict(own)), timeout.total_seconds()
     waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
@@ -148,9 +146,7 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the variable is set.
 
     Gloo's own choice is the interface of the host's name, which is often the loopback. It stands if none is found here.
-
-    Raises:
-        UserError: a variable names an interface that does not exist or leads to no other node.
+    Raises UserError if a variable names an interface that does not exist or leads to no other node.
     """
     own, others = peers[rank], sorted({peer.host for peer in peers if peer.network != peers[rank].network})
     if not others:

@@ -68,16 +68,14 @@ class HubName:
 
 
 def find(setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True) -> tuple[str, str]:
-    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice.
+    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice. Raises
+    UserError if there is no such folder, nor such a name on the hub, or it can't be fetched.
 
     Args:
         setting: the setting that holds the name. Those of `data.` name files, others models.
         own_code: fetch the model's Python files, too.
         before: settings (TOML) of the run that goes on; a name without a revision keeps the commit that it has there.
         fetch: ask the hub for the commit, and fetch what is missing. If not, only the cache is searched.
-
-    Raises:
-        UserError: there is no such folder, nor such a name on the hub; or it can't be fetched.
     """
     is_data = setting.startswith("data.")
     is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()

@@ -109,11 +109,8 @@ class Pending:
     rows: list[list[Outcome | Future[Outcome]]]
 
     def result(self) -> list[Scored]:
-        """Waits for the scores of all rows, in the order of `submit`.
-
-        Raises:
-            UserError: a worker could not import its functions.
-        """
+        """Waits for the scores of all rows, in the order of `submit`. Raises UserError if a worker could not import its
+        functions."""
         found = ([call.result() if isinstance(call, Future) else call for call in row] for row in self.rows)
         return [self.scorer.combine(outcomes) for outcomes in found]
 

@@ -36,10 +36,8 @@ def shape_scores(
     *, max_new_tokens: int,
 ) -> Tensor:  # fmt: skip
     """Scores after normalising by `moments`, clipping, and the penalties of truncated and overlong rows; `[B]` float32.
-
-    Args:
-        scores: `[B]` raw. lengths: response tokens of each row. truncated: whether the row was cut at max_new_tokens.
-    """
+    `scores`: `[B]` raw. `lengths`: response tokens of each row. `truncated`: whether the row was cut at
+    max_new_tokens."""
     shaped = scores.double()
     if config.normalize != "off":
         spread = moments.variance.sqrt()

@@ -132,15 +132,9 @@ class Resolved:
 
 
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Fetches what is named on the hub. Reads and checks each model's folder.
-
-    Args:
-        probe: try on a small copy of each model whether it can run on packed rows. That takes a second or two, so one
-            rank does it for all; the others take its answer (`agree_on_packing`).
-
-    Raises:
-        UserError: a model can't be read, or not be run.
-    """
+    """Fetches what is named on the hub. Reads and checks each model's folder. With `probe` it tries on a small copy of
+    each model whether it can run on packed rows. That takes a second or two, so one rank does it for all; the others
+    take its answer (`agree_on_packing`). Raises UserError if a model can't be read, or not be run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
@@ -176,11 +170,8 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
 
 def pin(config: Config) -> tuple[Config, dict[str, str]]:
     """The configuration with the commit in each hub name, and each such name's path in the cache. A run that goes on
-    keeps its commits, wherever the branches are by now.
-
-    Raises:
-        UserError: a model's folder, or what is named on the hub, can't be found or fetched.
-    """
+    keeps its commits, wherever the branches are by now. Raises UserError if a model's folder, or what is named on the
+    hub, can't be found or fetched."""
     models, local, file = {*model_paths(config).values()}, {}, Path(config.run_dir or "", "config.toml")
     begun = config.run_dir is not None and config.resume != "never" and file.is_file()
     options: Any = {"before": file.read_text(errors="replace") if begun else ""}

@@ -22,7 +22,7 @@ from splitppo.errors import UserError
 from splitppo.placement import Role
 from splitppo.run.files import read_file, write_whole
 from splitppo.run.records import parse_record, read_lines
-from splitppo.run.samples import shown
+from splitppo.run.samples import shown, table
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100
@@ -44,11 +44,8 @@ def check_trackers(config: Config) -> None:
 class Wandb:
     """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id).
 
-    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so,
-    so it may lack the last steps of a killed run.
-
-    Raises:
-        UserError: wandb cannot log in.
+    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so, so
+    it may lack the last steps of a killed run. Raises UserError if wandb cannot log in.
     """
 
     def __init__(self, config: Config, run_dir: Path, start: int):
@@ -75,8 +72,10 @@ class Wandb:
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        listed: dict[str, Any] = {name: table_of(rows) for name, rows in tables.items()}
-        shown = {name: self.table(*columns_and_cells) for name, columns_and_cells in listed.items()}
+        shown = {
+            name: self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
+            for name, rows in tables.items()
+        }
         self.run.log({"step": step, **metrics, **shown})
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         for name, rows in tables.items():
-            self.writer.add_text(name, text_of(rows), step, walltime=time)
+            self.writer.add_text(name, table(rows), step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
 
     def close(self) -> None:
@@ -181,23 +180,3 @@ def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, int | float) and name not in ("step", "time")
     }
-
-
-def table_of(rows: Rows) -> tuple[list[Any], list[list[Any]]]:
-    """Columns and cells; None where a row lacks a key. A column has only numbers or only texts, as wandb requires."""
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    numbers = {int, float, type(None)}
-    cells = [x if {type(value) for value in x} <= numbers else [_text(value) for value in x] for x in columns.values()]
-    return list(columns), [list(row) for row in zip(*cells, strict=True)]
-
-
-def text_of(rows: Rows) -> str:
-    """Rows as Markdown: a verbatim block for each row, with `KEY: VALUE` lines."""
-    return "\n\n---\n\n".join(
-        "\n".join(f"    {line}" for name, value in row.items() for line in f"{name}: {_text(value)}".splitlines())
-        for row in rows
-    )
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -18,7 +18,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run import trackers
-from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of, table_of, text_of
+from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of
 
 ROLES = ("actor", "critic")
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
@@ -167,7 +167,7 @@ def test_tensorboard_holds_both_roles_figures(tracked):
     texts = events.Tensors("samples/text_summary")
     assert [text.step for text in texts] == [1, 2, 3, 4]
     first = jsonl(tracked / "samples" / "step_000004.jsonl")[0]
-    assert f"    question: {first['question']}\n" in texts[-1].tensor_proto.string_val[0].decode()
+    assert f"| {first['question']} |" in texts[-1].tensor_proto.string_val[0].decode()
 
 
 def test_torn_line_waits_for_its_end(tmp_path):
@@ -337,18 +337,6 @@ def test_tables_are_bounded(tmp_path, notes):
     assert {step for step, name in tables if name == "validation/samples"} == {1, 2, 3, 4, 399, 400}
     assert {len(rows) for rows in tables.values()} == {64}
     assert tables[4, "samples"][63] == {"step": 4, "row": 63, "response": "ä\n"}
-
-
-def test_columns_hold_one_kind_of_value():
-    rows = [{"score": 1, "truth": "4", "parts": ["a"]}, {"score": None, "truth": 4, "cut": True}]
-    columns, cells = table_of(rows)
-    assert columns == ["score", "truth", "parts", "cut"]
-    assert cells == [[1, "4", '["a"]', None], [None, "4", None, "true"]]
-
-
-def test_text_of_rows_stands_as_it_was_written():
-    text = text_of([{"row": 1, "response": "# a\n* b"}, {"row": 2, "response": ""}])
-    assert text == "    row: 1\n    response: # a\n    * b\n\n---\n\n    row: 2\n    response: "
 
 
 @pytest.fixture
