@@ -40,22 +40,18 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
         name = prefix + key
         if key not in known or name == "config":
             raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(key, known, prefix)}")
-        match value, known[key]:
-            case dict(), dict():
-                yield from _settings(value, known[key], path, f"{name}.")
-                continue
-            case dict(), _:
-                raise UserError(f"--config {path}: {name} is a section there, but it is a setting; write {key} = value")
-            case _, dict():
-                wrong = f", but it is a section; write [{name}] and its keys below"
-            case bool(), default if not isinstance(default, bool):
-                wrong = ', but it is no switch; write a value, or "None" for off'
-            case _, bool() if not isinstance(value, bool):
-                wrong = ": write true or false"
-            case _:
-                yield name, value
-                continue
-        raise UserError(f"--config {path}: {name} = {toml_value(value)}{wrong}")
+        default: Any = known[key]
+        wrong = ""
+        if isinstance(value, dict) != isinstance(default, dict):
+            wrong = f"write {f'[{name}] and its keys below' if isinstance(default, dict) else f'{key} = value'}"
+        elif isinstance(value, bool) != isinstance(default, bool):
+            wrong = "write true or false" if isinstance(default, bool) else 'write a value, or "None" for off'
+        if wrong:
+            raise UserError(f"--config {path}: {name} = {toml_value(value)}: {wrong}")
+        if isinstance(value, dict):
+            yield from _settings(value, default, path, f"{name}.")
+        else:
+            yield name, value
 
 
 def _suggestion(key: str, known: dict[str, Any], prefix: str) -> str:

@@ -3,6 +3,7 @@
 Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,20 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Num
 
 
 def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
-    return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
+    numbers = itertools.count(1)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for column in table.schema_arrow:
+                # in such a column, "7" the text and 7 the number are the same bytes
+                if column.name in used and "arrow.json" in str(column.type):
+                    raise UserError(
+                        f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
+                        "numbers look the same; give it one type, or write the rows as .jsonl"
+                    )
+            for batch in table.iter_batches(batch_size=256):
+                yield from zip(numbers, batch.to_pylist(), strict=False)
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise UserError(f"{file} is no parquet file ({' '.join(str(error).split())}); write it again") from error
 
 
 def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
@@ -88,30 +102,6 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
         kind = type(rows).__name__
         raise UserError(f"{file} holds one {kind}; a .json file is a list of rows: write [...], or .jsonl")
     return enumerate(rows, 1)
-
-
-def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.parquet.ParquetFile(path) as table:
-        yield from table.iter_batches(batch_size=256)
-
-
-def _table_rows(batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]) -> Iterator[Any]:
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = [] if batch is None else batch.to_pylist()
-        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-            raise UserError(f"{broken} ({' '.join(str(error).split())}); write it again") from error
-        if batch is None:
-            return
-        for column in batch.schema:
-            # in such a column, "7" the text and 7 the number are the same bytes
-            if column.name in used and "arrow.json" in str(column.type):
-                raise UserError(
-                    f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
-                    "numbers look the same; give it one type, or write the rows as .jsonl"
-                )
-        yield from rows
 
 
 def _parse_json(content: bytes, where: str) -> Any:

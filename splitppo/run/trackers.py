@@ -1,14 +1,12 @@
 """Sends the run's metrics to Weights & Biases and TensorBoard.
 
 The actor group's first rank sends both roles' records. After each step it reads the new lines of RUN/metrics/, so a
-record of the critic may come one step later than the actor's. RUN/trackers.json holds the last step that each tracker
-got of each role. A resumed run sends each tracker the steps that it lacks: all of them if the tracker is new.
+record of the critic may come one step later than the actor's. A resumed run sends the steps that it does.
 
 Metrics that both roles have get the role into their name: `timing_s/actor/NAME`, `perf/critic/NAME`. Tables show the
 samples of each validation, and those of about `SAMPLE_TABLES` training steps.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -20,7 +18,7 @@ from typing import Any, get_args
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Role
-from splitppo.run.files import read_file, write_whole
+from splitppo.run.files import read_file
 from splitppo.run.records import parse_record, read_lines
 from splitppo.run.samples import shown, table
 
@@ -128,36 +126,25 @@ class Trackers:
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
-        self.run_dir, self.steps, self.file = run_dir, config.steps, run_dir / "trackers.json"
+        self.run_dir, self.steps, self.start = run_dir, config.steps, start
         self.tails: dict[Role, Tail] = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in get_args(Role)}
-        self.sent: dict[str, dict[Role, int]] = {}  # tracker -> role -> last step sent
-        if names and start and self.file.is_file():  # in a new run this is an older run's file
-            remedy = "delete it, and the trackers get all steps again"
-            self.sent = read_file(self.file, lambda text: _up_to(start, json.loads(text)), remedy)
-        self.trackers = {name: TRACKERS[name](config, run_dir, start) for name in names}
+        self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of
         an earlier run after `start` from their files."""
-        if not self.trackers:
-            return
-        for role, tail in self.tails.items():
+        for role, tail in self.tails.items() if self.trackers else ():
             for record in tail.read():
-                self._send(role, record["step"], record)
-        write_whole(self.file, json.dumps(self.sent) + "\n")
+                if (step := record["step"]) > self.start or not self.start:
+                    figures, tables = metrics_of(role, record), self._tables(role, step)
+                    for tracker in self.trackers:
+                        tracker.write(step, record["time"], figures, tables)
 
     def close(self) -> None:
         """Sends the last records and closes the trackers. Call it when all ranks have finished their last step."""
         self.update()
-        for tracker in self.trackers.values():
+        for tracker in self.trackers:
             tracker.close()
-
-    def _send(self, role: Role, step: int, record: Mapping[str, Any]) -> None:
-        for name, tracker in self.trackers.items():
-            sent = self.sent.setdefault(name, {})
-            if step > sent.get(role, -1):
-                tracker.write(step, record["time"], metrics_of(role, record), self._tables(role, step))
-                sent[role] = step
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""
@@ -166,11 +153,6 @@ class Trackers:
         skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
         rows = [] if skipped or not path.is_file() else list(map(shown, islice(read_lines(path), TABLE_ROWS)))
         return {name: rows} if rows else {}
-
-
-def _up_to(start: int, sent: dict[str, dict[Role, int]]) -> dict[str, dict[Role, int]]:
-    """A resumed run repeats the steps after `start`, so these are to be sent again."""
-    return {name: {role: min(start, step) for role, step in steps.items()} for name, steps in sent.items()}
 
 
 def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
