@@ -40,8 +40,7 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
         name = prefix + key
         if key not in known or name == "config":
             raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(key, known, prefix)}")
-        default: Any = known[key]
-        wrong = ""
+        default, wrong = known[key], ""
         if isinstance(value, dict) != isinstance(default, dict):
             wrong = f"write {f'[{name}] and its keys below' if isinstance(default, dict) else f'{key} = value'}"
         elif isinstance(value, bool) != isinstance(default, bool):
@@ -49,7 +48,7 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
         if wrong:
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: {wrong}")
         if isinstance(value, dict):
-            yield from _settings(value, default, path, f"{name}.")
+            yield from _settings(value, known[key], path, f"{name}.")
         else:
             yield name, value
 
