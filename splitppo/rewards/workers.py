@@ -84,10 +84,15 @@ class Worker:
                 return
         raise UserError(f"{self.end()} while it imported the reward {', '.join(functions)}; fix the file")
 
+    def is_late(self) -> bool:
+        """Whether a task is over its limit."""
+        return any(limit <= time.monotonic() for limit in self.limits.values())
+
     def end(self) -> str:
         """Ends the worker and all processes that it started. Returns how the worker ended, for messages."""
         self.connection.close()
         if self.process.returncode is None:
+            self.late = self.is_late()
             if not self.late:
                 wait([self.ended], _GRACE)
             with suppress(ProcessLookupError):
@@ -155,13 +160,13 @@ class WorkerPool:
         """Sends tasks and reads outcomes until the worker ends, has to end, or this pool closes."""
         ends, all_at_once = (worker.ended, self._closing), self.asynchronous and queue is not self._alone
         with suppress(EOFError, OSError):
-            while not worker.late:
+            while True:
                 # an async worker begins a row when it has read it; a stuck one must not be sent more
                 has_room = len(worker.tasks) == (len(worker.limits) if all_at_once else 0)
                 left = max(0.0, min(worker.limits.values()) - time.monotonic()) if worker.limits else None
                 found = wait([worker.connection, *ends, *([queue.ready] if has_room else [])], left)
-                self._read(worker)
-                if set(ends) & set(found):
+                self._read(worker)  # before the limits are judged: what has arrived is not late
+                if worker.is_late() or set(ends) & set(found):
                     return
                 if queue.ready in found and (task := queue.get()):
                     task.tries += 1
@@ -169,17 +174,14 @@ class WorkerPool:
                     worker.connection.send((task.key, self.functions.index(task.function), task.row))
 
     def _read(self, worker: Worker) -> None:
-        """Reads the messages that have arrived. Then what is over its limit is late."""
-        try:
-            while worker.connection.poll():
-                key, *outcome = worker.connection.recv()
-                if outcome:
-                    del worker.limits[key]
-                    self._settle(worker.tasks.pop(key), outcome[0])
-                else:
-                    worker.limits[key] = time.monotonic() + worker.limit
-        finally:
-            worker.late = any(limit <= time.monotonic() for limit in worker.limits.values())
+        """Reads the messages that have arrived."""
+        while worker.connection.poll():
+            key, *outcome = worker.connection.recv()
+            if outcome:
+                del worker.limits[key]
+                self._settle(worker.tasks.pop(key), outcome[0])
+            else:
+                worker.limits[key] = time.monotonic() + worker.limit
 
     def _clear(self, worker: Worker, end: str) -> None:
         """Fails the tasks of a worker that ended, or queues them again."""
