@@ -22,17 +22,11 @@ Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a split.
+    """The prompts of a split."""
 
-    Attributes:
-        prompts: file after file, each in its file's order.
-        sizes: number of prompts of each file.
-        notes: lines for the user about rows that were left out or cut.
-    """
-
-    prompts: list[Prompt]
-    sizes: list[int]
-    notes: list[str]
+    prompts: list[Prompt]  # file after file, each in its file's order
+    sizes: list[int]  # number of prompts of each file
+    notes: list[str]  # lines for the user about rows that were left out or cut
 
 
 def check_files(config: DataConfig) -> None:

@@ -28,20 +28,14 @@ MAY_DIFFER = ("config", "run_dir", "resume", "force")  # settings of which rank 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank tells the others about itself when it starts.
-
-    Attributes:
-        network: the same for ranks that share a kernel and a network namespace.
-        machine: the same for ranks that also see each other's processes.
-        master: the address to which MASTER_ADDR resolves there.
-    """
+    """What a rank tells the others about itself when it starts."""
 
     host: str
     device: str
     pid: int
-    network: str
-    machine: str
-    master: str
+    network: str  # the same for ranks that share a kernel and a network namespace
+    machine: str  # the same for ranks that also see each other's processes
+    master: str  # the address to which MASTER_ADDR resolves there
 
     @classmethod
     def of_this_process(cls, device: torch.device) -> "Peer":

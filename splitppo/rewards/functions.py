@@ -45,17 +45,12 @@ BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks
 
 @dataclass(frozen=True)
 class Failure:
-    """A function that gave no score for a row.
-
-    Attributes:
-        function: its name.
-        kind: `timeout`; `error`: it raised; `invalid`: its result is no finite number; `crash`: its process ended.
-        text: one line: the exception and its place, or how the process ended.
-    """
+    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its result is no finite
+    number; `crash`: its process ended."""
 
     function: str
     kind: Literal["timeout", "error", "invalid", "crash"]
-    text: str
+    text: str  # one line: the exception and its place, or how the process ended
 
 
 Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further numbers

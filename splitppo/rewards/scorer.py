@@ -30,18 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a row.
+    """The score of a row. `figures`: the other numbers of a function that returned a dict; with several functions each
+    one's score and numbers, as `NAME/score` and `NAME/key`."""
 
-    Attributes:
-        score: weighted sum of the functions' scores. A failure counts as `failed_score`.
-        figures: the other numbers of a function that returned a dict. With several functions: each one's score and
-            numbers, as `NAME/score` and `NAME/key`.
-        failures: of the functions that gave no score, under their short names.
-    """
-
-    score: float
+    score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]
-    failures: tuple[Failure, ...]
+    failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
 
 
 class Scorer:
