@@ -10,18 +10,23 @@ from splitppo.config import Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
-AT_LEAST_1 = """steps nodes ppo.epochs ppo.mini_batches ppo.value_epochs ppo.value_mini_batches ppo.kl_horizon
-    rollout.batch_size rollout.samples rollout.chunks rollout.max_prompt_tokens rollout.max_new_tokens data.max_rows
-    data.validation_rows reward.workers value.layers value.ensemble value.pretrain_epochs log.validate_samples
-    engine.max_rows engine.tensor_parallel compute.micro_batch_tokens"""
-AT_LEAST_0 = """ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef ppo.critic_warmup optim.lr optim.warmup_steps
-    optim.weight_decay optim.max_grad_norm reward.overlong_tokens value.pretrain_steps value.pretrain_patience
-    checkpoint.every checkpoint.keep checkpoint.keep_every log.samples log.validate_every"""
 # Test of a value, the rule in words, the settings that must pass. None (off) always passes. `optim.`: of both models.
 RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda v: v >= 1, "must be at least 1", AT_LEAST_1),
+    (lambda v: v >= 1, "must be at least 1", "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples"),
+    (lambda v: v >= 1, "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens"),
+    (lambda v: v >= 1, "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
+    (lambda v: v >= 1, "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches ppo.kl_horizon"),
+    (lambda v: v >= 1, "must be at least 1", "log.validate_samples engine.tensor_parallel data.max_rows"),
+    (lambda v: v >= 1, "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
-    (lambda v: v >= 0, "must be at least 0", AT_LEAST_0),
+    (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
+    (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
+    (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
+    (
+        lambda v: v >= 0,
+        "must be at least 0",
+        "ppo.critic_warmup reward.overlong_tokens value.pretrain_steps value.pretrain_patience",
+    ),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),

@@ -165,7 +165,7 @@ class WorkerPool:
                 has_room = len(worker.tasks) == (len(worker.limits) if all_at_once else 0)
                 left = max(0.0, min(worker.limits.values()) - time.monotonic()) if worker.limits else None
                 found = wait([worker.connection, *ends, *([queue.ready] if has_room else [])], left)
-                self._read(worker)  # before the limits are judged: what has arrived is not late
+                self._read(worker)  # before the limits count: what has arrived came in time
                 if worker.is_late() or set(ends) & set(found):
                     return
                 if queue.ready in found and (task := queue.get()):
