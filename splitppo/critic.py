@@ -128,8 +128,11 @@ class Critic:
         self, step: int, scored: Scored, logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns `[N]`; metrics.
-        `logprobs`: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL is
-        0."""
+
+        Args:
+            logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
+                is 0.
+        """
         old = logprobs[0]
         ref = logprobs[-1] if scored.ref is None else scored.ref
         ppo, rollout, mask = self.context.config.ppo, scored.rollout, scored.rollout.mask()
@@ -208,8 +211,11 @@ class Critic:
         return total / rows, total / tokens
 
     def _failures(self, scored: Scored) -> dict[str, float]:
-        """Counts the failures of the rewards, and prints them on the first rank's screen. Raises UserError if a
-        function has failed on every row for some steps."""
+        """Counts the failures of the rewards, and prints them on the first rank's screen.
+
+        Raises:
+            UserError: a function has failed on every row for some steps.
+        """
         failures = [failure for part in self.group.all_gather(scored.failures) for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")
