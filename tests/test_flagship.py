@@ -78,6 +78,7 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         # several micro-batches a mini-batch, and not as many on each rank
         "compute.micro-batch-tokens": 64,
         "log.validate-every": 0,
+        "checkpoint.no-last": "",
         **{f"ppo.{name.replace('_', '-')}": value for name, value in HYPER.items() if name != "whiten"},
         **changes,
     }
