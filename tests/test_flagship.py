@@ -415,8 +415,17 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", CRITICS)
-@pytest.mark.parametrize(("world", "placement"), [(5, {"placement__actor": 2}), (2, {"placement__mode": "colocated"})])
+@pytest.mark.parametrize(
+    ("name", "world", "placement"),
+    [
+        ("sao", 2, {"placement__actor": 1}),
+        ("sao", 5, {"placement__actor": 2}),
+        ("pretraining", 3, {"placement__actor": 2}),
+        ("pretraining", 2, {"placement__mode": "colocated"}),
+        ("ensemble", 3, {"placement__actor": 1}),
+        ("ensemble", 2, {"placement__mode": "colocated"}),
+    ],
+)
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):
     check_critic(inputs, tmp_path, CRITICS[name], world, placement)
 
