@@ -264,10 +264,8 @@ class Actor:
         summed = self.group.all_sum(torch.tensor([float(part) for part in (*counts, *sums.values())])).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
         worst = float(difference.max()) if len(difference) else 0.0
-        parts = self.group.all_gather(
-            (max(rollout.lengths, default=0), worst, max(ages, default=0), self.engine.step_ms)
-        )
-        longest, worsts, oldest, step_ms = zip(*parts, strict=True)
+        most = [max(numbers, default=0) for numbers in (rollout.lengths, ages)]
+        longest, oldest, worsts, step_ms = zip(*self.group.all_gather((*most, worst, self.engine.step_ms)), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),

@@ -49,13 +49,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Window:
-    """How far each request's slot decodes.
-
-    Attributes:
-        tokens: of each slot. A row that has not ended by then is cut.
-        following: row -> the request that takes its slot when it ends, while the window has tokens left. A pure
-            function; may be called in another thread, and ahead of time. None: the slot stays empty.
-    """
+    """How far each request's slot decodes: so many tokens; a row that has not ended by then is cut. `following`: row ->
+    the request that takes its slot when it ends before. A pure function, called in other threads and ahead of time.
+    None: the slot stays empty."""
 
     tokens: int
     following: Callable[[int], Request] | None

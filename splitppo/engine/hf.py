@@ -1,9 +1,8 @@
 """The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
 
 The library runs the model, the cache and the loop. Two hooks are ours: a logits processor draws the token, so that a
-row's noise depends on the row alone, and a stopping criterion hands each row over when it ends. The library can't put a
-row into the place of one that has ended. So with windows a call of generate() ends when a quarter of its slots wait for
-their next rows, and the next call computes the prefixes of all open rows again.
+row's noise depends on the row alone, and a stopping criterion hands each row over when it ends. The library can't fill
+a row's place. With windows a call ends when a quarter of its slots wait, and the next one computes prefixes again.
 """
 
 import copy

@@ -14,9 +14,8 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
   it if the rows are equally long.
 * P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for the host. If one
   update has far fewer FLOPs a second than the other, the time lost to that counts as P or V.
-* With `rollout.window = W`, all slots decode W tokens, side by side: no row is left alone or late. A row that goes on
-  costs a forward pass over what it has, (mean of L^2) / (2 mean L) tokens on average for responses of L tokens. So many
-  tokens over W is the mean age in steps of a token that is trained on, too.
+* With `rollout.window = W` slots decode W tokens side by side, and no row is late. A row that goes on costs a forward
+  pass over the (mean of L^2) / (2 mean L) tokens that it has on average; over W this is a token's mean age in steps.
 """
 
 import json

@@ -185,7 +185,7 @@ class VLLMEngine:
                         self.step_ms = value
                         continue
                     if more := ahead.after(value):
-                        sender.submit(self._send, "more", more)
+                        sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
                     yield value
                 elif time.monotonic() - last > self.timeout:
                     raise self._timed_out("the next row")
@@ -193,7 +193,7 @@ class VLLMEngine:
                     yield []
         finally:
             if not done and self._conn:
-                sender.submit(self._send, "halt")
+                sender.submit(self._connection.send, ("halt", None))
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
             sender.shutdown()

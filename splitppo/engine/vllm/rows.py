@@ -18,14 +18,8 @@ ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 @dataclass
 class Slot:
-    """A slot of a rank: its rows follow one another.
-
-    Attributes:
-        left: tokens that it may still decode.
-        refills: whether another row takes the place of one that has ended.
-        rows: that come next.
-        idle: whether it waits for its next row.
-    """
+    """A slot of a rank: tokens that it has left to decode; whether another row takes the place of one that has ended;
+    the rows that come next; whether it waits for one."""
 
     rank: int
     sampling: Sampling
