@@ -102,7 +102,7 @@ class Critic:
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.batch(step)[sample.row] for sample in rollout.samples]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
-        results = pending.result()
+        results = self.group.of_first(pending.result)
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)

@@ -2,13 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
-from splitppo.config import PlacementConfig, ShardSize
+from splitppo.config import Config, PlacementConfig, ShardSize
 from splitppo.errors import UserError
 
 Role = Literal["actor", "critic"]
@@ -115,7 +115,39 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
         raise UserError(f"{wrong}; use one of {fits}")
+    return in_sets(ranks, size)
+
+
+def in_sets(ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Neighbouring ranks, `size` at a time."""
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+
+
+def set_sizes(config: Config) -> dict[Role, list[int]]:
+    """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows together, then of its
+    frozen models."""
+    sizes: dict[Role, list[int]] = {"actor": [config.tensor_parallel("policy")]}
+    sizes["critic"] = [config.tensor_parallel("value"), config.tensor_parallel("reward")]
+    sizes[config.placement.reference].append(config.tensor_parallel("reference"))
+    return sizes
+
+
+def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
+    """Data-parallel ranks of each group: its sets."""
+    return {role: len(placement.groups[role]) // sizes[0] for role, sizes in set_sizes(config).items()}
+
+
+def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
+    """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a replica."""
+    for role, sizes in set_sizes(config).items():
+        ranks = placement.groups[role]
+        held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
+        counts = [*Counter(rank // local_world for rank in ranks).values(), len(held)]
+        for size in sizes:
+            if any(count % size for count in counts):
+                fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
+                where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
+                raise UserError(f"tensor_parallel={size} does not cut the {where}, into whole sets; use one of {fits}")
 
 
 def _keeps_nodes(size: int, on_node: list[int]) -> bool:

@@ -89,7 +89,7 @@ class Validator:
                 batches.append((finished, texts, self.scorer.submit(rows)))
         done: dict[int, tuple[Sample, str, Scored]] = {}
         for samples, texts, pending in batches:
-            for sample, text, outcome in zip(samples, texts, pending.result(), strict=True):
+            for sample, text, outcome in zip(samples, texts, self.group.of_first(pending.result), strict=True):
                 done[sample.row] = (sample, text, outcome)
         answered = [self._answered(prompt, [done[prompt * n + j] for j in range(n)]) for prompt in mine]
         # every rank has the prompts, so only responses are gathered

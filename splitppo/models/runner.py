@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from splitppo.job.collectives import Group
+from splitppo.job.collectives import Group, TensorSet
 from splitppo.models.attention import is_packed
+from splitppo.models.balance import gather_samples
 from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
-from splitppo.rollout import Rollout
+from splitppo.rollout import Rollout, Sample
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -69,11 +70,20 @@ def padded(cut: Cut, count: int) -> Cut:
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses.
 
-    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
+    Args:
+        tensor: the ranks that share its layers. If they own different rows, all of them run all these rows.
+    """
+
+    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool, tensor: TensorSet | None = None):
         self.model, self.runner, self.offload = model, runner, offload
+        self.peers = tensor.peers if tensor else None
         self.release_memory()
+
+    def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
+        return gather_samples(samples, self.peers, self.runner.device) if self.peers else list(samples)
 
     def to_device(self) -> nn.Module:
         """Returns the model after moving its shards to the device."""
@@ -88,10 +98,19 @@ class Frozen:
 class Reference(Frozen):
     """The frozen model of the KL penalty; `outputs` are the policy's."""
 
-    def __init__(self, model: nn.Module, runner: Runner, outputs: PolicyOutputs, *, offload: bool):
-        super().__init__(model, runner, offload=offload)
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: Runner,
+        outputs: PolicyOutputs,
+        *,
+        offload: bool,
+        tensor: TensorSet | None = None,
+    ):
+        super().__init__(model, runner, offload=offload, tensor=tensor)
         self.outputs = partial(outputs, entropy=False)
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those without rows."""
-        return self.runner.forward(self.to_device(), rollout, self.outputs, fields=2)[0]
+        whole = Rollout(self.with_peers(rollout.samples))
+        return whole.select(self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows)

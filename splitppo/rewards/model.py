@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from splitppo.job.collectives import TensorSet
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Frozen, Runner, padded
 from splitppo.rollout import Prompt, Sample, pad_rows
@@ -59,8 +60,10 @@ class RewardText:
 class RewardModel(Frozen):
     """The reward model. `text` turns rows into its token ids."""
 
-    def __init__(self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool):
-        super().__init__(model, runner, offload=offload)
+    def __init__(
+        self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool, tensor: TensorSet | None = None
+    ):
+        super().__init__(model, runner, offload=offload, tensor=tensor)
         self.text = text
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
@@ -72,13 +75,17 @@ class RewardModel(Frozen):
             `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut.
         """
         encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-        texts = [ids for ids, _ in encoded]
+        own = [Sample(s.row, [], ids, [], "eos") for s, (ids, _) in zip(samples, encoded, strict=True)]
+        every = self.with_peers(own)
+        texts = [text.response for text in every]
         self.to_device()
         scores = torch.zeros(len(texts))
         batches = cut_lengths([len(ids) for ids in texts], self.runner.budget)
         for rows in padded(batches, self.runner.group.all_max([len(batches)])[0]):
             inputs = self._batch([texts[i] for i in rows] or [[0, 0]])  # two tokens on a rank that has no rows left
             scores[rows] = self.model(**inputs).logits[:, 0].float().cpu()[: len(rows)]
+        by_row = dict(zip((text.row for text in every), scores, strict=True))
+        scores = torch.stack([by_row[s.row] for s in samples] or [scores.new_zeros(0)]).flatten()
         return scores, torch.tensor([float(cut) for _, cut in encoded])
 
     def _batch(self, texts: Sequence[list[int]]) -> dict[str, Tensor]:

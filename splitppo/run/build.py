@@ -16,8 +16,10 @@ from splitppo.context import Context, ownership
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import finish_start, start_engine
+from splitppo.engine.sets import over_set
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
+from splitppo.job.collectives import TensorSet
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
 from splitppo.models import build, weights
@@ -108,14 +110,15 @@ class Builder:
         engine = self._engine(runner)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
+            shared = over_set(engine, runner.group)
             actor = Actor(
                 self.context,
                 policy,
                 self._outputs(),
                 reference,
-                engine,
+                shared,
                 engine_dtype=self.resolved.dtype,
-                validator=self._validator(engine, runner),
+                validator=self._validator(shared, runner),
             )
             if self.resolved.compiled:
                 self._begin_phase("compiling")
@@ -135,7 +138,7 @@ class Builder:
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
         runner, reward = self._runner("critic"), self.config.reward
-        scorer = self._scorer(reward.function, reward.weights)
+        scorer = self._scorer(reward.function, reward.weights, runner)
         values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
@@ -196,7 +199,7 @@ class Builder:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
         model, offload = self._model("reference", runner), self.config.reference.offload
-        return Reference(model, runner, self._outputs(), offload=offload)
+        return Reference(model, runner, self._outputs(), offload=offload, tensor=self._set("reference"))
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward
@@ -208,11 +211,13 @@ class Builder:
         text = RewardText(tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest)
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
-        return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
+        how: Any = {"offload": reward.model_offload, "tensor": self._set("reward")}
+        return RewardModel(self._model("reward", runner), runner, text, **how)
 
-    def _scorer(self, functions: Sequence[str], weights: Sequence[float]) -> Scorer:
-        """Runs reward functions, in processes of its own."""
+    def _scorer(self, functions: Sequence[str], weights: Sequence[float], runner: Runner) -> Scorer:
+        """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
         reward = self.config.reward
+        functions, weights = (functions, weights) if runner.group.speaks else (("none",), ())
         limits: Any = {"workers": reward.workers, "timeout": reward.timeout, "failed_score": reward.failed_score}
         return Scorer(functions, weights, self.data_sources, **limits)
 
@@ -221,7 +226,7 @@ class Builder:
         functions, shares = (reward.validation, ()) if reward.validation else (reward.function, reward.weights)
         if not self.config.log.validate_every:
             functions, shares = ("none",), ()  # no validation, no workers
-        scorer = self._scorer(functions, shares)
+        scorer = self._scorer(functions, shares, runner)
         write = functools.partial(write_rows, self.folder / "validation")
         return Validator(self.context, engine, runner.group, scorer, write)
 
@@ -239,10 +244,15 @@ class Builder:
         compiled = resolved.compiled and name != "reward"
         checkpointing = config.compute.activation_checkpointing and not frozen
         mesh = self.runtime.shards[resolved.role_of(name)]
-        parallelize(model, mesh, dtype=resolved.dtype, activation_checkpointing=checkpointing, compiled=compiled)
+        how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": self._set(name)}
+        parallelize(model, mesh, dtype=resolved.dtype, **how)
         draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed + number}
         weights.fill(model, str(found.folder(self.folder)), device=runner.device, **draw)
         return model
+
+    def _set(self, name: str) -> TensorSet | None:
+        """The ranks with which this one shares a model's layers."""
+        return self.runtime.sets[self.resolved.role_of(name)].get(self.config.tensor_parallel(name))
 
     def _begin_phase(self, name: str) -> None:
         """Times the phases of the start, and tells the other ranks which one this rank is in; "" ends the last. The

@@ -1,0 +1,192 @@
+"""Tensor parallelism beside FSDP: ranks that share the layers are one plain module of transformers, to 1e-5."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from splitppo import algo
+from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.job.launch import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.learner import Learner
+from splitppo.models.build import build, read_config
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.runner import Runner
+from splitppo.models.sharding import parallelize
+from splitppo.models.weights import fill
+from splitppo.placement import own, place
+from splitppo.rollout import Rollout, Sample
+
+CPU = torch.device("cpu")
+BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
+OUTPUTS = PolicyOutputs(0.7, 80)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+}
+CASES = [(name, tied, kind) for name in SHAPES for tied in (True, False) for kind in ("policy", "value")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for name, more in SHAPES.items():
+            for tied in (True, False):
+                config = AutoConfig.for_model(
+                    name, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, vocab_size=83, max_position_embeddings=64, tie_word_embeddings=tied,
+                    initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=1, **more,
+                )  # fmt: skip
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                for parameter in model.parameters():  # no bias 0 and no norm 1
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+                model.save_pretrained(path / f"{name}_{tied}")
+    return path
+
+
+def samples() -> list[Sample]:
+    made = []
+    for row in range(BATCH):
+        generator = torch.Generator().manual_seed(row)
+        prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
+        response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
+        made.append(Sample(row, prompt, response, [0.0] * len(response), "eos"))
+    return made
+
+
+def target(row: int) -> float:
+    return float(row % 3) - 0.7
+
+
+def objective(model, batch, given, kind):
+    if kind == "policy":
+        losses = -OUTPUTS(model, batch, entropy=False)[0] * given["target"]
+    else:
+        losses = (value_outputs(model, batch) - given["target"]) ** 2
+    return algo.aggregate_loss(losses, batch.mask, "token_mean"), {}
+
+
+def outputs(model, batch, kind):
+    return [OUTPUTS(model, batch, entropy=False)[0] if kind == "policy" else value_outputs(model, batch)]
+
+
+def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=False) -> Learner:
+    model, group = build(read_config(str(folder)), kind, packed=packed), runtime.groups[role]
+    (tensor,) = runtime.sets[role].values() or (None,)
+    how: Any = {"activation_checkpointing": checkpointing, "tensor": tensor}
+    parallelize(model, runtime.shards[role], dtype=torch.float32, **how)
+    fill(model, str(folder), device=CPU, head="normal", seed=9)
+    optim = OptimConfig(lr=LR, eps=1e-3, max_grad_norm=CLIP)
+    return Learner(model, Runner(group, CPU, 40), optim, steps=STEPS, aggregate="token_mean")
+
+
+def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch.Tensor]]:
+    """This rank's rows of the batch, as mini-batches, and the fields of the objective."""
+    group = learner.runner.group
+    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size})
+    rows = cut.rows("actor", group.dp_rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    return rollout, rows, {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])}
+
+
+def train(learner: Learner, kind: str, steps: int = STEPS) -> list[float]:
+    """The gradient's norm in each step."""
+    rollout, rows, fields = rows_of(learner)
+    update = partial(learner.update, rollout, rows, fields, partial(objective, kind=kind), epochs=1)
+    return [update(step=step)[0]["grad_norm"] for step in range(1, steps + 1)]
+
+
+def full_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+
+
+def case_rank(folders, runtime, role, packed):
+    """For each case: rows' outputs, gradient norms, weights before and after."""
+    found = {}
+    for number, case in enumerate(CASES):
+        name, tied, kind = case
+        folder, checkpointing = folders / f"{name}_{tied}", number % 3 == 0
+        learner = make_learner(folder, kind, runtime, role, packed=packed, checkpointing=checkpointing)
+        rollout, *_ = rows_of(learner)
+        before = full_weights(learner)
+        (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind), fields=1)
+        by_row = dict(zip(rollout.rows, [x.tolist() for x in rollout.split(out)], strict=True))
+        found[case] = by_row, train(learner, kind), before, full_weights(learner)
+    return found
+
+
+def ranks(rank, folders, actor, sizes, shard_size, packed):
+    """One of 4 ranks: colocated, or in two groups."""
+    config = PlacementConfig(mode="per_node", actor=actor) if actor < 4 else PlacementConfig(mode="colocated")
+    placement = place(config, world=4, local_world=4)
+    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes)
+    role = "actor" if "actor" in runtime.groups else "critic"
+    return role, case_rank(folders, runtime, role, packed)
+
+
+def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict, list[float], dict, dict]:
+    """The same by transformers, in one process, row by row."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if kind == "value":
+        model = nn.ModuleDict({"model": model.base_model, "score": nn.Linear(32, 1)})
+        model["score"].load_state_dict(head)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def of_row(sample: Sample) -> torch.Tensor:
+        ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
+        if kind == "value":
+            return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[:, 0]
+        log_p = (model(input_ids=ids).logits[0, -n - 1 : -1, :80] / 0.7).log_softmax(-1)
+        return log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
+
+    with torch.no_grad():
+        outs = {sample.row: of_row(sample).tolist() for sample in samples()}
+    tokens, norms = sum(len(s.response) for s in samples()), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0.0)
+    for _ in range(STEPS):
+        for sample in samples():
+            out, due = of_row(sample), target(sample.row)
+            (((out - due) ** 2 if kind == "value" else -out * due).sum() / tokens).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return outs, norms, before, model.state_dict()
+
+
+MESHES = [
+    (4, {"actor": [2]}, None, False),  # 2x2
+    (4, {"actor": [2]}, 2, True),  # two replicas of 1x2
+    (2, {"actor": [2], "critic": [1]}, None, True),  # 1x2 in the one group, 2x1 in the other
+]
+
+
+@pytest.mark.parametrize(("actor", "sizes", "shard_size", "packed"), MESHES, ids=["2x2", "2x1x2", "1x2 and 2x1"])
+def test_sets_are_one_module(folders, actor, sizes, shard_size, packed):
+    every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed)
+    for case in CASES:
+        name, tied, kind = case
+        some = next(found[case] for _, found in every)
+        head = {"weight": some[2]["score.weight"], "bias": some[2]["score.bias"]} if kind == "value" else {}
+        outs, norms, before, after = plain(folders / f"{name}_{tied}", kind, head)
+        for role in ("actor", "critic") if actor < 4 else ("actor",):
+            parts = [found[case] for own_role, found in every if own_role == role]
+            seen = {row: out for part in parts for row, out in part[0].items()}
+            assert sorted(seen) == list(range(BATCH))
+            for row, out in seen.items():
+                torch.testing.assert_close(out, outs[row], rtol=1e-5, atol=1e-5, msg=f"{case} {role} row {row}")
+            for _, seen_norms, first, last in parts:
+                assert seen_norms == pytest.approx(norms, rel=1e-5, abs=1e-5), case
+                for got, due in ((first, before), (last, after)):
+                    assert {n for n in due if n != "lm_head.weight" or not tied} == set(got)
+                    for weight, value in got.items():
+                        torch.testing.assert_close(value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}")
