@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from splitppo import algo
+from splitppo import algo, channel
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -21,7 +22,9 @@ from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import own, place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rewards.model import RewardModel, RewardText
+from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.tools.export import Export, export
 
 CPU = torch.device("cpu")
 BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
@@ -190,3 +193,82 @@ def test_sets_are_one_module(folders, actor, sizes, shard_size, packed):
                     assert {n for n in due if n != "lm_head.weight" or not tied} == set(got)
                     for weight, value in got.items():
                         torch.testing.assert_close(value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}")
+
+
+def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
+    """A rank of a run: what it sent and received."""
+    sent, received = [], []
+    send, recv = channel.Wire.send, channel.Wire.recv
+
+    def sends(self, hop, *given):
+        sent.append(hop.key)
+        return send(self, hop, *given)
+
+    def receives(self, hop, *given):
+        received.append(hop.key)
+        return recv(self, hop, *given)
+
+    channel.Wire.send, channel.Wire.recv = sends, receives  # type: ignore[method-assign]
+    main_rank(rank, argv)
+    return sent, received
+
+
+def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
+    """Four actor ranks in sets of two and two critic ranks without; then as many as the machine has, and back."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    argv = [*SMALL, "--log.validate-every=1", "--rollout.batch-size=10"]
+    sets = ["--placement.actor=4", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]
+    hops = run_ranks(6, wire_rank, [*argv, *sets, f"--run-dir={whole}"])
+    every = [sorted(key for part in hops for key in part[side]) for side in (0, 1)]
+    assert every[0] == every[1] != []
+    assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == [0, 2, 4, 5]
+    run_ranks(6, main_rank, [*argv, *sets, f"--run-dir={cut}", "--steps=1"])
+    run_ranks(1, main_rank, [*argv, f"--run-dir={cut}", "--steps=2"])
+    both = ["--placement.mode=colocated", "--fsdp.tensor-parallel=2"]
+    run_ranks(2, main_rank, [*argv, *both, f"--run-dir={cut}", "--steps=4"])
+    for role in ("actor", "critic"):
+        assert_same(figures(cut, role), figures(whole, role))
+    models = [export(Export(run, dtype="float32")) for run in (whole, cut)]
+    for kind in ("policy", "value"):
+        due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
+        for name, weight in due.items():
+            torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-5)
+
+
+class Ids:
+    """A tokenizer of token ids alone."""
+
+    def get_vocab(self) -> dict:
+        return {}
+
+
+def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
+    """Scores of a rank's rows by a reward model whose layers four ranks share, two of which own the same rows."""
+    placement = place(PlacementConfig(mode="colocated"), world=4, local_world=4)
+    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_sizes={"critic": [size, 4]})
+    group, tensor = runtime.groups["critic"], runtime.sets["critic"][4]
+    model = build(read_config(str(folder)), "reward").requires_grad_(False)
+    parallelize(model, runtime.shards["critic"], dtype=torch.float32, activation_checkpointing=False, tensor=tensor)
+    fill(model, str(folder), device=CPU)
+    text = RewardText(Ids(), Ids(), chat=False, longest=64)
+    reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True, tensor=tensor)
+    mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]  # a rank of four has rows 3 and 7 alone
+    scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)
+    return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size):
+    config = AutoConfig.from_pretrained(folders / "qwen3_False", num_labels=1, num_key_value_heads=4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    found = run_ranks(4, reward_rank, tmp_path, size)
+    seen = {row: score for part in found for row, score in part.items()}
+    assert sorted(seen) == [row for row in range(BATCH) if row % 4 < 4 // size]
+    for sample in samples():
+        if sample.row in seen:
+            with torch.no_grad():
+                due = float(model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0, 0])
+            assert seen[sample.row] == pytest.approx(due, abs=1e-5)

@@ -48,11 +48,11 @@ def parts_of(model: nn.Module) -> Parts:
 
 
 def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) -> None:
-    """Raises a UserError that names `setting` if models of this configuration don't cut into `size` parts."""
+    """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size` parts."""
     try:
         cut_layers(build(config, kind), size, "")
     except ValueError as error:
-        raise UserError(f"{setting}={size}: {error}; use another number or model") from error
+        raise UserError(f"{setting} with tensor_parallel={size}: {error}; use another size or model") from error
 
 
 def cut_layers(model: nn.Module, size: int, group: str) -> None:

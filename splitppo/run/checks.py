@@ -48,7 +48,9 @@ def preflight(resolved: Resolved) -> None:
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         if (size := config.tensor_parallel(name)) > 1:
-            check_plan(model.config, model.kind, size, f"tensor_parallel of the {name}")
+            check_plan(
+                model.config, model.kind, size, f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
+            )
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
     device, policy = resolved.device.type, resolved.models["policy"].config
