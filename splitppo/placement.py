@@ -126,10 +126,15 @@ def in_sets(ranks: Sequence[int], size: int) -> list[list[int]]:
 def set_sizes(config: Config) -> dict[Role, list[int]]:
     """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows together, then of its
     frozen models."""
-    sizes: dict[Role, list[int]] = {"actor": [config.tensor_parallel("policy")]}
-    sizes["critic"] = [config.tensor_parallel("value"), config.tensor_parallel("reward")]
-    sizes[config.placement.reference].append(config.tensor_parallel("reference"))
+    sizes: dict[Role, list[int]] = {role: [] for role in ROLES}
+    for model, role in _holders(config).items():
+        sizes[role].append(config.tensor_parallel(model))
     return sizes
+
+
+def _holders(config: Config) -> dict[str, Role]:
+    """Model -> the group that holds it, if the run has it; the models that are trained come first."""
+    return {"policy": "actor", "value": "critic", "reward": "critic", "reference": config.placement.reference}
 
 
 def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
@@ -139,15 +144,16 @@ def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
 
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
     """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a replica."""
-    for role, sizes in set_sizes(config).items():
-        ranks = placement.groups[role]
+    for model, role in _holders(config).items():
+        ranks, size = placement.groups[role], config.tensor_parallel(model)
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
         counts = [*Counter(rank // local_world for rank in ranks).values(), len(held)]
-        for size in sizes:
-            if any(count % size for count in counts):
-                fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
-                where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
-                raise UserError(f"tensor_parallel={size} does not cut the {where}, into whole sets; use one of {fits}")
+        if any(count % size for count in counts):
+            own = "fsdp" if model == "policy" else model
+            fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
+            where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
+            wrong = f"the {model}'s tensor_parallel={size} does not cut the {where}, into whole sets"
+            raise UserError(f"{wrong}; set {own}.tensor_parallel to one of {fits}")
 
 
 def _keeps_nodes(size: int, on_node: list[int]) -> bool:

@@ -1,5 +1,6 @@
 """Engines of ranks that own the same rows: each generates some of these rows, and all of the ranks get all of them."""
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
@@ -25,16 +26,22 @@ class _Joined:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, **noise: int
     ) -> Generator[list[Sample], None, None]:
-        """Yields what the engines of the set yield, in the same order on all of its ranks."""
+        """Yields the rows of all engines of the set, in the same order on all of its ranks. The order is that of the
+        engines' own, in turn, so it does not depend on which of them is the faster."""
         own = requests[self.group.set_rank :: self.group.set_size]
         return self._exchange(self.engine.generate(own, sampling, **cast(Any, noise)))
 
     def _exchange(self, own: Generator[list[Sample], None, None]) -> Generator[list[Sample], None, None]:
+        waiting: list[deque[Sample]] = [deque() for _ in range(self.group.set_size)]
         try:
             while True:
-                found = self.group.gather_set(next(own, None))
+                found, ready = self.group.gather_set(next(own, None)), []
+                for rows, part in zip(waiting, found, strict=True):
+                    rows.extend(part or ())
+                while any(waiting) and all(rows or part is None for rows, part in zip(waiting, found, strict=True)):
+                    ready += [rows.popleft() for rows in waiting if rows]
+                yield ready
                 if all(part is None for part in found):
                     return
-                yield [sample for part in found for sample in part or ()]
         finally:
             own.close()

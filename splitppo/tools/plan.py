@@ -44,7 +44,8 @@ def plan(
     config, split = read_run(run)
     work = run_work(run, split, config.rollout.batch_size)
     movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
-    return advice(work, split, gpus or split.actor + split.critic, movable=movable)
+    sets = config.tensor_parallel("policy"), config.tensor_parallel("value")
+    return advice(work, split, gpus or split.actor + split.critic, movable=movable, sets=sets)
 
 
 @command

@@ -248,6 +248,14 @@ EARLY = [
         ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
         ["actor=5", "8 ranks", "give one"],
     ),
+    (
+        ["--dry-run", "--world-size=8", "--placement.actor=6", "--fsdp.tensor-parallel=4"],
+        ["tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into whole sets; set fsdp."],
+    ),
+    (
+        ["--dry-run", "--world-size=4", "--placement.mode=colocated", "--fsdp.tensor-parallel=4"],
+        ["policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple of it; use"],
+    ),
     (["--dry-run", "--world-size=8", "--placement.actor=9"], ["actor=9", "no rank of 8 is left for the critic"]),
     (["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"], ["placement.actor=5", "a multiple of 2"]),
     (["--dry-run", "--world-size=7", "--nodes=2"], ["world_size=7", "set --world-size to a multiple of 2"]),
