@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitppo import algo, channel
@@ -83,10 +84,10 @@ def outputs(model, batch, kind):
     return [OUTPUTS(model, batch, entropy=False)[0] if kind == "policy" else value_outputs(model, batch)]
 
 
-def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=False) -> Learner:
+def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=False, compiled=False) -> Learner:
     model, group = build(read_config(str(folder)), kind, packed=packed), runtime.groups[role]
     (tensor,) = runtime.sets[role].values() or (None,)
-    how: Any = {"activation_checkpointing": checkpointing, "tensor": tensor}
+    how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
     parallelize(model, runtime.shards[role], dtype=torch.float32, **how)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     optim = OptimConfig(lr=LR, eps=1e-3, max_grad_norm=CLIP)
@@ -113,13 +114,14 @@ def full_weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
 
 
-def case_rank(folders, runtime, role, packed):
+def case_rank(folders, runtime, role, packed, cases):
     """For each case: rows' outputs, gradient norms, weights before and after."""
     found = {}
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         name, tied, kind = case
         folder, checkpointing = folders / f"{name}_{tied}", number % 3 == 0
         learner = make_learner(folder, kind, runtime, role, packed=packed, checkpointing=checkpointing)
+        learner.gather_once = number % 3 == 1
         rollout, *_ = rows_of(learner)
         before = full_weights(learner)
         (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind), fields=1)
@@ -128,13 +130,13 @@ def case_rank(folders, runtime, role, packed):
     return found
 
 
-def ranks(rank, folders, actor, sizes, shard_size, packed):
+def ranks(rank, folders, actor, sizes, shard_size, packed, cases):
     """One of 4 ranks: colocated, or in two groups."""
     config = PlacementConfig(mode="per_node", actor=actor) if actor < 4 else PlacementConfig(mode="colocated")
     placement = place(config, world=4, local_world=4)
     runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes)
     role = "actor" if "actor" in runtime.groups else "critic"
-    return role, case_rank(folders, runtime, role, packed)
+    return role, case_rank(folders, runtime, role, packed, cases)
 
 
 def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict, list[float], dict, dict]:
@@ -167,16 +169,18 @@ def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict,
 
 
 MESHES = [
-    (4, {"actor": [2]}, None, False),  # 2x2
-    (4, {"actor": [2]}, 2, True),  # two replicas of 1x2
-    (2, {"actor": [2], "critic": [1]}, None, True),  # 1x2 in the one group, 2x1 in the other
+    (4, {"actor": [2]}, None, False, CASES),  # 2x2
+    (4, {"actor": [2]}, 2, True, CASES[4:8]),  # two replicas of 1x2
+    (2, {"actor": [2], "critic": [1]}, None, True, CASES),  # 1x2 in the one group, 2x1 in the other
 ]
 
 
-@pytest.mark.parametrize(("actor", "sizes", "shard_size", "packed"), MESHES, ids=["2x2", "2x1x2", "1x2 and 2x1"])
-def test_sets_are_one_module(folders, actor, sizes, shard_size, packed):
-    every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed)
-    for case in CASES:
+@pytest.mark.parametrize(
+    ("actor", "sizes", "shard_size", "packed", "cases"), MESHES, ids=["2x2", "2x1x2", "1x2 and 2x1"]
+)
+def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
+    every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed, cases)
+    for case in cases:
         name, tied, kind = case
         some = next(found[case] for _, found in every)
         head = {"weight": some[2]["score.weight"], "bias": some[2]["score.bias"]} if kind == "value" else {}
@@ -193,6 +197,25 @@ def test_sets_are_one_module(folders, actor, sizes, shard_size, packed):
                     assert {n for n in due if n != "lm_head.weight" or not tied} == set(got)
                     for weight, value in got.items():
                         torch.testing.assert_close(value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}")
+
+
+def compiled_rank(rank, folder):
+    """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs that they needed."""
+    graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
+    torch.compile = lambda given, *, dynamic, **_: compiler(given, dynamic=dynamic, backend=graphs)  # in this process
+    placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
+    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
+    norms = []
+    for compiled in (False, True):
+        how: Any = {"checkpointing": True, "compiled": compiled}
+        norms.append(train(make_learner(folder, "policy", runtime, "actor", **how), "policy"))
+    return norms, graphs.frame_count
+
+
+def test_compiled_layers_of_a_set_are_the_same(folders):
+    for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True"):
+        assert norms == pytest.approx(plain_norms, rel=1e-6)
+        assert 0 < graphs <= 3, "lengths or layers are compiled anew"
 
 
 def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
