@@ -139,49 +139,43 @@ class _Maker:
         self.rank, self.device, self.new_group = rank, device, new_group
         self.made: dict[str, Any] = {}
 
-    def groups(self, cut: Iterable[Sequence[int]]) -> Any:
-        """Makes a process group of each of these ranks; returns the one that holds this rank, or None."""
-        cut = [list(ranks) for ranks in cut]
-        if (key := str(cut)) not in self.made:
-            groups = [self.new_group(ranks) for ranks in cut]
-            self.made[key] = next((g for g, ranks in zip(groups, cut, strict=True) if self.rank in ranks), None)
+    def line(self, lines: Iterable[Sequence[int]]) -> Any:
+        """Makes a process group of each of these lines of ranks; returns the one that holds this rank, or None."""
+        lines = [list(ranks) for ranks in lines]
+        if (key := str(lines)) not in self.made:
+            groups = [self.new_group(ranks) for ranks in lines]
+            self.made[key] = next((g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None)
         return self.made[key]
 
-    def mesh(self, groups: Any, ranks: Any, *names: str) -> DeviceMesh:
-        return DeviceMesh.from_group(groups, self.device, mesh=ranks, mesh_dim_names=names)
+    def mesh(self, blocks: Sequence[Sequence[Sequence[int]]], *names: str) -> DeviceMesh | None:
+        """The mesh of the block, some rows of ranks, that holds this rank. With one name a block has one row."""
+        rows = self.line(row for block in blocks for row in block)
+        columns = self.line(row for block in blocks for row in zip(*block, strict=True)) if len(names) > 1 else None
+        for block in blocks:
+            if any(self.rank in row for row in block):
+                groups, ranks = ([columns, rows], [*map(list, block)]) if len(names) > 1 else (rows, list(block[0]))
+                return DeviceMesh.from_group(groups, self.device, mesh=cast(Any, ranks), mesh_dim_names=names)
+        return None
 
-    def group(self, ranks: Sequence[int], size: int) -> Group | None:
-        """The group of these ranks, with sets of `size` of them; None if it does not hold this rank."""
-        whole, sets = self.groups([ranks]), in_sets(ranks, size)
-        both = [self.groups(ranks[i::size] for i in range(size)), self.groups(sets)]
-        if self.rank not in ranks:
-            return None
-        return Group.of(
-            self.mesh(both, sets, "rows", "set") if size > 1 else self.mesh(whole, list(ranks), "rows"), whole
-        )
-
-    def shards(self, cuts: Sequence[Sequence[Sequence[int]]]) -> DeviceMesh | None:
-        """The mesh [replica x] shard of the cut that holds this rank; a cut is a list of replicas' ranks."""
-        within = self.groups(ranks for cut in cuts for ranks in cut)
-        across = self.groups(ranks for cut in cuts for ranks in zip(*cut, strict=True))
-        own = next((cut for cut in cuts if any(self.rank in ranks for ranks in cut)), None)
-        if own is None or len(own) == 1:
-            return None if own is None else self.mesh(within, own[0], "shard")
-        return self.mesh([across, within], own, "replica", "shard")
+    def groups(self, wholes: Sequence[Sequence[int]], size: int) -> Group | None:
+        """The group, of those with these ranks, that holds this rank; its sets have `size` of them."""
+        whole = self.line(wholes)
+        blocks = [in_sets(ranks, size) if size > 1 else [ranks] for ranks in wholes]
+        mesh = self.mesh(blocks, *(("rows", "set") if size > 1 else ("rows",)))
+        return Group.of(mesh, whole) if mesh else None
 
     def tensor_set(self, replicas: Sequence[Sequence[int]], size: int, least: int) -> "TensorSet | None":
         """The set of `size` ranks that holds this rank; the sets of its role's group have `least` ranks."""
         sets = [part for ranks in replicas for part in in_sets(ranks, size)]
         lines = [[ranks[i::size] for ranks in replicas] for i in range(size)]
-        group, line = self.groups(sets), self.shards(lines)
-        peers = [self.group(part, least) for part in sets] if size > least else []
+        names = ("replica", "shard") if len(replicas) > 1 else ("shard",)
+        group, line = self.line(sets), self.mesh(lines, *names)
+        peers = self.groups(sets, least) if size > least else None
         if line is None:
             return None
         grid: Any = lines if len(replicas) > 1 else [ranks for (ranks,) in lines]
-        names = ("set", "replica", "shard") if len(replicas) > 1 else ("set", "shard")
-        where = DeviceMesh(self.device, grid, mesh_dim_names=names, _init_backend=False)
-        rank = next(part.index(self.rank) for part in sets if self.rank in part)
-        return TensorSet(group, rank, size, line, where, next(filter(None, peers), None))
+        where = DeviceMesh(self.device, grid, mesh_dim_names=("set", *names), _init_backend=False)
+        return TensorSet(group, dist.get_rank(group), size, line, where, peers)
 
 
 def make_groups(
@@ -208,7 +202,8 @@ def make_groups(
     for role, ranks in placement.groups.items():
         own, *_ = sizes = set_sizes.get(role, [1])
         held = replicas(role, placement, shard_size, local_world=launch.local_world)
-        group, mesh = maker.group(ranks, own), maker.shards([held])
+        names = ("replica", "shard") if len(held) > 1 else ("shard",)
+        group, mesh = maker.groups([ranks], own), maker.mesh([held], *names)
         made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
         if group and mesh:
             groups[role], shards[role] = group, mesh
