@@ -290,7 +290,9 @@ def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size):
-    config = AutoConfig.from_pretrained(folders / "qwen3_False", num_labels=1, num_key_value_heads=4)
+    config = AutoConfig.from_pretrained(
+        folders / "qwen3_False", num_labels=1, num_key_value_heads=4, intermediate_size=44
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
