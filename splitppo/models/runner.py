@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from splitppo.job.collectives import Group, TensorSet
+from splitppo.job.collectives import Group
 from splitppo.models.attention import is_packed
 from splitppo.models.balance import gather_samples
 from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.sharding import set_of
 from splitppo.rollout import Rollout, Sample
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
@@ -70,14 +71,12 @@ def padded(cut: Cut, count: int) -> Cut:
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses.
+    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses. If ranks
+    that share its layers own different rows, all of them run all these rows."""
 
-    Args:
-        tensor: the ranks that share its layers. If they own different rows, all of them run all these rows.
-    """
-
-    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool, tensor: TensorSet | None = None):
+    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner, self.offload = model, runner, offload
+        tensor = set_of(model)
         self.peers = tensor.peers if tensor else None
         self.release_memory()
 
@@ -98,16 +97,8 @@ class Frozen:
 class Reference(Frozen):
     """The frozen model of the KL penalty; `outputs` are the policy's."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        runner: Runner,
-        outputs: PolicyOutputs,
-        *,
-        offload: bool,
-        tensor: TensorSet | None = None,
-    ):
-        super().__init__(model, runner, offload=offload, tensor=tensor)
+    def __init__(self, model: nn.Module, runner: Runner, outputs: PolicyOutputs, *, offload: bool):
+        super().__init__(model, runner, offload=offload)
         self.outputs = partial(outputs, entropy=False)
 
     def logprobs(self, rollout: Rollout) -> Tensor:

@@ -92,7 +92,7 @@ def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) 
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
     them all, or one a mesh; all ranks call it. The tensors may share memory with the parameters (in a group of one) or
     with each other."""
-    parts, tensor, found = parts_of(model), _set_of(model), {}
+    parts, tensor, found = parts_of(model), set_of(model), {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
     if tensor and (cut := {name: full for name, full in found.items() if name in parts.axes}):
@@ -138,7 +138,7 @@ def bounds(model: nn.Module, name: str, parameter: Tensor) -> tuple[slice, ...]:
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     step = -(-rows // size)
     first, last = min(rank * step, rows), min((rank + 1) * step, rows)
-    axis, tensor = parts_of(model).axes.get(name), _set_of(model)
+    axis, tensor = parts_of(model).axes.get(name), set_of(model)
     at = tensor.rank * parameter.shape[axis] if tensor and axis is not None else 0
     if axis == 1:
         return slice(first, last), slice(at, at + parameter.shape[1])
@@ -147,7 +147,7 @@ def bounds(model: nn.Module, name: str, parameter: Tensor) -> tuple[slice, ...]:
 
 def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
     """A parameter, or a tensor sharded as it is, as a part of the full weight (for checkpoints). It shares memory."""
-    parts, tensor = parts_of(model), _set_of(model)
+    parts, tensor = parts_of(model), set_of(model)
     if not tensor or name not in parts.axes or not isinstance(parameter, DTensor):
         return parameter
     # in the order in which they cut: first the set, then fully_shard (after an axis of replicas, which don't)
@@ -159,7 +159,7 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
-    parts, tensor = parts_of(model), _set_of(model)
+    parts, tensor = parts_of(model), set_of(model)
     named = {hf_name(name): local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if tensor and (partial := [named[name] for name in parts.partial if name in named]):
         flat = torch.cat([grad.flatten() for grad in partial])
@@ -177,5 +177,6 @@ def gradient_norm(model: nn.Module) -> Tensor:
     return total.sqrt()
 
 
-def _set_of(model: nn.Module) -> TensorSet | None:
+def set_of(model: nn.Module) -> TensorSet | None:
+    """The ranks that share the layers of a model, if `parallelize` got a set."""
     return getattr(model, "tensor", None)

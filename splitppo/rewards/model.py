@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from splitppo.job.collectives import TensorSet
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Frozen, Runner, padded
 from splitppo.rollout import Prompt, Sample, pad_rows
@@ -60,10 +59,8 @@ class RewardText:
 class RewardModel(Frozen):
     """The reward model. `text` turns rows into its token ids."""
 
-    def __init__(
-        self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool, tensor: TensorSet | None = None
-    ):
-        super().__init__(model, runner, offload=offload, tensor=tensor)
+    def __init__(self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool):
+        super().__init__(model, runner, offload=offload)
         self.text = text
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
@@ -75,8 +72,8 @@ class RewardModel(Frozen):
             `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut.
         """
         encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-        own = [Sample(s.row, [], ids, [], "eos") for s, (ids, _) in zip(samples, encoded, strict=True)]
-        every = self.with_peers(own)
+        own = zip(samples, encoded, strict=True)
+        every = self.with_peers([Sample(sample.row, [], ids, [], "eos") for sample, (ids, _) in own])
         texts = [text.response for text in every]
         self.to_device()
         scores = torch.zeros(len(texts))

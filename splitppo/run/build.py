@@ -19,7 +19,6 @@ from splitppo.engine.build import finish_start, start_engine
 from splitppo.engine.sets import over_set
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
-from splitppo.job.collectives import TensorSet
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
 from splitppo.models import build, weights
@@ -199,7 +198,7 @@ class Builder:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
         model, offload = self._model("reference", runner), self.config.reference.offload
-        return Reference(model, runner, self._outputs(), offload=offload, tensor=self._set("reference"))
+        return Reference(model, runner, self._outputs(), offload=offload)
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward
@@ -211,8 +210,7 @@ class Builder:
         text = RewardText(tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest)
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
-        how: Any = {"offload": reward.model_offload, "tensor": self._set("reward")}
-        return RewardModel(self._model("reward", runner), runner, text, **how)
+        return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
     def _scorer(self, functions: Sequence[str], weights: Sequence[float], runner: Runner) -> Scorer:
         """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
@@ -244,15 +242,12 @@ class Builder:
         compiled = resolved.compiled and name != "reward"
         checkpointing = config.compute.activation_checkpointing and not frozen
         mesh = self.runtime.shards[resolved.role_of(name)]
-        how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": self._set(name)}
+        tensor = self.runtime.sets[resolved.role_of(name)].get(config.tensor_parallel(name))
+        how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
         parallelize(model, mesh, dtype=resolved.dtype, **how)
         draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed + number}
         weights.fill(model, str(found.folder(self.folder)), device=runner.device, **draw)
         return model
-
-    def _set(self, name: str) -> TensorSet | None:
-        """The ranks with which this one shares a model's layers."""
-        return self.runtime.sets[self.resolved.role_of(name)].get(self.config.tensor_parallel(name))
 
     def _begin_phase(self, name: str) -> None:
         """Times the phases of the start, and tells the other ranks which one this rank is in; "" ends the last. The
