@@ -50,7 +50,7 @@ class Learner:
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
         trained = [p for p in model.parameters() if p.requires_grad]
-        alike: dict[Any, list[nn.Parameter]] = {}  # the fused kernel takes tensors of one mesh
+        alike: dict[Any, list[nn.Parameter]] = {}  # some versions of torch run the fused kernel on one mesh only
         for parameter in sorted(trained, key=lambda p: p.ndim < 2):
             alike.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
         groups = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -15,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from splitppo import algo, channel
 from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.engine import Sampling
+from splitppo.engine.sets import over_set
+from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
@@ -25,7 +28,7 @@ from splitppo.models.sharding import bounds, described, parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
-from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.rollout import Prompt, Request, Rollout, Sample
 from splitppo.run import checkpoint
 from splitppo.tools.export import Export, export
 
@@ -267,6 +270,37 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
         due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
         for name, weight in due.items():
             torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-5)
+
+
+class Slow:
+    """An engine that ends a row in a tick, after some ticks without; `closed` once its work is stopped."""
+
+    def __init__(self, ticks: int):
+        self.ticks, self.loaded, self.closed = ticks, True, False
+
+    def generate(self, requests, sampling, *, seed, step):
+        try:
+            for request in requests:
+                yield from [[]] * self.ticks
+                yield [Sample(request.row, [1], [seed, step], [], "eos")]
+        finally:
+            self.closed = True
+
+
+def joined_rank(group: Group, ticks: list[int]) -> tuple:
+    rank = 2 * group.dp_rank + group.set_rank
+    slow: Any = Slow(ticks[rank])
+    engine: Any = over_set(slow, group)
+    requests = [Request(10 * group.dp_rank + i, [1]) for i in range(5)]
+    rows = [s.row for found in engine.generate(requests, Sampling(1.0, 2), seed=3, step=4) for s in found]
+    return rows, slow.closed, engine.loaded, group.of_first(lambda: rank)
+
+
+def test_the_engines_of_a_set_are_one():
+    for ticks in ([0, 3, 2, 0], [2, 0, 0, 1]):  # their order does not depend on which is the faster
+        found = run_threads((2, 2), joined_rank, ticks)
+        due = [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
+        assert found == [(due[rank // 2], True, True, rank // 2 * 2) for rank in range(4)]
 
 
 class Ids:
