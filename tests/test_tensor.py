@@ -38,7 +38,7 @@ OUTPUTS = PolicyOutputs(0.7, 80)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
-    "llama": {},
+    "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 4},
 }
 KINDS = [(True, "policy"), (False, "policy"), (False, "value")]  # whether embedding and output layer are tied

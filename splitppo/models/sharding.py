@@ -172,8 +172,9 @@ def gradient_norm(model: nn.Module) -> Tensor:
         held = [name not in parts.axes and meshes[name] == tensor.line for name in named]
         for i in (i for i, copied in enumerate(held) if copied):
             squares[i] /= tensor.size
-    total, mesh = squares.sum(), cast(DeviceMesh, model.mesh)
-    dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    total, mesh = squares.sum(), getattr(model, "mesh", None)
+    if mesh is not None:
+        dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
     return total.sqrt()
 
 
