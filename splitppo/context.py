@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.placement import Ownership, Placement, Role, own
+from splitppo.placement import Ownership, Placement, Role, data_parallel, own
 from splitppo.rollout import Prompt, Rollout
 
 WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
@@ -51,7 +51,7 @@ class Context:
 
 def ownership(config: Config, placement: Placement, step: int) -> Ownership:
     """Who owns which slot in a step."""
-    sizes: dict[Role, int] = {role: len(ranks) for role, ranks in placement.groups.items()}
+    sizes = data_parallel(config, placement)
     slots, samples, cuts = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
     return own(seed=config.seed, step=step, batch_size=slots, samples=samples, mini_batches=cuts, sizes=sizes)
 

@@ -94,7 +94,7 @@ class Critic:
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
-        results = pending.result()
+        results = self.group.of_first(pending.result)
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)

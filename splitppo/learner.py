@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from splitppo import algo
 from splitppo.config import OptimConfig
@@ -17,7 +16,7 @@ from splitppo.models.balance import balance
 from splitppo.models.batching import ROUND, Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, micro_batch, to_device
 from splitppo.models.build import hf_name
 from splitppo.models.runner import Outputs, Runner, work
-from splitppo.models.sharding import gather_full, keep_gathered, local, shard_again
+from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.models.weights import persistent_buffers
 from splitppo.rollout import Rollout, pad_rows
 
@@ -51,11 +50,13 @@ class Learner:
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
         trained = [p for p in model.parameters() if p.requires_grad]
-        decay, plain = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-        )
+        alike: dict[Any, list[nn.Parameter]] = {}  # some versions of torch run the fused kernel on one mesh only
+        for parameter in sorted(trained, key=lambda p: p.ndim < 2):
+            alike.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+        groups = [
+            {"params": p, "weight_decay": 0.0 if plain else optim.weight_decay} for (plain, _), p in alike.items()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self.updates = 0
 
     def learning_rate(self, step: int) -> float:
@@ -128,10 +129,10 @@ class Learner:
         for name, parameter in self.sharded().items():
             named[name] = parameter
             if sum(weight.numel() for weight in named.values()) * dtype.itemsize >= GATHER_BYTES:
-                yield from gather_full(named, dtype)
+                yield from gather_full(self.model, named, dtype)
                 named = {}
         if named:
-            yield from gather_full(named, dtype)
+            yield from gather_full(self.model, named, dtype)
         yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
 
     def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[tuple[float, float]]]:
@@ -189,11 +190,10 @@ class Learner:
     def _optimizer_step(self) -> Tensor:
         """Clips, steps, clears. A step whose gradient is not finite is skipped: its norm is the group's, so all ranks
         agree. Returns the norm, still on the device: nothing here waits for the GPU."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = gradient_norm(self.model)
         if self.optim.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.max_grad_norm, norm)
+            scale = (self.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(p.grad) for p in self.model.parameters() if p.grad is not None], scale)
         # a loss scaler's flag for fused optimizers: 1 leaves weights and state as they are
         cast(Any, self.optimizer).found_inf = (~norm.isfinite()).float()
         self.optimizer.step()

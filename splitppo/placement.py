@@ -3,13 +3,13 @@ rank computes for itself."""
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
-from splitppo.config import PlacementConfig, ShardSize
+from splitppo.config import Config, PlacementConfig, ShardSize
 from splitppo.errors import UserError
 
 Role = Literal["actor", "critic"]
@@ -116,7 +116,45 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
         raise UserError(f"{wrong}; use one of {fits}")
+    return in_sets(ranks, size)
+
+
+def in_sets(ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Neighbouring ranks, `size` at a time."""
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+
+
+def set_sizes(config: Config) -> dict[Role, list[int]]:
+    """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows together, then of its
+    frozen models."""
+    sizes: dict[Role, list[int]] = {role: [] for role in ROLES}
+    for model, role in _holders(config).items():
+        sizes[role].append(config.tensor_parallel(model))
+    return sizes
+
+
+def _holders(config: Config) -> dict[str, Role]:
+    """Model -> the group that holds it, if the run has it; the models that are trained come first."""
+    return {"policy": "actor", "value": "critic", "reward": "critic", "reference": config.placement.reference}
+
+
+def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
+    """Data-parallel ranks of each group: its sets."""
+    return {role: len(placement.groups[role]) // sizes[0] for role, sizes in set_sizes(config).items()}
+
+
+def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
+    """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a replica."""
+    for model, role in _holders(config).items():
+        ranks, size = placement.groups[role], config.tensor_parallel(model)
+        held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
+        counts = [*Counter(rank // local_world for rank in ranks).values(), len(held)]
+        if any(count % size for count in counts):
+            own = "fsdp" if model == "policy" else model
+            fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
+            where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
+            wrong = f"the {model}'s tensor_parallel={size} does not cut the {where}, into whole sets"
+            raise UserError(f"{wrong}; set {own}.tensor_parallel to one of {fits}")
 
 
 def _keeps_nodes(size: int, on_node: list[int]) -> bool:

@@ -113,18 +113,17 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
         rows = {s.row: (s.prompt, s.response, s.logprobs, not s.truncated) for s in rollout.samples}
-        torch.save(rows, record / f"rows_{step}_{self.group.dp_rank}.pt")
+        torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)
         weights = dict(self.policy.weights(torch.float32))
-        if step == STEPS and self.group.dp_rank == 0:
+        if step == STEPS and self.group.is_first:
             torch.save(weights, record / "policy.pt")
         return metrics
 
     def critic_update(self, step, scored, returns):
         torch.save(
-            dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
-            record / f"scores_{step}_{self.group.dp_rank}.pt",
+            dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)), record / f"scores_{step}_{rank}.pt"
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
@@ -133,7 +132,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
             for i, learner in enumerate(self.learners)
             for name, weight in learner.weights(torch.float32)
         }
-        if step == STEPS and self.group.dp_rank == 0:
+        if step == STEPS and self.group.is_first:
             torch.save(weights, record / "value.pt")
         return metrics
 
@@ -294,6 +293,9 @@ def test_one_rank_is_the_paper(baseline):
         (4, {"placement__mode": "colocated", "fsdp__shard_size": 2}),
         (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch", "slow": "actor"}),
         (2, {"placement__actor": 1, "placement__barrier": "", "rollout__chunks": 1}),
+        (6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
+        (4, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"}),
+        (3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
 )

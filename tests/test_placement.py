@@ -4,9 +4,20 @@ import itertools
 
 import pytest
 
-from splitppo.config import PlacementConfig
+from splitppo.config import Config, FsdpConfig, PlacementConfig, ReferenceConfig, ValueConfig
 from splitppo.errors import UserError
-from splitppo.placement import Ownership, Role, chunk_sizes, own, place, replicas
+from splitppo.placement import (
+    Ownership,
+    Role,
+    check_sets,
+    chunk_sizes,
+    data_parallel,
+    in_sets,
+    own,
+    place,
+    replicas,
+    set_sizes,
+)
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
@@ -192,3 +203,56 @@ def test_the_pairs_between_which_rows_go():
     ownership = own(seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4})
     pairs = [(i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)]
     assert len(pairs) < 12
+
+
+def config_of(policy: int, value: int | None = None, reference: int | None = None, held_by: Role = "actor", **fsdp):
+    return Config(
+        fsdp=FsdpConfig(tensor_parallel=policy, **fsdp),
+        value=ValueConfig(tensor_parallel=value),
+        reference=ReferenceConfig(tensor_parallel=reference),
+        placement=PlacementConfig(reference=held_by),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        (config_of(1), {"actor": [1, 1], "critic": [1, 1]}),
+        (config_of(2), {"actor": [2, 2], "critic": [2, 2]}),
+        (config_of(2, 1, 4), {"actor": [2, 4], "critic": [1, 1]}),
+        (config_of(2, 1, held_by="critic"), {"actor": [2], "critic": [1, 1, 1]}),
+        (config_of(1, 2, 6, held_by="critic"), {"actor": [1], "critic": [2, 2, 6]}),
+    ],
+)
+def test_sets_of_a_group_and_of_its_frozen_models(config, due):
+    assert set_sizes(config) == due
+
+
+def test_rows_belong_to_sets():
+    placement = place(PlacementConfig(actor=6, critic=2), world=8, local_world=8)
+    assert data_parallel(config_of(3, 1), placement) == {"actor": 2, "critic": 2}
+    assert in_sets([0, 1, 4, 5], 2) == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "says"),
+    [
+        (
+            config_of(4, 1),
+            2,
+            r"4 does not cut the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of \[1, 3\]",
+        ),
+        (config_of(6), 1, r"6 does not cut the 2 critic ranks.*; set value.tensor_parallel to one of \[1, 2\]"),
+        (config_of(2, shard_size=3), 1, r"policy's tensor_parallel=2 .* 6 actor ranks, 3 on a node .* of \[1, 3\]"),
+        (
+            config_of(1, 1, 4),
+            1,
+            r"4 does not cut the 6 actor ranks.*; set reference.tensor_parallel .* of \[1, 2, 3, 6\]",
+        ),
+    ],
+)
+def test_a_set_stays_in_a_node_and_in_a_replica(config, nodes, says):
+    placement = place(PlacementConfig(actor=6, critic=2), world=8, local_world=8 // nodes)
+    with pytest.raises(UserError, match=says):
+        check_sets(config, placement, local_world=8 // nodes)
+    check_sets(config_of(1), placement, local_world=8 // nodes)

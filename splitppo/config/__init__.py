@@ -73,3 +73,11 @@ class Config:
     def old_logprobs(self) -> Literal["trainer", "engine"]:
         """Whose log-probs are the old ones of the ratio."""
         return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")
+
+    def tensor_parallel(self, model: str) -> int:
+        """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`."""
+        policy = self.fsdp.tensor_parallel
+        value = self.value.tensor_parallel or policy
+        group = policy if self.placement.reference == "actor" else value
+        own = {"reference": self.reference.tensor_parallel or group, "reward": self.reward.tensor_parallel or value}
+        return {"policy": policy, "value": value, **own}[model]

@@ -157,14 +157,16 @@ def start_engine(
     if kind == "hf":
         max_rows = config.engine.max_rows
         return HFEngine(model_config, tokenizer, device=device, dtype=dtype, max_rows=max_rows, folder=folder)
-    index = group.dp_rank % size
-    key = f"engine/address/{group.dp_rank - index}"
+    ranks = runtime.placement.groups["actor"]
+    place = ranks.index(runtime.launch.rank)
+    index = place % size
+    key = f"engine/address/{place - index}"
     if process:
         eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
         files: Any = {"folder": str(folder), "log": str(log), "address": str(process.folder / "engine")}
         ids: Any = {"eos": eos, "vocabulary": vocabulary_size(tokenizer)}
         tokens = longest_prompt + config.rollout.max_new_tokens
-        plan = _plan(config, runtime, model_config, dtype, ranks=group.dp_size, tokens=tokens, **files, **ids)
+        plan = _plan(config, runtime, model_config, dtype, ranks=len(ranks), tokens=tokens, **files, **ids)
         process.begin(plan)
         runtime.store.set(key, plan.address)
     options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout}

@@ -1,7 +1,7 @@
 """The process groups, and what the ranks of a group exchange: sums, maxima, small objects, all through host memory."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo.algo import Moments, merge_moments
 from splitppo.config import ShardSize
 from splitppo.job.launch import Launch
-from splitppo.placement import Placement, Role, replicas
+from splitppo.placement import Placement, Role, in_sets, replicas
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,32 @@ class Group:
 
     Attributes:
         dp_rank, dp_size: place along the mesh's first axis, and its length.
+        whole: process group of all its ranks.
     """
 
     mesh: DeviceMesh
     dp_rank: int
     dp_size: int
+    whole: Any
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Group":
-        return cls(mesh, mesh.get_local_rank(0), mesh.size(0))
+    def of(cls, mesh: DeviceMesh, whole: Any = None) -> "Group":
+        """A group of a mesh; of one with several axes, `whole` is given."""
+        return cls(mesh, mesh.get_local_rank(0), mesh.size(0), whole or mesh.get_group(0))
 
     @property
     def speaks(self) -> bool:
         """Whether this rank is the first of its set, which sends and receives rows for all of it."""
         return not any(self.mesh.get_local_rank(axis) for axis in range(1, self.mesh.ndim))
+
+    @property
+    def set_rank(self) -> int:
+        """This rank's place in its set."""
+        return self.mesh.get_local_rank(1) if self.mesh.ndim > 1 else 0
+
+    @property
+    def set_size(self) -> int:
+        return self.mesh.size(1) if self.mesh.ndim > 1 else 1
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +94,17 @@ class Group:
         held = torch.zeros(int(size), dtype=dtype) if tensor is None else tensor.clone()
         return self._all_reduce(held, dist.ReduceOp.SUM, within)
 
+    def gather_set(self, value: Any) -> list[Any]:
+        """The small object of each rank of this rank's set."""
+        gathered = [value] * self.set_size
+        if self.set_size > 1:
+            dist.all_gather_object(gathered, value, group=self.mesh.get_group(1))
+        return gathered
+
+    def of_first(self, value: Callable[[], Any]) -> Any:
+        """The small object that the first rank of this rank's set computes."""
+        return self.gather_set(value() if self.speaks else None)[0]
+
     def _all_reduce(self, values: Tensor, op: Any, axes: range) -> Tensor:
         for axis in axes if values.numel() else ():
             if self.mesh.size(axis) > 1:
@@ -89,32 +112,102 @@ class Group:
         return values
 
 
+@dataclass(frozen=True)
+class TensorSet:
+    """Ranks that run each layer of a model together, as one of them sees them.
+
+    Attributes:
+        group: their process group. rank: this rank's place in it. size: how many they are.
+        line: the mesh over which this rank's part of a layer is sharded; as in `Runtime.shards`.
+        grid: mesh of set x line. It says which rank holds which part of a weight; nothing communicates over it.
+        peers: sets of the role's group that are joined in this set, as a group whose ranks have different rows. None if
+            the set is one of the group's own.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    line: DeviceMesh
+    grid: DeviceMesh
+    peers: Group | None
+
+
+class _Maker:
+    """Makes this rank's process groups and meshes. All ranks of the job make the same ones in the same order."""
+
+    def __init__(self, rank: int, device: str, new_group: Callable[[list[int]], Any]):
+        self.rank, self.device, self.new_group = rank, device, new_group
+        self.made: dict[str, Any] = {}
+
+    def line(self, lines: Iterable[Sequence[int]]) -> Any:
+        """Makes a process group of each of these lines of ranks; returns the one that holds this rank, or None."""
+        lines = [list(ranks) for ranks in lines]
+        if (key := str(lines)) not in self.made:
+            groups = [self.new_group(ranks) for ranks in lines]
+            self.made[key] = next((g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None)
+        return self.made[key]
+
+    def mesh(self, blocks: Sequence[Sequence[Sequence[int]]], *names: str) -> DeviceMesh | None:
+        """The mesh of the block, some rows of ranks, that holds this rank. With one name a block has one row."""
+        rows = self.line(row for block in blocks for row in block)
+        columns = self.line(row for block in blocks for row in zip(*block, strict=True)) if len(names) > 1 else None
+        for block in blocks:
+            if any(self.rank in row for row in block):
+                groups, ranks = ([columns, rows], [*map(list, block)]) if len(names) > 1 else (rows, list(block[0]))
+                return DeviceMesh.from_group(groups, self.device, mesh=cast(Any, ranks), mesh_dim_names=names)
+        return None
+
+    def groups(self, wholes: Sequence[Sequence[int]], size: int) -> Group | None:
+        """The group, of those with these ranks, that holds this rank; its sets have `size` of them."""
+        whole = self.line(wholes)
+        blocks = [in_sets(ranks, size) if size > 1 else [ranks] for ranks in wholes]
+        mesh = self.mesh(blocks, *(("rows", "set") if size > 1 else ("rows",)))
+        return Group.of(mesh, whole) if mesh else None
+
+    def tensor_set(self, replicas: Sequence[Sequence[int]], size: int, least: int) -> "TensorSet | None":
+        """The set of `size` ranks that holds this rank; the sets of its role's group have `least` ranks."""
+        sets = [part for ranks in replicas for part in in_sets(ranks, size)]
+        lines = [[ranks[i::size] for ranks in replicas] for i in range(size)]
+        names = ("replica", "shard") if len(replicas) > 1 else ("shard",)
+        group, line = self.line(sets), self.mesh(lines, *names)
+        peers = self.groups(sets, least) if size > least else None
+        if line is None:
+            return None
+        grid: Any = lines if len(replicas) > 1 else [ranks for (ranks,) in lines]
+        where = DeviceMesh(self.device, grid, mesh_dim_names=("set", *names), _init_backend=False)
+        return TensorSet(group, dist.get_rank(group), size, line, where, peers)
+
+
 def make_groups(
-    launch: Launch, placement: Placement, device: torch.device, store: dist.Store, timeout: float, shard_size: ShardSize
-) -> tuple[dict[Role, Group], dict[Role, DeviceMesh], dict[Role, Any], Any]:
+    launch: Launch,
+    placement: Placement,
+    device: torch.device,
+    store: dist.Store,
+    timeout: float,
+    shard_size: ShardSize,
+    set_sizes: Mapping[Role, Sequence[int]],
+) -> tuple[dict[Role, Group], dict[Role, DeviceMesh], dict[Role, dict[int, TensorSet]], dict[Role, Any], Any]:
     """Makes the process groups of all roles: NCCL for tensors on GPUs, Gloo for tensors in host memory.
 
-    All ranks of the job call it. Returns `Runtime.groups`, `Runtime.shards`, `Runtime.saving` and `Runtime.wire`.
+    All ranks of the job call it. Returns `Runtime.groups`, `shards`, `sets`, `saving` and `wire`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # Gloo opens a file handle for each rank of each group
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
-    new_group: Any = partial(dist.new_group, backend=backend, timeout=limit)
+    maker = _Maker(launch.rank, device.type, partial(dist.new_group, backend=backend, timeout=limit))
     wire = dist.new_group(backend=backend, timeout=2 * limit)  # longer than the channels' waits, which name the ranks
-    groups, shards, saving = {}, {}, {}
+    groups, shards, sets, saving = {}, {}, {}, {}
     for role, ranks in placement.groups.items():
-        group, held = new_group(list(ranks)), launch.rank in ranks
-        if held:
-            mesh = DeviceMesh.from_group(group, device.type, mesh=list(ranks), mesh_dim_names=(role,))
-            groups[role], shards[role] = Group.of(mesh), mesh
-        sets = replicas(role, placement, shard_size, local_world=launch.local_world)
-        if len(sets) > 1:
-            within, across = ([new_group(list(part)) for part in cut] for cut in (sets, zip(*sets, strict=True)))
-            if held:
-                replica, shard = divmod(ranks.index(launch.rank), len(sets[0]))
-                both, names = [across[shard], within[replica]], ("replica", "shard")
-                shards[role] = DeviceMesh.from_group(both, device.type, mesh=sets, mesh_dim_names=names)
+        own, *_ = sizes = set_sizes.get(role, [1])
+        held = replicas(role, placement, shard_size, local_world=launch.local_world)
+        names = ("replica", "shard") if len(held) > 1 else ("shard",)
+        group, mesh = maker.groups([ranks], own), maker.mesh([held], *names)
+        made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
+        if group and mesh:
+            groups[role], shards[role] = group, mesh
+            sets[role] = {size: found for size, found in made.items() if found}
+        maker.made.clear()
         saving[role] = dist.new_group(list(ranks), backend="gloo", timeout=limit)
-    return groups, shards, saving, wire
+    return groups, shards, sets, saving, wire

@@ -1,7 +1,7 @@
 """One rank's connection to the others: the store, the process groups, and small values that all ranks agree on."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
 from splitppo.job.status import Status, StopRequests
-from splitppo.placement import Placement
+from splitppo.placement import Placement, Role
 
 STARTUP_LIMIT = 300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
 
@@ -31,6 +31,7 @@ class Runtime:
         hosts, devices: of each rank.
         groups: role -> its group, for the roles that this rank plays.
         shards: role -> the mesh over which its weights are sharded: the group's, or one of replica x shard.
+        sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes above 1.
         saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
@@ -45,6 +46,7 @@ class Runtime:
         timeout: float,
         *,
         shard_size: ShardSize = None,
+        set_sizes: Mapping[Role, Sequence[int]] | None = None,
         facts: Mapping[str, str] | None = None,
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
@@ -66,8 +68,9 @@ class Runtime:
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
-        made = make_groups(launch, placement, device, dist.PrefixStore(f"{prefix}/groups", shared), timeout, shard_size)
-        self.groups, self.shards, self.saving, self.wire = made
+        shared = dist.PrefixStore(f"{prefix}/groups", shared)
+        made = make_groups(launch, placement, device, shared, timeout, shard_size, set_sizes or {})
+        self.groups, self.shards, self.sets, self.saving, self.wire = made
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
         """Raises UserError on all ranks if one rank's node cannot take part: the others would wait for it."""

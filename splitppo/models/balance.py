@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitppo.job.collectives import Group
 from splitppo.models.batching import Fields, MiniBatches, partition
-from splitppo.rollout import HEADER, Rollout, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import HEADER, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
 
 
 def balance(
@@ -53,6 +53,12 @@ def balance(
     samples = [sample for i in mine for sample in unpack_rows(headers[i], row_ids[i].tolist())]
     packed = torch.cat([values.view(-1, len(fields))[:0], *(row_values[i] for i in mine)])
     return Rollout(samples), kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
+
+
+def gather_samples(samples: Sequence[Sample], group: Group, device: torch.device) -> list[Sample]:
+    """The samples of all ranks of a group, in their order, without log-probs; on each of them, all of which call it."""
+    header, ids = _gather([torch.tensor(part, dtype=torch.int64) for part in pack_rows(samples)], group, device)
+    return unpack_rows(header.tolist(), ids.tolist())
 
 
 def _gather(parts: Sequence[Tensor], group: Group, device: torch.device) -> list[Tensor]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from splitppo.job.collectives import Group
 from splitppo.models.attention import is_packed
+from splitppo.models.balance import gather_samples
 from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
-from splitppo.rollout import Rollout
+from splitppo.models.sharding import set_of
+from splitppo.rollout import Rollout, Sample
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -69,11 +71,18 @@ def padded(cut: Cut, count: int) -> Cut:
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses. If ranks
+    that share its layers own different rows, all of them run all these rows."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner, self.offload = model, runner, offload
+        tensor = set_of(model)
+        self.peers = tensor.peers if tensor else None
         self.release_memory()
+
+    def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
+        return gather_samples(samples, self.peers, self.runner.device) if self.peers else list(samples)
 
     def to_device(self) -> nn.Module:
         """Returns the model after moving its shards to the device."""
@@ -94,4 +103,5 @@ class Reference(Frozen):
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those without rows."""
-        return self.runner.forward(self.to_device(), rollout, self.outputs, fields=2)[0]
+        whole = Rollout(self.with_peers(rollout.samples))
+        return whole.select(self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows)

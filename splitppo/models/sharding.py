@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from splitppo.job.collectives import TensorSet
+from splitppo.models.build import hf_name
+from splitppo.models.tensor import cut_layers, parts_of
 
 # From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's backward. Micro-batches have
 # fewer and more tokens than that, so each layer would be compiled twice.
@@ -18,14 +22,27 @@ COMPILER: dict[str, Any] = {"triton.mix_order_reduction": False}
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, activation_checkpointing: bool, compiled: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    compiled: bool = False,
+    tensor: TensorSet | None = None,
 ) -> None:
     """Prepares a model on the meta device for a group, in place: activation checkpointing, compilation, fully_shard.
 
     Weights are sharded over the mesh's last axis, and replicated over the first if the mesh has two. Weights and
     reductions are float32; forward and backward run in `dtype`, but for the modules that the model names in `float32`.
     Gradients are *summed* over the ranks: the loss is already normalised by the whole mini-batch.
+
+    With a `tensor` set, layers are cut over the set, and each part is sharded over the set's `line`. What is not cut
+    (embeddings, output layer) is sharded over `mesh`, all ranks: these have the same gradient on all ranks of a set.
     """
+    cast(Any, model).mesh = mesh
+    if tensor:
+        cut_layers(model, tensor.size, tensor.group.group_name)
+        cast(Any, model).tensor = tensor
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
@@ -34,10 +51,11 @@ def parallelize(
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
     for name in getattr(model, "float32", ()):
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=replace(precision, param_dtype=torch.float32))
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+    for layer in layers:
+        fully_shard(layer, mesh=tensor.line if tensor else mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in _sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0 if tensor is None or module in {*layers} else float(tensor.size))
         module.set_force_sum_reduction_for_comms(True)  # Gloo has no averaging reduction
 
 
@@ -70,15 +88,29 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def gather_full(named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
-    """Name and full tensor, in `dtype`, of parameters that `parallelize` has sharded. One message carries them all; all
-    ranks call it. The tensors may share memory with the parameters (in a group of one) or with each other."""
-    parameters = list(named.values())
-    mesh = cast(DTensor, parameters[0]).device_mesh
-    axis = mesh.ndim - 1
+def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+    """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
+    them all, or one a mesh; all ranks call it. The tensors may share memory with the parameters (in a group of one) or
+    with each other."""
+    parts, tensor, found = parts_of(model), set_of(model), {}
+    for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
+        found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
+    if tensor and (cut := {name: full for name, full in found.items() if name in parts.axes}):
+        sizes = [full.numel() for full in cut.values()]
+        own = torch.cat([full.reshape(-1) for full in cut.values()])
+        gathered = own.new_empty(tensor.size * len(own))
+        dist.all_gather_into_tensor(gathered, own, group=tensor.group)
+        for (name, full), pieces in zip(cut.items(), gathered.view(tensor.size, -1).split(sizes, dim=1), strict=True):
+            found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
+    return found.items()
+
+
+def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The full tensors, in one message, of parameters that are sharded over the last axis of one mesh."""
+    parameters, axis = list(named.values()), mesh.ndim - 1
     ranks = mesh.size(axis)
     if ranks == 1:
-        return zip(named, [local(parameter).to(dtype) for parameter in parameters], strict=True)
+        return {name: local(parameter).to(dtype) for name, parameter in named.items()}
     rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
     sizes = [count * parameter.shape[1:].numel() for count, parameter in zip(rows, parameters, strict=True)]
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
@@ -88,7 +120,7 @@ def gather_full(named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[
     dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group(axis))
     parts = gathered.view(ranks, -1).split(sizes, dim=1)
     full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
-    return zip(named, full, strict=True)
+    return dict(zip(named, full, strict=True))
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -97,11 +129,55 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def bounds(parameter: Tensor) -> slice:
-    """This rank's rows of the full tensor: fully_shard cuts axis 0 as torch.chunk does."""
+def bounds(model: nn.Module, name: str, parameter: Tensor) -> tuple[slice, ...]:
+    """Which rows, and perhaps columns, of a full weight this rank has: fully_shard cuts axis 0 of the weight, or of a
+    set's part of it, as torch.chunk does."""
     if not isinstance(parameter, DTensor):
-        return slice(None)
-    mesh = parameter.device_mesh
+        return ()
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    step = -(-parameter.shape[0] // size)
-    return slice(min(rank * step, parameter.shape[0]), min((rank + 1) * step, parameter.shape[0]))
+    step = -(-rows // size)
+    first, last = min(rank * step, rows), min((rank + 1) * step, rows)
+    axis, tensor = parts_of(model).axes.get(name), set_of(model)
+    at = tensor.rank * parameter.shape[axis] if tensor and axis is not None else 0
+    if axis == 1:
+        return slice(first, last), slice(at, at + parameter.shape[1])
+    return (slice(at + first, at + last),)
+
+
+def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """A parameter, or a tensor sharded as it is, as a part of the full weight (for checkpoints). It shares memory."""
+    parts, tensor = parts_of(model), set_of(model)
+    if not tensor or name not in parts.axes or not isinstance(parameter, DTensor):
+        return parameter
+    # in the order in which they cut: first the set, then fully_shard (after an axis of replicas, which don't)
+    where = [Shard(parts.axes[name]), *[Replicate()] * (tensor.grid.ndim - 2), Shard(0)]
+    shape = torch.Size(parts.whole(name, parameter))
+    whole: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(local(parameter), tensor.grid, where, run_check=False, **whole)
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
+    parts, tensor = parts_of(model), set_of(model)
+    named = {hf_name(name): local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    if tensor and (partial := [named[name] for name in parts.partial if name in named]):
+        flat = torch.cat([grad.flatten() for grad in partial])
+        dist.all_reduce(flat, group=tensor.group)
+        for grad, total in zip(partial, flat.split([grad.numel() for grad in partial]), strict=True):
+            grad.copy_(total.view_as(grad))
+    squares = torch.stack(torch._foreach_norm([*named.values()])).square()
+    if tensor:  # what each rank of a set holds, such as norms, counts once
+        meshes = {hf_name(name): cast(DTensor, p).device_mesh for name, p in model.named_parameters()}
+        held = [name not in parts.axes and meshes[name] == tensor.line for name in named]
+        for i in (i for i, copied in enumerate(held) if copied):
+            squares[i] /= tensor.size
+    total, mesh = squares.sum(), getattr(model, "mesh", None)
+    if mesh is not None:
+        dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    return total.sqrt()
+
+
+def set_of(model: nn.Module) -> TensorSet | None:
+    """The ranks that share the layers of a model, if `parallelize` got a set."""
+    return getattr(model, "tensor", None)

@@ -21,6 +21,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from splitppo.errors import UserError
 from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
 from splitppo.models.sharding import bounds, local
+from splitppo.models.tensor import parts_of
 
 Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -55,12 +56,12 @@ def fill(
         weights.check()
     for name, parameter in _parameters(model).items():
         if weights and name in weights.names:
-            value = weights.read(name, bounds(parameter))
+            value = weights.read(name, bounds(model, name, parameter))
         else:
             std = getattr(model.config, "initializer_range", 0.02)
             if isinstance(model, ValueModel) and name in HEAD:
                 std = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
-            value = _draw(name, parameter, seed, std)
+            value = _draw(model, name, parameter, seed, std)
         with torch.no_grad():
             local(parameter).copy_(value)
     if weights:
@@ -140,14 +141,14 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {alias: main for alias, main in mains.items() if alias != main}
 
 
-def _draw(name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
-    """This rank's rows of a random tensor. The whole is drawn from the name and the seed, whatever the sharding."""
+def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
+    """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever the sharding."""
     own = local(parameter)
     if name.endswith("bias") or parameter.ndim < 2:
         return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
     generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.randn(parameter.shape, generator=generator, device=own.device) * std
-    return full[bounds(parameter)]
+    full = torch.randn(parts_of(model).whole(name, parameter), generator=generator, device=own.device) * std
+    return full[bounds(model, name, parameter)]
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -216,7 +217,8 @@ class _Weights:
         optional = {*buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
         for name, tensor in (parameters | buffers).items():
             if name in self.names:
-                self._check_stored(self.names[name], tensor, trained=name in parameters)
+                whole = parts_of(self.model).whole(name, tensor)
+                self._check_stored(self.names[name], whole, trained=name in parameters)
             elif name not in optional:
                 remedy = "it is another model's: take config.json and weights from one"
                 raise folder_error(self.folder, f"no weight {name} in its safetensors", remedy)
@@ -224,11 +226,11 @@ class _Weights:
             problem = f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)"
             raise folder_error(self.folder, problem, "take both from one model")
 
-    def _check_stored(self, stored: str, tensor: Tensor, *, trained: bool) -> None:
+    def _check_stored(self, stored: str, due: list[int], *, trained: bool) -> None:
         part = self._slice(stored)
         shape, kind = part.get_shape(), part.get_dtype()
-        if shape != list(tensor.shape):
-            problem = f"weight {stored} is {shape}, but {list(tensor.shape)} by config.json"
+        if shape != due:
+            problem = f"weight {stored} is {shape}, but {due} by config.json"
             raise folder_error(self.folder, problem, "take both from one model")
         if trained and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
             problem = f"weight {stored} is stored as {kind}, so it is quantized"
@@ -243,19 +245,19 @@ class _Weights:
                 remedy = "set tie_word_embeddings to false there, or drop the weight that is not used"
                 raise folder_error(self.folder, problem, remedy)
 
-    def read(self, name: str, rows: slice) -> Tensor:
-        """These rows of a weight, FP8 as float32."""
+    def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
+        """A part of a weight, or all of it, FP8 as float32."""
         stored = self.names[name]
         if stored + SCALE not in self.files:
             part = self._slice(stored)
-            return part[rows] if part.get_shape() else part[...]
+            return part[where or ...]
         whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
-        return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][rows]
+        return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][where]
 
     def read_buffers(self) -> None:
         for name, buffer in persistent_buffers(self.model).items():
             if name in self.names:
-                buffer.copy_(self.read(name, slice(None)))
+                buffer.copy_(self.read(name))
 
     def _slice(self, stored: str) -> Any:
         return self.open(self.files[stored]).get_slice(stored)

@@ -67,13 +67,17 @@ class RewardModel(Frozen):
         """Scores of rows. All ranks of the group must call it, even those without rows. Returns `[B]` float32 scores,
         and `[B]` float32: 1 where the beginning of the text was cut."""
         encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-        texts = [ids for ids, _ in encoded]
+        own = zip(samples, encoded, strict=True)
+        every = self.with_peers([Sample(sample.row, [], ids, [], "eos") for sample, (ids, _) in own])
+        texts = [text.response for text in every]
         self.to_device()
         scores = torch.zeros(len(texts))
         batches = cut_lengths([len(ids) for ids in texts], self.runner.budget)
         for rows in padded(batches, self.runner.group.all_max([len(batches)])[0]):
             inputs = self._batch([texts[i] for i in rows] or [[0, 0]])  # two tokens on a rank that has no rows left
             scores[rows] = self.model(**inputs).logits[:, 0].float().cpu()[: len(rows)]
+        by_row = dict(zip((text.row for text in every), scores, strict=True))
+        scores = torch.stack([by_row[s.row] for s in samples] or [scores.new_zeros(0)]).flatten()
         return scores, torch.tensor([float(cut) for _, cut in encoded])
 
     def _batch(self, texts: Sequence[list[int]]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from splitppo.context import Context, ownership
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import finish_start, start_engine
+from splitppo.engine.sets import over_set
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
@@ -106,14 +107,15 @@ class Builder:
         engine = self._engine(runner)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
+            shared = over_set(engine, runner.group)
             actor = Actor(
                 self.context,
                 policy,
                 self._outputs(),
                 reference,
-                engine,
+                shared,
                 engine_dtype=self.resolved.dtype,
-                validator=self._validator(engine, runner),
+                validator=self._validator(shared, runner),
             )
             if self.resolved.compiled:
                 self._begin_phase("compiling")
@@ -133,7 +135,7 @@ class Builder:
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
         runner, reward = self._runner("critic"), self.config.reward
-        scorer = self._scorer(reward.function, reward.weights)
+        scorer = self._scorer(reward.function, reward.weights, runner)
         values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
@@ -209,9 +211,10 @@ class Builder:
             say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
-    def _scorer(self, functions: Sequence[str], weights: Sequence[float]) -> Scorer:
-        """Runs reward functions, in processes of its own."""
+    def _scorer(self, functions: Sequence[str], weights: Sequence[float], runner: Runner) -> Scorer:
+        """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
         reward = self.config.reward
+        functions, weights = (functions, weights) if runner.group.speaks else (("none",), ())
         limits: Any = {"workers": reward.workers, "timeout": reward.timeout, "failed_score": reward.failed_score}
         return Scorer(functions, weights, self.data_sources, **limits)
 
@@ -220,7 +223,7 @@ class Builder:
         functions, shares = (reward.validation, ()) if reward.validation else (reward.function, reward.weights)
         if not self.config.log.validate_every:
             functions, shares = ("none",), ()  # no validation, no workers
-        scorer = self._scorer(functions, shares)
+        scorer = self._scorer(functions, shares, runner)
         write = functools.partial(write_rows, self.folder / "validation")
         return Validator(self.context, engine, runner.group, scorer, write)
 
@@ -238,7 +241,9 @@ class Builder:
         compiled = resolved.compiled and name != "reward"
         checkpointing = config.compute.activation_checkpointing and not frozen
         mesh = self.runtime.shards[resolved.role_of(name)]
-        parallelize(model, mesh, dtype=resolved.dtype, activation_checkpointing=checkpointing, compiled=compiled)
+        tensor = self.runtime.sets[resolved.role_of(name)].get(config.tensor_parallel(name))
+        how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
+        parallelize(model, mesh, dtype=resolved.dtype, **how)
         draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed + number}
         weights.fill(model, str(found.folder(self.folder)), device=runner.device, **draw)
         return model

@@ -9,7 +9,8 @@ from splitppo.config import Config
 from splitppo.engine.build import check_engine
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.errors import UserError
-from splitppo.placement import Role, replicas
+from splitppo.models.tensor import check_plan
+from splitppo.placement import Role, check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import checkpoint
 from splitppo.run.folder import check_same_run, has_steps
@@ -44,8 +45,12 @@ def preflight(resolved: Resolved) -> None:
         on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
         for name in (name for name, value in on.items() if value):
             raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
-    for role in placement.groups:
-        replicas(role, placement, config.fsdp.shard_size, local_world=resolved.local_world)
+    check_sets(config, placement, local_world=resolved.local_world)
+    for name, model in resolved.models.items():
+        if (size := config.tensor_parallel(name)) > 1:
+            check_plan(
+                model.config, model.kind, size, f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
+            )
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
     device, policy = resolved.device.type, resolved.models["policy"].config
@@ -68,7 +73,7 @@ def warnings(resolved: Resolved) -> list[str]:
     if placement.colocated and not ppo.value_mini_batches:
         del cut["critic"]
     for role, cuts in cut.items():
-        ranks = len(placement.groups[role])
+        ranks = data_parallel(config, placement)[role]
         if ranks * cuts > rows:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")

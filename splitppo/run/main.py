@@ -19,7 +19,7 @@ from splitppo.job.launch import Launch
 from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
-from splitppo.placement import place
+from splitppo.placement import place, set_sizes
 from splitppo.run.checks import check_inputs, finished, preflight
 from splitppo.run.dry_run import dry_run
 from splitppo.run.life import Run, open_run
@@ -76,7 +76,13 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     runtime = rank.runtime = Runtime(
-        launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, facts=facts_of(config)
+        launch,
+        placement,
+        device,
+        config.timeout,
+        shard_size=config.fsdp.shard_size,
+        set_sizes=set_sizes(config),
+        facts=facts_of(config),
     )
     signals = StopSignals(runtime)
     if runtime.stop.before_restart():

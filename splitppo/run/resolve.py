@@ -95,6 +95,7 @@ class Resolved:
                 "parameters": model.parameters * model.number,
                 "random_init": model.random_init,
                 "packed": model.packed,
+                "tensor_parallel": self.config.tensor_parallel(name),
             }
             for name, model in self.models.items()
         }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
-from splitppo.models.sharding import local
+from splitppo.models.sharding import described, local
 from splitppo.placement import Role
 from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
 from splitppo.run.files import read_file, sync_folder, write_whole
@@ -34,7 +34,7 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
 
 def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
     for name, parameter in learner.sharded().items():
-        held["model"][prefix + name] = parameter.detach()
+        held["model"][prefix + name] = described(learner.model, name, parameter.detach())
         if not parameter.requires_grad:
             continue
         state = learner.optimizer.state[parameter]
@@ -42,7 +42,7 @@ def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
             state |= {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.zeros((), dtype=torch.float32, device=learner.runner.device)
         for kind, tensor in state.items():
-            held.setdefault(kind, {})[prefix + name] = tensor
+            held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
 
 
 def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
@@ -52,7 +52,7 @@ def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str,
     Raises:
         UserError: the part is damaged, or of other models.
     """
-    read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.mesh.get_group())
+    read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
 
 
@@ -71,7 +71,7 @@ class Saver:
         self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]
     ):
         self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group
-        self.rank, self.committed = learners[0].runner.group.dp_rank, committed
+        self.rank, self.committed = dist.get_rank(group), committed
         self.copies: Tensors = {}
         self.thread: threading.Thread | None = None
         self.step, self.may_commit = 0, threading.Event()

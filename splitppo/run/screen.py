@@ -67,7 +67,8 @@ def _model(resolved: Resolved, name: str) -> str:
     own = "the embedded model" if model.path == "tiny" else model.name
     own = "as the policy" if name in ("value", "reference") and model.path == policy.path else own
     drawn = ", random weights" if model.random_init else ""
-    return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks"
+    sets = f" in sets of {size}" if (size := resolved.config.tensor_parallel(name)) > 1 else ""
+    return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks{sets}"
 
 
 def _step(config: Config) -> str:

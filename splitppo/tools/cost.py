@@ -9,7 +9,8 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
 
 * G is the rollout: decode steps until the longest row ends. A decode step takes longer with more rows, so G goes as
   1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE. With fewer rows a rank, G shrinks only a little. Ranks that
-  share an engine count as ranks with an engine each.
+  share an engine count as ranks with an engine each. Ranks of a tensor-parallel set count as ranks that share the work
+  of their rows: what they lose to sums over the set is in the measured times.
 * The critic scores rows under the rollout as they end. After it, mean length / longest of the scoring is left: all of
   it if the rows are equally long.
 * P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for the host. If one
@@ -160,10 +161,11 @@ def run_work(folder: Path, split: Split, batch: int) -> Work:
     return measured(actor, critic, split, batch)
 
 
-def splits(gpus: int, *, movable: bool) -> list[Split]:
-    """All placements of so many GPUs."""
+def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:
+    """All placements of so many GPUs. `sets`: ranks of a tensor-parallel set of the actor and of the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
-    return [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
+    found = [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
+    return [split for split in found if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0]
 
 
 def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
@@ -171,12 +173,12 @@ def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
     return kl_coef > 0 and kl_loss_coef == 0
 
 
-def advice(work: Work, split: Split, gpus: int, *, movable: bool) -> list[str]:
+def advice(work: Work, split: Split, gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[str]:
     """The run's own placement by the model, then the three fastest of the others; `movable` as `may_move` says."""
     actor, critic = columns(work, split)
     step = predict(work, split)
     lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
-    others = [other for other in splits(gpus, movable=movable) if other != split]
+    others = [other for other in splits(gpus, movable=movable, sets=sets) if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
         seconds, both = predict(work, other), columns(work, other)
         idle = 1 - min(both) / max(both) if other.critic else 0.0

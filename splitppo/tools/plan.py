@@ -47,7 +47,8 @@ def plan(
     work = run_work(run, split, config.rollout.batch_size)
     movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
     size, lengths = gpus or split.actor + split.critic, row_lengths(run)
-    found = advice(work, split, size, movable=movable)
+    sets = config.tensor_parallel("policy"), config.tensor_parallel("value")
+    found = advice(work, split, size, movable=movable, sets=sets)
     return found + (window_advice(work, split, lengths, size, movable=movable) if lengths else [])
 
 

@@ -51,6 +51,9 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "1+2": (3, ["--placement.critic=2"]),
     "colocated": (2, ["--placement.mode=colocated"]),
     "2+1 with windows": (3, ["--placement.actor=2", "--rollout.window=4"]),
+    # ranks that share the policy's layers, and own the same rows
+    "2+1 set": (3, ["--placement.actor=2", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]),
+    "colocated set": (2, ["--placement.mode=colocated", "--fsdp.tensor-parallel=2"]),
 }
 MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "gae", "update", "save", "write", "commit", "line")
 KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")
@@ -97,11 +100,12 @@ def draw(count: int, seed: int) -> list[Fault]:
         placement = random_.choice(list(PLACEMENTS))
         world = PLACEMENTS[placement][0]
         rank = random_.randrange(world)
-        actors = world if placement == "colocated" else int(placement[0])
-        plays = {"actor", "critic"} if placement == "colocated" else {"actor" if rank < actors else "critic"}
+        colocated = placement.startswith("colocated")
+        actors = world if colocated else int(placement[0])
+        plays = {"actor", "critic"} if colocated else {"actor" if rank < actors else "critic"}
         if (moment in ("rollout", "logprobs") and "actor" not in plays) or (moment == "gae" and "critic" not in plays):
             continue
-        if moment in WIRE and placement == "colocated":
+        if moment in WIRE and (colocated or (placement, rank) == ("2+1 set", 1)):  # a set's first rank speaks for it
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing

@@ -59,6 +59,8 @@ BOUNDS = [
     ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
     ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
+    ("0", "0", "must be at least 1", "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel"),
+    ("0", "0", "must be at least 1", "reward.tensor_parallel"),
     ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
     (
         "-1",
@@ -170,6 +172,11 @@ EARLY = [
         ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it"],
     ),
     (
+        ["--fsdp.tensor-parallel=2", "--reference.tensor-parallel=3"],
+        ["reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset"],
+    ),
+    (["--reward.tensor-parallel=2"], ["reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it"]),
+    (
         ["--log.validate-samples=2"],
         ["log.validate_samples=2: greedy samples are equal; raise log.validate_temperature"],
     ),
@@ -240,6 +247,14 @@ EARLY = [
     (
         ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
         ["actor=5", "8 ranks", "give one"],
+    ),
+    (
+        ["--dry-run", "--world-size=8", "--placement.actor=6", "--fsdp.tensor-parallel=4"],
+        ["tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into whole sets; set fsdp."],
+    ),
+    (
+        ["--dry-run", "--world-size=4", "--placement.mode=colocated", "--fsdp.tensor-parallel=4"],
+        ["policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple of it; use"],
     ),
     (["--dry-run", "--world-size=8", "--placement.actor=9"], ["actor=9", "no rank of 8 is left for the critic"]),
     (["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"], ["placement.actor=5", "a multiple of 2"]),

@@ -55,6 +55,8 @@ def test_the_advice_names_the_faster_splits_first():
 
 def test_all_placements_of_some_gpus():
     assert splits(1, movable=True) == [Split(1, 0)]
+    assert splits(6, movable=False, sets=(2, 1)) == [Split(6, 0), Split(2, 4), Split(4, 2)]
+    assert splits(3, movable=False, sets=(1, 2)) == [Split(1, 2)]
     assert splits(3, movable=False) == [Split(3, 0), Split(1, 2), Split(2, 1)]
     both = [Split(1, 2), Split(1, 2, "critic"), Split(2, 1), Split(2, 1, "critic")]
     assert splits(3, movable=True) == [Split(3, 0), *both]

@@ -1,0 +1,344 @@
+"""Tensor parallelism beside FSDP: ranks that share the layers are one plain module of transformers, to 1e-5."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, run_threads
+from runs import SMALL, assert_same, figures, main_rank
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from splitppo import algo, channel
+from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.engine import Sampling
+from splitppo.engine.sets import over_set
+from splitppo.job.collectives import Group
+from splitppo.job.launch import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.learner import Learner
+from splitppo.models.build import build, read_config
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.runner import Runner
+from splitppo.models.sharding import bounds, described, parallelize
+from splitppo.models.weights import fill
+from splitppo.placement import own, place
+from splitppo.rewards.model import RewardModel, RewardText
+from splitppo.rollout import Prompt, Request, Rollout, Sample
+from splitppo.run import checkpoint
+from splitppo.tools.export import Export, export
+
+CPU = torch.device("cpu")
+BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
+OUTPUTS = PolicyOutputs(0.7, 80)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 4},
+}
+KINDS = [(True, "policy"), (False, "policy"), (False, "value")]  # whether embedding and output layer are tied
+CASES = [(name, *which) for name in SHAPES for which in KINDS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for name, more in SHAPES.items():
+            for tied in (True, False):
+                config = AutoConfig.for_model(
+                    name, hidden_size=32, intermediate_size=42, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, vocab_size=83, max_position_embeddings=64, tie_word_embeddings=tied,
+                    initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=1, **more,
+                )  # fmt: skip
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                for parameter in model.parameters():  # no bias 0 and no norm 1
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+                model.save_pretrained(path / f"{name}_{tied}")
+    return path
+
+
+def samples() -> list[Sample]:
+    made = []
+    for row in range(BATCH):
+        generator = torch.Generator().manual_seed(row)
+        prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
+        response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
+        made.append(Sample(row, prompt, response, [0.0] * len(response), "eos"))
+    return made
+
+
+def target(row: int) -> float:
+    return float(row % 3) - 0.7
+
+
+def objective(model, batch, given, kind):
+    if kind == "policy":
+        losses = -OUTPUTS(model, batch, entropy=False)[0] * given["target"]
+    else:
+        losses = (value_outputs(model, batch) - given["target"]) ** 2
+    return algo.aggregate_loss(losses, batch.mask, "token_mean"), {}
+
+
+def outputs(model, batch, kind):
+    return [OUTPUTS(model, batch, entropy=False)[0] if kind == "policy" else value_outputs(model, batch)]
+
+
+def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=False, compiled=False) -> Learner:
+    model, group = build(read_config(str(folder)), kind, packed=packed), runtime.groups[role]
+    (tensor,) = runtime.sets[role].values() or (None,)
+    how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
+    parallelize(model, runtime.shards[role], dtype=torch.float32, **how)
+    fill(model, str(folder), device=CPU, head="normal", seed=9)
+    optim = OptimConfig(lr=LR, eps=1e-3, max_grad_norm=CLIP)
+    return Learner(model, Runner(group, CPU, 40), optim, steps=STEPS, aggregate="token_mean")
+
+
+def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch.Tensor]]:
+    """This rank's rows of the batch, as mini-batches, and the fields of the objective."""
+    group = learner.runner.group
+    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size})
+    rows = cut.rows("actor", group.dp_rank)
+    rollout = Rollout([s for s in samples() if s.row in rows[0]])
+    return rollout, rows, {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])}
+
+
+def train(learner: Learner, kind: str, steps: int = STEPS) -> list[float]:
+    """The gradient's norm in each step."""
+    rollout, rows, fields = rows_of(learner)
+    update = partial(learner.update, rollout, rows, fields, partial(objective, kind=kind), epochs=1)
+    return [update(step=step)[0]["grad_norm"] for step in range(1, steps + 1)]
+
+
+def full_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+
+
+def case_rank(folders, runtime, role, packed, cases):
+    """For each case: rows' outputs, gradient norms, weights before and after."""
+    found = {}
+    for number, case in enumerate(cases):
+        name, tied, kind = case
+        folder, checkpointing = folders / f"{name}_{tied}", number % 3 == 0
+        learner = make_learner(folder, kind, runtime, role, packed=packed, checkpointing=checkpointing)
+        learner.gather_once = number % 3 == 1
+        rollout, *_ = rows_of(learner)
+        for weight, parameter in learner.sharded().items():  # a checkpoint says the same of it as the folder's reader
+            whole: Any = described(learner.model, weight, parameter)
+            shape, at = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+            rows, *columns = bounds(learner.model, weight, parameter)
+            assert (rows.stop - rows.start, *(c.stop - c.start for c in columns)) == shape[: 1 + len(columns)]
+            assert rows.start == rows.stop or (rows.start, *(c.start for c in columns)) == at[: 1 + len(columns)]
+        before = full_weights(learner)
+        (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind), fields=1)
+        by_row = dict(zip(rollout.rows, [x.tolist() for x in rollout.split(out)], strict=True))
+        found[case] = by_row, train(learner, kind), before, full_weights(learner)
+    return found
+
+
+def ranks(rank, folders, actor, sizes, shard_size, packed, cases):
+    """One of 4 ranks: colocated, or in two groups."""
+    config = PlacementConfig(mode="per_node", actor=actor) if actor < 4 else PlacementConfig(mode="colocated")
+    placement = place(config, world=4, local_world=4)
+    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes)
+    role = "actor" if "actor" in runtime.groups else "critic"
+    return role, case_rank(folders, runtime, role, packed, cases)
+
+
+def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict, list[float], dict, dict]:
+    """The same by transformers, in one process, row by row."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if kind == "value":
+        model = nn.ModuleDict({"model": model.base_model, "score": nn.Linear(32, 1)})
+        model["score"].load_state_dict(head)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def of_row(sample: Sample) -> torch.Tensor:
+        ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
+        if kind == "value":
+            return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[:, 0]
+        log_p = (model(input_ids=ids).logits[0, -n - 1 : -1, :80] / 0.7).log_softmax(-1)
+        return log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
+
+    with torch.no_grad():
+        outs = {sample.row: of_row(sample).tolist() for sample in samples()}
+    tokens, norms = sum(len(s.response) for s in samples()), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0.0)
+    for _ in range(STEPS):
+        for sample in samples():
+            out, due = of_row(sample), target(sample.row)
+            (((out - due) ** 2 if kind == "value" else -out * due).sum() / tokens).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return outs, norms, before, model.state_dict()
+
+
+MESHES = [
+    (4, {"actor": [2]}, None, False, CASES),  # 2x2
+    (4, {"actor": [2]}, 2, True, CASES[3:6]),  # two replicas of 1x2
+    (2, {"actor": [2], "critic": [1]}, None, True, CASES),  # 1x2 in the one group, 2x1 in the other
+]
+
+
+@pytest.mark.parametrize(
+    ("actor", "sizes", "shard_size", "packed", "cases"), MESHES, ids=["2x2", "2x1x2", "1x2 and 2x1"]
+)
+def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
+    every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed, cases)
+    for case in cases:
+        name, tied, kind = case
+        some = next(found[case] for _, found in every)
+        head = {"weight": some[2]["score.weight"], "bias": some[2]["score.bias"]} if kind == "value" else {}
+        outs, norms, before, after = plain(folders / f"{name}_{tied}", kind, head)
+        for role in ("actor", "critic") if actor < 4 else ("actor",):
+            parts = [found[case] for own_role, found in every if own_role == role]
+            seen = {row: out for part in parts for row, out in part[0].items()}
+            assert sorted(seen) == list(range(BATCH))
+            for row, out in seen.items():
+                torch.testing.assert_close(out, outs[row], rtol=1e-5, atol=1e-5, msg=f"{case} {role} row {row}")
+            for _, seen_norms, first, last in parts:
+                assert seen_norms == pytest.approx(norms, rel=1e-5, abs=1e-5), case
+                for got, due in ((first, before), (last, after)):
+                    assert {n for n in due if n != "lm_head.weight" or not tied} == set(got)
+                    for weight, value in got.items():
+                        torch.testing.assert_close(value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}")
+
+
+def compiled_rank(rank, folder):
+    """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs that they needed."""
+    graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
+    torch.compile = lambda given, *, dynamic, **_: compiler(given, dynamic=dynamic, backend=graphs)  # in this process
+    placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
+    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
+    norms = []
+    for compiled in (False, True):
+        how: Any = {"checkpointing": True, "compiled": compiled}
+        norms.append(train(make_learner(folder, "policy", runtime, "actor", **how), "policy"))
+    return norms, graphs.frame_count
+
+
+def test_compiled_layers_of_a_set_are_the_same(folders):
+    for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True"):
+        assert norms == pytest.approx(plain_norms, rel=1e-6)
+        assert 0 < graphs <= 3, "lengths or layers are compiled anew"
+
+
+def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
+    """A rank of a run: what it sent and received."""
+    sent, received = [], []
+    send, recv = channel.Wire.send, channel.Wire.recv
+
+    def sends(self, hop, *given):
+        sent.append(hop.key)
+        return send(self, hop, *given)
+
+    def receives(self, hop, *given):
+        received.append(hop.key)
+        return recv(self, hop, *given)
+
+    channel.Wire.send, channel.Wire.recv = sends, receives  # type: ignore[method-assign]
+    main_rank(rank, argv)
+    return sent, received
+
+
+def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
+    """Four actor ranks in sets of two and two critic ranks without; then one rank; then a set for both roles."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    argv = [*SMALL, "--log.validate-every=1", "--rollout.batch-size=10"]
+    sets = ["--placement.actor=4", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]
+    saving = ["--checkpoint.every=1", "--checkpoint.keep=0", f"--run-dir={whole}"]
+    hops = run_ranks(6, wire_rank, [*argv, *sets, *saving])
+    every = [sorted(key for part in hops for key in part[side]) for side in (0, 1)]
+    assert every[0] == every[1] != []
+    assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == [0, 2, 4, 5]
+    first = f"--resume={checkpoint.step_folder(whole, 1)}"
+    run_ranks(1, main_rank, [*argv, f"--run-dir={cut}", first, "--steps=2"])
+    both = ["--placement.mode=colocated", "--fsdp.tensor-parallel=2"]
+    run_ranks(2, main_rank, [*argv, *both, f"--run-dir={cut}", "--steps=4"])
+    for role in ("actor", "critic"):
+        due = figures(whole, role)
+        assert_same(figures(cut, role), {step: due[step] for step in (2, 3, 4)})
+    models = [export(Export(run, dtype="float32")) for run in (whole, cut)]
+    for kind in ("policy", "value"):
+        due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
+        for name, weight in due.items():
+            torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-5)
+
+
+class Slow:
+    """An engine that ends a row in a tick, after some ticks without; `closed` once its work is stopped."""
+
+    def __init__(self, ticks: int):
+        self.ticks, self.loaded, self.closed = ticks, True, False
+
+    def generate(self, requests, sampling, *, seed, step):
+        try:
+            for request in requests:
+                yield from [[]] * self.ticks
+                yield [Sample(request.row, [1], [seed, step], [], "eos")]
+        finally:
+            self.closed = True
+
+
+def joined_rank(group: Group, ticks: list[int]) -> tuple:
+    rank = 2 * group.dp_rank + group.set_rank
+    slow: Any = Slow(ticks[rank])
+    engine: Any = over_set(slow, group)
+    requests = [Request(10 * group.dp_rank + i, [1]) for i in range(5)]
+    rows = [s.row for found in engine.generate(requests, Sampling(1.0, 2), seed=3, step=4) for s in found]
+    return rows, slow.closed, engine.loaded, group.of_first(lambda: rank)
+
+
+def test_the_engines_of_a_set_are_one():
+    for ticks in ([0, 3, 2, 0], [2, 0, 0, 1]):  # their order does not depend on which is the faster
+        found = run_threads((2, 2), joined_rank, ticks)
+        due = [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
+        assert found == [(due[rank // 2], True, True, rank // 2 * 2) for rank in range(4)]
+
+
+class Ids:
+    """A tokenizer of token ids alone."""
+
+    def get_vocab(self) -> dict:
+        return {}
+
+
+def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
+    """Scores of a rank's rows by a reward model whose layers four ranks share, two of which own the same rows."""
+    placement = place(PlacementConfig(mode="colocated"), world=4, local_world=4)
+    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_sizes={"critic": [size, 4]})
+    group, tensor = runtime.groups["critic"], runtime.sets["critic"][4]
+    model = build(read_config(str(folder)), "reward").requires_grad_(False)
+    parallelize(model, runtime.shards["critic"], dtype=torch.float32, activation_checkpointing=False, tensor=tensor)
+    fill(model, str(folder), device=CPU)
+    text = RewardText(Ids(), Ids(), chat=False, longest=64)
+    reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
+    mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]  # a rank of four has rows 3 and 7 alone
+    scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)
+    return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size):
+    config = AutoConfig.from_pretrained(
+        folders / "qwen3_False", num_labels=1, num_key_value_heads=4, intermediate_size=44
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    found = run_ranks(4, reward_rank, tmp_path, size)
+    seen = {row: score for part in found for row, score in part.items()}
+    assert sorted(seen) == [row for row in range(BATCH) if row % 4 < 4 // size]
+    for sample in samples():
+        if sample.row in seen:
+            with torch.no_grad():
+                due = float(model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0, 0])
+            assert seen[sample.row] == pytest.approx(due, abs=1e-5)
