@@ -22,7 +22,6 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "reward.tensor_parallel"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
-    (lambda v: v >= 0, "must be at least 0; 0 generates whole rows", "rollout.window"),
     (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
     (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
     (
@@ -31,7 +30,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "ppo.critic_warmup reward.overlong_tokens value.pretrain_steps value.pretrain_patience",
     ),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
-    (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k"),
+    (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (lambda v: v > 0, "must be above 0", "timeout reward.timeout ppo.kl_target ppo.importance_cap"),
     (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha optim.eps"),
@@ -156,8 +155,8 @@ def _of_ppo(config: Config) -> Iterator[str]:
             yield f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}"
     if config.old_logprobs == "engine" and ppo.importance != "off":
         yield (
-            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, which ppo.old_logprobs=engine (the "
-            "default with rollout.window) leaves out; set one of them to another value"
+            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, which ppo.old_logprobs=engine (as "
+            "rollout.window has it) leaves out; set one of them back"
         )
     if config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (

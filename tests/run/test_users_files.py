@@ -433,7 +433,7 @@ def test_what_adapts_and_is_normalised_goes_on_where_it_stopped(tmp_path: Path) 
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run(folder, "--steps=3", "--ppo.critic-warmup=2", "--checkpoint.every=1", "--checkpoint.keep=0")
+    run(folder, "--steps=3", "--ppo.critic-warmup=2", "--checkpoint.every=1", "--checkpoint.keep=0", "--seed=2")
     start = load_file(folder / "tiny" / "model.safetensors")
     steps: dict[str, list[dict[str, Any]]] = {"policy": [], "value": []}
     for step in (1, 2, 3):

@@ -101,7 +101,7 @@ BOUNDS = [
     ("1", "1.0", "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     ("0.9 1", "(0.9, 1.0)", "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas"),
     ("1.5", "1.5", "must lie between 0 and 1", "engine.memory_fraction"),
-    ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k"),
+    ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
     ("0", "0.0", "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
 ]
 NO_STOP = "holds an empty string, which would end every response at once; drop it"
