@@ -77,8 +77,9 @@ def warnings(resolved: Resolved) -> list[str]:
         if ranks * cuts > rows:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")
-    if config.reference.path and "reference" not in resolved.models:
-        found.append(f"reference.path={config.reference.path} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
+    for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
+        if value := getattr(config.reference, setting):
+            found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
         if optim.warmup_steps > config.steps:
             peak = f"the learning rate does not reach its peak in {config.steps} steps"
