@@ -104,7 +104,7 @@ def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch
     """This rank's rows of the batch, as mini-batches, and the fields of the objective."""
     group = learner.runner.group
     cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size})
-    rows = cut.rows("actor", group.dp_rank)
+    rows = cut.slots("actor", group.dp_rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     return rollout, rows, {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])}
 

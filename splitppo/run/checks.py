@@ -80,8 +80,9 @@ def warnings(resolved: Resolved) -> list[str]:
     if config.rollout.window and ppo.clip_mode == "mask":
         loses = "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
         found.append(f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: {loses}")
-    if config.reference.path and "reference" not in resolved.models:
-        found.append(f"reference.path={config.reference.path} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
+    for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
+        if value := getattr(config.reference, setting):
+            found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
         if optim.warmup_steps > config.steps:
             peak = f"the learning rate does not reach its peak in {config.steps} steps"
