@@ -67,3 +67,11 @@ class Config:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def tensor_parallel(self, model: str) -> int:
+        """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`."""
+        policy = self.fsdp.tensor_parallel
+        value = self.value.tensor_parallel or policy
+        group = policy if self.placement.reference == "actor" else value
+        own = {"reference": self.reference.tensor_parallel or group, "reward": self.reward.tensor_parallel or value}
+        return {"policy": policy, "value": value, **own}[model]

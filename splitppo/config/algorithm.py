@@ -51,6 +51,8 @@ class ReferenceConfig:
     """Folder or hub name of the reference model. Unset: the policy before training."""
     offload: bool = False
     """Keep the reference's shards on the CPU between uses."""
+    tensor_parallel: int | None = None
+    """Ranks that share each of the reference's layers: a multiple of its group's. Unset: as many as its group's."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class ValueConfig:
     """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden size)."""
     layers: int | None = None
     """Use the first so many layers of the body, with its final norm. Unset: all."""
+    tensor_parallel: int | None = None
+    """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     ensemble: int = 1
     """Value models. Each is trained on rows of its own, an equal part of every prompt's responses; advantages come from
     their mean (Liu et al. 2025, AsyPPO, arXiv:2510.01656)."""
@@ -172,6 +176,8 @@ class RewardConfig:
     """Keep the reward model's shards on the CPU between uses."""
     model_chat: bool = True
     """Render prompt and response with the reward model's own chat template, if it has one. Else: as plain text."""
+    tensor_parallel: int | None = None
+    """Ranks that share each of the reward model's layers: a multiple of the value model's. Unset: as many as these."""
     validation: tuple[str, ...] = ()
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"

@@ -76,6 +76,9 @@ class FsdpConfig:
     shard_size: ShardSize = None
     """Ranks per replica. A larger group sums the gradients of its replicas (hybrid sharding). `node`: the group's ranks
     of a node, so that weights are gathered within nodes only. Unset: the whole group."""
+    tensor_parallel: int = 1
+    """Ranks of one node that work on the same rows: each computes with a part of every layer's weights (a set). Policy
+    and value model; `value.tensor_parallel` is the value model's own."""
 
 
 @dataclass(frozen=True)

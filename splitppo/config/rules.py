@@ -18,6 +18,8 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches ppo.kl_horizon"),
     (lambda v: v >= 1, "must be at least 1", "log.validate_samples engine.tensor_parallel data.max_rows"),
     (lambda v: v >= 1, "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
+    (lambda v: v >= 1, "must be at least 1", "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel"),
+    (lambda v: v >= 1, "must be at least 1", "reward.tensor_parallel"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
     (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
@@ -64,7 +66,7 @@ def check(config: Config) -> None:
             for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
                 if values[name] is not None and not holds(values[name]):
                     raise UserError(f"{name}={values[name]} {rule}")
-    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic):
+    for contradictions in (_of_job, _of_sets, _of_rollout, _of_reward, _of_ppo, _of_critic):
         for message in contradictions(config):
             raise UserError(message)
 
@@ -89,6 +91,16 @@ def _of_job(config: Config) -> Iterator[str]:
         )
     if log.validate_samples > 1 and log.validate_temperature == 0:
         yield f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise log.validate_temperature"
+
+
+def _of_sets(config: Config) -> Iterator[str]:
+    groups = {"reference": "policy" if config.placement.reference == "actor" else "value", "reward": "value"}
+    for model, group in groups.items():
+        size, least = config.tensor_parallel(model), config.tensor_parallel(group)
+        if size % least:
+            yield f"{model}.tensor_parallel={size} is no multiple of the {group}'s, {least}; leave it unset"
+    if config.reward.tensor_parallel and config.reward.model is None:
+        yield f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none is set; unset it"
 
 
 def _of_rollout(config: Config) -> Iterator[str]:

@@ -59,6 +59,8 @@ BOUNDS = [
     ("-1", "-1", "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
     ("0", "0", "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples"),
     ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
+    ("0", "0", "must be at least 1", "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel"),
+    ("0", "0", "must be at least 1", "reward.tensor_parallel"),
     ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
     (
         "-1",
@@ -169,6 +171,11 @@ EARLY = [
         ["--reward.overlong-tokens=6", "--rollout.max-new-tokens=6"],
         ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it"],
     ),
+    (
+        ["--fsdp.tensor-parallel=2", "--reference.tensor-parallel=3"],
+        ["reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset"],
+    ),
+    (["--reward.tensor-parallel=2"], ["reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it"]),
     (
         ["--log.validate-samples=2"],
         ["log.validate_samples=2: greedy samples are equal; raise log.validate_temperature"],
