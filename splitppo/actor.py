@@ -101,7 +101,7 @@ class Actor:
         by_engine, old, sums = self.context.config.ppo.old_logprobs == "engine", sampled, {}
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
-            trainers, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+            trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
             if not self.compared:
                 self._compare(sampled, trainers)
             if not by_engine:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from splitppo.config.algorithm import (
     DataConfig,
+    Offload,
     OptimConfig,
     PolicyConfig,
     PPOConfig,
@@ -24,8 +25,8 @@ from splitppo.config.job import (
 
 __all__ = [
     "CheckpointConfig", "ComputeConfig", "Config", "DataConfig", "EngineConfig", "FsdpConfig", "LogConfig",
-    "OptimConfig", "PPOConfig", "PlacementConfig", "PolicyConfig", "ReferenceConfig", "RewardConfig", "RolloutConfig",
-    "ShardSize", "ValueConfig",
+    "Offload", "OptimConfig", "PPOConfig", "PlacementConfig", "PolicyConfig", "ReferenceConfig", "RewardConfig",
+    "RolloutConfig", "ShardSize", "ValueConfig",
 ]  # fmt: skip
 
 
