@@ -135,11 +135,12 @@ def _ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
     for possible, table, name, setting in ways:
         if possible:
             flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
-            yield flag, partial(_with, table=table, name=name, setting=setting)
+            yield flag, partial(with_setting, table=table, name=name, setting=setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many
 
 
-def _with(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
+def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
+    """The same with another setting."""
     changed = replace(getattr(resolved.config, table), **{name: setting})
     return replace(resolved, config=replace(resolved.config, **{table: changed}))
 
@@ -236,7 +237,10 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
     config, (found, _, cut) = resolved.config, _of(resolved, name)
-    tokens, _ = _tokens(resolved, name, -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role])))
+    rows = -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
+    if role == "critic" and not resolved.placement.colocated and config.rollout.messages > 1:
+        rows -= rows // 2  # of the first chunk
+    tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
     gathered = (found.root + 2 * found.layer) * resolved.dtype.itemsize / cut
