@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.models import hub
-from splitppo.models.build import check_type, read_config
+from splitppo.models.build import Kind, check_type, read_config
 from splitppo.placement import place
 from splitppo.run.memory import needed, phases, with_setting
 from splitppo.run.resolve import Model, Resolved
@@ -64,8 +64,10 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         UserError: nothing fits.
     """
     config, found, least = model_config(name), [], []
+    kinds: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value"}
+    models = {role: Model(kind, name, name, config, True, packed=True) for role, kind in kinds.items()}
     for split in splits(gpus, movable=True):
-        for resolved, flags in _settings(config, name, split, length):
+        for resolved, flags in _settings(models, split, length):
             phase, parts = max(phases(resolved, memory * 2**30).items(), key=lambda item: needed(item[1]))
             need = needed(parts) / 2**30
             if need <= memory:
@@ -77,11 +79,11 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     if not found:
         need, line = min(least)
         raise UserError(f"{name} on {gpus} GPUs of {memory:g} GiB: {line}; use more GPUs, or a smaller --length")
-    parameters = f"{_model(config, name).parameters:,} parameters each for policy, reference and value model"
+    parameters = f"{models['policy'].parameters:,} parameters each for policy, reference and value model"
     how = f"{ROWS} rows a step, responses a quarter of the longest on average"
     lines = [
         f"{name}: {parameters}; rows of {length:,} tokens",
-        f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s; decoding as on H200",
+        f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
     ]
     for seconds, split, (actor, critic), need, phase, flags in sorted(found, key=lambda one: one[0])[:SHOWN]:
         why = f"actor column {actor:.1f} s, critic column {critic:.1f} s"
@@ -90,11 +92,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     return lines + [f"  {line}" for _, line in sorted(least)[:1]]
 
 
-def _model(config: PretrainedConfig, name: str, kind: str = "policy") -> Model:
-    return Model("value" if kind == "value" else "policy", name, name, config, True, packed=True)
-
-
-def _settings(config: PretrainedConfig, name: str, split: Split, length: int) -> Iterator[tuple[Resolved, list[str]]]:
+def _settings(models: dict[str, Model], split: Split, length: int) -> Iterator[tuple[Resolved, list[str]]]:
     """A placement with ever more settings that save memory, and their flags."""
     base, prompt = Config(), length // 4
     sizes = (split.actor, split.critic) if split.critic else (None, None)
@@ -104,10 +102,9 @@ def _settings(config: PretrainedConfig, name: str, split: Split, length: int) ->
     ppo = replace(base.ppo, kl_coef=0.01, mini_batches=MINI_BATCHES)
     base = replace(base, placement=placed, rollout=rollout, ppo=ppo)
     world = split.actor + split.critic
-    models = {kind: _model(config, name, kind) for kind in ("policy", "reference", "value")}
     resolved = Resolved(
         base, {}, place(placed, world=world, local_world=world, gpu=True), world, torch.device("cuda"), torch.bfloat16,
-        True, "vllm", models, None, config.vocab_size,
+        True, "vllm", models, None, models["policy"].config.vocab_size,
     )  # fmt: skip
     flags = ["--placement.mode colocated"]
     if split.critic:
