@@ -1,6 +1,7 @@
 """Tensors that wait in host memory, pinned for a GPU. Copies run on streams of their own, while the GPU goes on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from splitppo.models.sharding import local
 
-PART = 2**28  # bytes of optimizer state that are moved at once, at least
+PART = 2**28  # bytes of optimizer state that are moved at once, about
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,7 +48,7 @@ class HostShards:
             torch.cuda.current_stream().wait_stream(self.stream)
         for storage, copy in self.held:
             storage.resize_(copy.nbytes)
-            _bytes(storage).copy_(copy, non_blocking=True)
+            _copy(_bytes(storage), copy, None)
         self.here = True
 
     def release(self, *, changed: bool) -> None:
@@ -68,9 +69,7 @@ class HostShards:
         for storage, copy in self.held:
             if changed:
                 with torch.cuda.stream(self.stream):
-                    copy.copy_(on_device := _bytes(storage), non_blocking=True)
-                if self.stream:
-                    on_device.record_stream(self.stream)
+                    _copy(copy, _bytes(storage), self.stream)
             storage.resize_(0)
         self.here = False
 
@@ -85,11 +84,13 @@ class HostState:
     def step(self) -> None:
         """The optimizer's step. Each part is a step of the optimizer, in which its parameters alone have gradients."""
         gradients = {p: p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        sizes = accumulate([2 * local(parameter).nbytes for parameter in gradients])
+        parts = groupby([*zip(sizes, gradients, strict=True)], key=lambda pair: pair[0] // PART)
         for parameter in gradients:
             parameter.grad = None
         if self.coming and self.going:
             self.coming.wait_stream(self.going)
-        arriving = (self._fetch(part) for part in _parts([*gradients]))
+        arriving = (self._fetch([parameter for _, parameter in part]) for _, part in parts)
         following = next(arriving, None)
         while following:
             (part, arrived), following = following, next(arriving, None)
@@ -100,17 +101,21 @@ class HostState:
                 parameter.grad = gradients.pop(parameter)
                 self.optimizer.state[parameter] |= moments
             self.optimizer.step()
-            for parameter, moments in part.items():
-                self._put_back(moments, hosts[parameter])
-                self.optimizer.state[parameter] |= hosts[parameter]
-                parameter.grad = None
+            if self.going:
+                self.going.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.going):
+                for parameter, moments in part.items():
+                    for kind, tensor in moments.items():
+                        _copy(local(hosts[parameter][kind]), local(tensor), self.going)
+                    self.optimizer.state[parameter] |= hosts[parameter]
+                    parameter.grad = None
 
     def finish(self) -> None:
         """Waits until all moments are in host memory."""
         if self.going:
             self.going.synchronize()
 
-    def _fetch(self, parameters: Sequence[nn.Parameter]) -> tuple[dict[Any, dict[str, Tensor]], Any]:
+    def _fetch(self, parameters: Sequence[nn.Parameter]) -> tuple[dict[nn.Parameter, dict[str, Tensor]], Any]:
         """The moments of some parameters on the device, and the event of their arrival."""
         part = {p: {kind: torch.empty_like(p.detach()) for kind in MOMENTS} for p in parameters}
         if self.coming:
@@ -119,17 +124,8 @@ class HostState:
             for parameter, moments in part.items():
                 state = state_of(self.optimizer, parameter, on_host=True)
                 for kind, tensor in moments.items():
-                    local(tensor).copy_(local(state[kind]), non_blocking=True)
+                    _copy(local(tensor), local(state[kind]), None)
         return part, self.coming.record_event() if self.coming else None
-
-    def _put_back(self, moments: dict[str, Tensor], host: dict[str, Tensor]) -> None:
-        if self.going:
-            self.going.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.going):
-            for kind, tensor in moments.items():
-                local(host[kind]).copy_(local(tensor), non_blocking=True)
-                if self.going:
-                    local(tensor).record_stream(self.going)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, on_host: bool) -> dict[str, Tensor]:
@@ -143,15 +139,11 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, on_ho
     return state
 
 
-def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    part: list[nn.Parameter] = []
-    for parameter in parameters:
-        part.append(parameter)
-        if sum(2 * local(p).nbytes for p in part) >= PART:
-            yield part
-            part = []
-    if part:
-        yield part
+def _copy(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> None:
+    """Copies while the host goes on; on a stream of its own the source's memory is not given to others before."""
+    to.copy_(source, non_blocking=True)
+    if stream:
+        source.record_stream(stream)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

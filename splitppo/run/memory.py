@@ -26,6 +26,7 @@ Change = Callable[[Resolved], Resolved]
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
 GPU = 80 * 2**30  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
+FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
@@ -71,12 +72,12 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
     Raises:
         UserError: the shortest rows would not fit either.
     """
-    phase, parts = max(phases(resolved, memory).items(), key=lambda item: needed(item[1]))
+    phase, parts = highest(resolved, memory)
     if needed(parts) <= memory:
         return None
-    sure = SURE * (needed(parts) - sum(size for part, size in parts.items() if part.startswith("activations")))
-    least, most = f"{needed(parts) / 2**30:.0f} GiB", f"{memory / 2**30:.0f} GiB"
-    text = f"{phase} needs about {least} of a GPU of {most}: {_listed(parts)}; {remedies(resolved, memory)}"
+    sure = SURE * sum(size for part, size in parts.items() if not part.startswith("activations"))
+    of = f"{_gib(needed(parts))} of a GPU of {_gib(memory)}"
+    text = f"{phase} needs about {of}: {_listed(parts)}; {remedies(resolved, memory)}"
     if sure > memory:
         raise UserError(text)
     return f"with rows of full length, {text}"
@@ -84,55 +85,57 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
 
 def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4 update`)."""
-    memory = gpu_memory(resolved) or GPU
-    found, words = phases(resolved, memory), phase.split()
-    parts = found.get(f"{words[0]} {words[-1]}") or max(found.values(), key=needed)
-    used = f"; PyTorch held {torch.cuda.memory_allocated() / 2**30:.1f}" if torch.cuda.is_available() else ""
-    held = f"estimated {needed(parts) / 2**30:.1f} GiB of {memory / 2**30:.1f}: {_listed(parts)}{used}"
+    memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
+    parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[1]
+    used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
+    held = f"estimated {_gib(needed(parts))} of {_gib(memory)}: {_listed(parts)}{used}"
     return [f"memory ran out in {phase!r}", held, remedies(resolved, memory)]
 
 
 def remedies(resolved: Resolved, memory: float) -> str:
-    """The ways to need less, cheapest first, each with what the run then needs; and the first of them that, all
-    together, make it fit."""
-    alone, together, enough = [], resolved, ""
-    for number, (flags, change) in enumerate(_ways(resolved), 1):
-        alone.append(f"{flags} {_most(change(resolved), memory) / 2**30:.0f} GiB")
-        if not enough:
-            together = change(together)
-            fits = (need := _most(together, memory)) <= memory
-            enough = f"; the first {number} together {need / 2**30:.0f} GiB" if fits and number > 1 else "-" * fits
-    return "ways to need less: " + ", ".join(alone) + enough.strip("-")
+    """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
+    need, alone, together, chosen = _most(resolved, memory), [], resolved, []
+    least = need
+    for flags, change in ways(resolved):
+        if (less := _most(change(resolved), memory)) < need:
+            alone.append(f"{flags} {_gib(less)}")
+        if least > memory and (less := _most(change(together), memory)) < least:
+            least, together = less, change(together)
+            chosen.append(flags)
+    enough = f"; all of {' '.join(chosen)} {_gib(least)}" if least <= memory and len(chosen) > 1 else ""
+    return f"ways to need less: {', '.join(alone)}{enough}"
+
+
+def highest(resolved: Resolved, memory: float) -> tuple[str, Parts]:
+    """The phase that needs most."""
+    return max(phases(resolved, memory).items(), key=lambda item: needed(item[1]))
 
 
 def _most(resolved: Resolved, memory: float) -> float:
-    return max(map(needed, phases(resolved, memory).values()))
+    return needed(highest(resolved, memory)[1])
 
 
-def _ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
-    """Flags, and the change of a resolved configuration that they make."""
+def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
+    """The flags of each way to need less memory, cheapest first, and the change of a resolved configuration."""
     config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
-    held, split = resolved.models, not resolved.placement.colocated
-    half, other = (
-        config.compute.micro_batch_tokens // 2,
-        "actor" if config.placement.reference == "critic" else "critic",
-    )
-    usable = other == "actor" or config.ppo.kl_loss_coef == 0
-    more = {"none": "optimizer", "optimizer": "all"}
-    policy, value = more.get(config.policy.offload), more.get(config.value.offload)
+    has, half = resolved.models, config.compute.micro_batch_tokens // 2
+    other = "actor" if config.placement.reference == "critic" else "critic"
+    movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
+    policy, value, to = config.policy.offload, config.value.offload, "offload"
     engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
-    ways: list[tuple[bool, str, str, Any]] = [
-        (half >= _longest(config), "compute", "micro_batch_tokens", half),
+    for possible, table, name, setting in (
+        (half >= max(_longest(config), FEWEST), "compute", "micro_batch_tokens", half),
         (not config.compute.activation_checkpointing, "compute", "activation_checkpointing", True),
-        ("reference" in held and split and usable, "placement", "reference", other),
-        ("reference" in held and not config.reference.offload, "reference", "offload", True),
-        ("reward" in held and not config.reward.model_offload, "reward", "model_offload", True),
-        (policy is not None, "policy", "offload", policy),
-        (value is not None, "value", "offload", value),
+        ("reference" in has and movable, "placement", "reference", other),
+        ("reference" in has and not config.reference.offload, "reference", to, True),
+        ("reward" in has and not config.reward.model_offload, "reward", "model_offload", True),
+        (policy == "none", "policy", to, "optimizer"),
+        (value == "none", "value", to, "optimizer"),
+        (policy == "optimizer", "policy", to, "all"),
+        (value == "optimizer", "value", to, "all"),
         (resolved.engine == "vllm" and sizes[0] % engine == 0, "engine", "tensor_parallel", engine),
         (all(size % trainer == 0 for size in sizes), "fsdp", "tensor_parallel", trainer),
-    ]
-    for possible, table, name, setting in ways:
+    ):
         if possible:
             flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
             yield flag, partial(with_setting, table=table, name=name, setting=setting)
@@ -146,12 +149,11 @@ def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Res
 
 
 def _twice_as_many(resolved: Resolved) -> Resolved:
-    placed, sizes = resolved.config.placement, resolved.placement.groups
-    if not resolved.placement.colocated:
-        placed = replace(placed, actor=2 * len(sizes["actor"]), critic=2 * len(sizes["critic"]))
-    else:
-        placed = replace(placed, mode="colocated", actor=None, critic=None)
-    world, local = 2 * resolved.placement.world, 2 * resolved.local_world
+    placed, world, local = resolved.config.placement, 2 * resolved.placement.world, 2 * resolved.local_world
+    actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
+    if resolved.placement.colocated:
+        actor = critic = world
+    placed = replace(placed, mode=resolved.placement.mode, actor=actor, critic=critic)
     return replace(resolved, placement=place(placed, world=world, local_world=local, gpu=True), local_world=local)
 
 
@@ -286,3 +288,7 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
 def _listed(parts: Parts) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20) or "less than 0.01"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.0f} GiB"

@@ -1,6 +1,5 @@
 """Which placements and settings fit a model on some GPUs, and a step's time: from the model's configuration alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from splitppo.errors import UserError
 from splitppo.models import hub
 from splitppo.models.build import Kind, check_type, read_config
 from splitppo.placement import place
-from splitppo.run.memory import needed, phases, with_setting
+from splitppo.run.memory import highest, needed, ways
 from splitppo.run.resolve import Model, Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
@@ -23,17 +22,7 @@ FLOPS, MFU = 989e12, 0.45  # of an H100 or H200 in bfloat16; the part of them th
 DECODE, BANDWIDTH = 1.3e-3, 3.8e12  # a decode step's seconds, and bytes of weights a second, as measured on H200
 HOST = 50e9  # bytes a second between a GPU and pinned host memory
 SHOWN = 5
-# each line is tried with all before it: (table, setting, value)
-STEPS = (
-    (),
-    (("compute", "micro_batch_tokens", 8192),),
-    (("compute", "activation_checkpointing", True),),
-    (("reference", "offload", True),),
-    (("policy", "offload", "optimizer"), ("value", "offload", "optimizer")),
-    (("policy", "offload", "all"), ("value", "offload", "all")),
-    (("engine", "tensor_parallel", 2),),
-    (("engine", "tensor_parallel", 4),),
-)
+TRIED = ("--compute", "--reference", "--policy", "--value", "--engine")  # the placements are tried anyway
 
 
 def model_config(name: str) -> PretrainedConfig:
@@ -55,7 +44,7 @@ def model_config(name: str) -> PretrainedConfig:
 
 
 def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
-    """The placements that fit, the fastest first, each with the first settings of `STEPS` that make it fit.
+    """The placements that fit, the fastest first, each with as few as possible of the ways to need less memory.
 
     Args:
         length: the longest row in tokens; a quarter of it is the prompt. memory: of a GPU in GiB.
@@ -67,57 +56,53 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     kinds: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value"}
     models = {role: Model(kind, name, name, config, True, packed=True) for role, kind in kinds.items()}
     for split in splits(gpus, movable=True):
-        for resolved, flags in _settings(models, split, length):
-            phase, parts = max(phases(resolved, memory * 2**30).items(), key=lambda item: needed(item[1]))
+        resolved, flags = _resolved(models, split, length)
+        while True:
+            phase, parts = highest(resolved, memory * 2**30)
             need = needed(parts) / 2**30
-            if need <= memory:
-                work = _work(resolved, split)
-                found.append((predict(work, split), split, columns(work, split), need, phase, flags))
+            way = next((way for way in ways(resolved) if way[0].startswith(TRIED)), None)
+            if need <= memory or way is None:
                 break
+            resolved = way[1](resolved)
+            flags[way[0].partition(" ")[0]] = way[0]
+        if need <= memory:
+            work = _work(resolved, split)
+            found.append((predict(work, split), split, columns(work, split), need, phase, flags.values()))
         else:
             least.append((need, f"{split} does not fit: the {phase} needs {need:.0f} GiB at least"))
     if not found:
-        need, line = min(least)
-        raise UserError(f"{name} on {gpus} GPUs of {memory:g} GiB: {line}; use more GPUs, or a smaller --length")
+        raise UserError(
+            f"{name} on {gpus} GPUs of {memory:g} GiB: {min(least)[1]}; use more GPUs, or a smaller --length"
+        )
     parameters = f"{models['policy'].parameters:,} parameters each for policy, reference and value model"
     how = f"{ROWS} rows a step, responses a quarter of the longest on average"
     lines = [
         f"{name}: {parameters}; rows of {length:,} tokens",
         f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
     ]
-    for seconds, split, (actor, critic), need, phase, flags in sorted(found, key=lambda one: one[0])[:SHOWN]:
+    for seconds, split, (actor, critic), need, phase, chosen in sorted(found, key=lambda one: one[0])[:SHOWN]:
         why = f"actor column {actor:.1f} s, critic column {critic:.1f} s"
         lines.append(f"  {split}: {seconds:.1f} s a step ({why}), {need:.0f} GiB at most ({phase})")
-        lines.append(f"    {' '.join(flags)}")
+        lines.append(f"    {' '.join(chosen)}")
     return lines + [f"  {line}" for _, line in sorted(least)[:1]]
 
 
-def _settings(models: dict[str, Model], split: Split, length: int) -> Iterator[tuple[Resolved, list[str]]]:
-    """A placement with ever more settings that save memory, and their flags."""
-    base, prompt = Config(), length // 4
-    sizes = (split.actor, split.critic) if split.critic else (None, None)
-    mode = "per_node" if split.critic else "colocated"
-    placed = replace(base.placement, mode=mode, actor=sizes[0], critic=sizes[1], reference=split.reference)
+def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, dict[str, str]]:
+    """A run with a placement, and the flags of the placement."""
+    base, prompt, world = Config(), length // 4, split.actor + split.critic
+    mode, flags = "colocated", {"mode": "--placement.mode colocated"}
+    if split.critic:
+        mode, flags = "per_node", {"actor": f"--placement.actor {split.actor}"}
+    if split.reference == "critic":
+        flags["reference"] = "--placement.reference critic"
+    placed = replace(
+        base.placement, mode=mode, actor=split.actor, critic=split.critic or world, reference=split.reference
+    )
     rollout = replace(base.rollout, batch_size=ROWS, max_prompt_tokens=prompt, max_new_tokens=length - prompt)
     ppo = replace(base.ppo, kl_coef=0.01, mini_batches=MINI_BATCHES)
-    base = replace(base, placement=placed, rollout=rollout, ppo=ppo)
-    world = split.actor + split.critic
-    resolved = Resolved(
-        base, {}, place(placed, world=world, local_world=world, gpu=True), world, torch.device("cuda"), torch.bfloat16,
-        True, "vllm", models, None, models["policy"].config.vocab_size,
-    )  # fmt: skip
-    flags = ["--placement.mode colocated"]
-    if split.critic:
-        flags = [f"--placement.actor {split.actor}"] + ["--placement.reference critic"] * (split.reference == "critic")
-    chosen: dict[str, str] = {}
-    for step in STEPS:
-        for table, setting, value in step:
-            if setting == "tensor_parallel" and split.actor % value:
-                continue
-            resolved = with_setting(resolved, table, setting, value)
-            flag = f"--{table}.{setting}".replace("_", "-")
-            chosen[flag] = flag if value is True else f"{flag} {value}"
-        yield resolved, [*flags, *chosen.values()]
+    config, device = replace(base, placement=placed, rollout=rollout, ppo=ppo), torch.device("cuda")
+    placement, ids = place(placed, world=world, local_world=world, gpu=True), models["policy"].config.vocab_size
+    return Resolved(config, {}, placement, world, device, torch.bfloat16, True, "vllm", models, None, ids), flags
 
 
 def _work(resolved: Resolved, split: Split) -> Work:
