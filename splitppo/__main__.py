@@ -19,16 +19,16 @@ COMMANDS = {  # name: (module with a `main`, what it does)
 @command
 def main() -> int:
     """Returns the exit status of the command that the first argument names."""
-    name, *rest = sys.argv[1:] or ["--help"]
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("usage: splitppo COMMAND ...   (each has its own --help)\n")
         print("\n".join(f"  {known:<8} {what}" for known, (_, what) in COMMANDS.items()))
         return 0
     if name not in COMMANDS:
         raise UserError(f"splitppo {name}: no such command; use one of {', '.join(COMMANDS)}")
-    sys.argv = [f"splitppo {name}", *rest]
-    if name == "train" and {"-h", "--help"} & set(rest):
-        importlib.import_module("splitppo.config.cli").parse(rest)  # without torch, which takes seconds to import
+    sys.argv = [f"splitppo {name}", *arguments]
+    if name == "train" and {"-h", "--help"} & set(arguments):
+        importlib.import_module("splitppo.config.cli").parse(arguments)  # without torch, which takes seconds to import
     return importlib.import_module(COMMANDS[name][0]).main()
 
 

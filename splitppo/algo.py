@@ -21,7 +21,6 @@ from torch import Tensor
 Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 KLKind = Literal["k1", "k2", "k3", "abs"]
 Schedule = Literal["constant", "linear", "cosine"]
-ClipMode = Literal["clip", "mask"]
 
 _WHITEN_EPS = 1e-8
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
@@ -46,11 +45,6 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO, LOG_RATIO)
 
 
-def is_clamped(log_ratio: Tensor) -> Tensor:
-    """1 where `clamp_log_ratio` changes it, else 0: of the same shape and dtype, without gradient."""
-    return (log_ratio.detach().abs() > LOG_RATIO).to(log_ratio.dtype)
-
-
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and unbiased variance of some tokens: 0-d float64 tensors, ready to be stacked and gathered.
@@ -65,8 +59,12 @@ class Moments:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of `x` `[B, T]` over the mask `[B, T]`: a 0-d tensor, 0 (still on the graph) when the mask is empty."""
-    _check_shapes(2, x=x, mask=mask)
-    return _keep(x, mask).sum() / mask.bool().sum().clamp(min=1)
+    return aggregate_loss(x, mask, "token_mean")
+
+
+def _means(figures: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Detached means over the mask; of a condition, the share of tokens that fulfil it."""
+    return {name: masked_mean(x.detach().to(dtype), mask) for name, x in figures.items()}
 
 
 @torch.no_grad()
@@ -87,11 +85,8 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
     Chan, Golub & LeVeque 1979, "Updating formulae", for any number of parts at once: the squares inside the parts
     plus the squares between them. Raises ValueError when there is no part.
     """
-    if not parts:
-        raise ValueError("merge_moments needs at least one part")
-    counts = torch.stack([part.count for part in parts])
-    means = torch.stack([part.mean for part in parts])
-    variances = torch.stack([part.variance for part in parts])
+    columns = zip(*((part.count, part.mean, part.variance) for part in parts), strict=True)
+    counts, means, variances = map(torch.stack, columns)
     count = counts.sum()
     mean = (counts * means).sum() / count.clamp(min=1)
     within = ((counts - 1).clamp(min=0) * variances).sum()
@@ -106,19 +101,16 @@ def explained_variance(targets: Moments, errors: Moments) -> float:
 
 
 @torch.no_grad()
-def masked_whiten(x: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, over: Moments | None = None) -> Tensor:
     """`(x - mean) * rsqrt(variance + 1e-8)` over the mask; 0 outside it, and 0 for a token that is alone.
 
-    `x`, `mask`: `[B, T]`. `moments` are given when the statistics are over more rows than these, as with a batch
-    spread over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
+    `x`, `mask`: `[B, T]`. `over` is given when the statistics are over more rows than these, as with a batch spread
+    over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
     """
     _check_shapes(2, x=x, mask=mask)
-    stats = _moments(x, mask) if moments is None else moments
+    stats = moments(x, mask) if over is None else over
     white = (x.double() - stats.mean) * torch.rsqrt(stats.variance + _WHITEN_EPS)
     return _keep(white.to(x.dtype), mask)
-
-
-_moments = moments  # masked_whiten's argument has the function's name
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
@@ -156,27 +148,22 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     _check_shapes(2, kl=kl, mask=mask)
     if scores.shape != kl.shape[:1]:
         raise ValueError(f"want one score a row, {tuple(kl.shape[:1])}, got {tuple(scores.shape)}")
-    tokens_left = mask.bool().flip(1).cumsum(dim=1).flip(1)  # this one included
-    is_last = mask.bool() & (tokens_left == 1)
+    is_last = mask.bool() & (mask.bool().flip(1).cumsum(dim=1).flip(1) == 1)  # one token is left, this one
     penalty = _keep(kl, mask) * -kl_coef
     return penalty + _keep(scores[:, None].expand_as(kl), is_last)
 
 
 @torch.no_grad()
 def adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """Length-adaptive lambda (Yue et al. 2025, VAPO): `max(0, 1 - 1 / (alpha * l))` for a row of l tokens, `[B]`.
-
-    `mask`: `[B, T]`. A row without tokens has 0.
-    """
+    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a row of l tokens in the
+    mask `[B, T]`, 0 for a row without tokens."""
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
 
 
 @torch.no_grad()
 def mask_agreement(advantages: Tensor, spread: Tensor, threshold: float) -> Tensor:
-    """`[N]` advantages, 0 where the value models differ by less than the threshold (Liu et al. 2025, AsyPPO).
-
-    `spread` `[N]`: the deviation of the values of a state.
-    """
+    """`[N]` advantages, 0 where the value models differ by less than the threshold (Liu et al. 2025, AsyPPO). `spread`
+    `[N]`: the deviation of the values of a state."""
     _check_shapes(1, advantages=advantages, spread=spread)
     return _keep(advantages, spread >= threshold)
 
@@ -193,15 +180,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     _check_shapes(2, rewards=rewards, values=values, mask=mask)
     inside = mask.bool()
     next_value = next_advantage = values.new_zeros(len(values))
-    columns: list[Tensor] = []
+    advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         residual = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = residual + gamma * lam * next_advantage
-        columns.append(advantage)
+        advantages[:, t] = advantage = residual + gamma * lam * next_advantage
         # A hole hands its successor's numbers on.
         next_value = torch.where(inside[:, t], values[:, t], next_value)
         next_advantage = torch.where(inside[:, t], advantage, next_advantage)
-    advantages = _keep(torch.stack(columns[::-1], dim=1), inside) if columns else torch.zeros_like(values)
+    advantages = _keep(advantages, inside)
     return advantages, advantages + _keep(values, inside)
 
 
@@ -226,29 +212,19 @@ def aggregate_weight(mask: Tensor, aggregate: Aggregate) -> Tensor:
     `sum(aggregate_loss(part) * aggregate_weight(part)) / sum(aggregate_weight(part)) == aggregate_loss(whole)`: so a
     mini-batch gives the same loss and gradient however it is cut. Raises ValueError for another name.
     """
-    if mask.dim() != 2:
-        raise ValueError(f"want a mask [B, T], got {tuple(mask.shape)}")
-    match aggregate:
-        case "token_mean":
-            return mask.bool().sum().double()
-        case "seq_mean_token_sum" | "seq_mean_token_mean":
-            return mask.bool().any(dim=1).sum().double()
+    _check_shapes(2, mask=mask)
+    if aggregate == "token_mean":
+        return mask.bool().sum().double()
+    if aggregate in ("seq_mean_token_sum", "seq_mean_token_mean"):
+        return mask.bool().any(dim=1).sum().double()
     raise ValueError(f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean")
 
 
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    aggregate: Aggregate,
-    weights: Tensor | None = None,
-    mode: ClipMode = "clip",
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+    clip_low: float, clip_high: float, dual_clip: float | None = None, aggregate: Aggregate,
+    weights: Tensor | None = None, mode: Literal["clip", "mask"] = "clip",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
 
     All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side, where it has no
@@ -261,15 +237,13 @@ def policy_loss(
 
     Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
     clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`; `ratio_clamped`
-    share whose log-ratio is clamped;
-    with `mask`, `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are the means of the
-    size of their advantages and of all.
+    share whose log-ratio is clamped; with `mask`, `pg_clipfrac` is the share of tokens left out, and `pg_lost` and
+    `pg_advantage` are the means of the size of their advantages and of all.
     """
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low and clip_high must be at least 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    if clip_low < 0 or clip_high < 0 or (dual_clip is not None and dual_clip <= 1):
+        given = f"{clip_low}, {clip_high} and {dual_clip}"
+        raise ValueError(f"clip_low and clip_high must be at least 0, dual_clip must be above 1, got {given}")
     advantages = advantages.detach()
     # Masked here, not only in the mean: what overflows in the padding would give its log-probs a gradient of nan.
     log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
@@ -288,18 +262,16 @@ def policy_loss(
     if weights is not None:
         _check_shapes(2, weights=weights, mask=mask)
         losses = losses * weights.detach()
-    with torch.no_grad():
-        metrics = {
-            "ppo_kl": masked_mean(-log_ratio, mask),
-            "pg_clipfrac": masked_mean(changed.to(ratio.dtype), mask),
-            "pg_clipfrac_lower": masked_mean(bounded.to(ratio.dtype), mask),
-            "ratio_mean": masked_mean(ratio, mask),
-            "ratio_clamped": masked_mean(is_clamped(log_ratio), mask),
-        }
-        if mode == "mask":
-            size = advantages.abs()
-            metrics |= {"pg_lost": masked_mean(_keep(size, changed), mask), "pg_advantage": masked_mean(size, mask)}
-    return aggregate_loss(losses, mask, aggregate), metrics
+    figures = {
+        "ppo_kl": -log_ratio,
+        "pg_clipfrac": changed,
+        "pg_clipfrac_lower": bounded,
+        "ratio_mean": ratio,
+        "ratio_clamped": log_ratio.abs() > LOG_RATIO,
+    }
+    if mode == "mask":
+        figures |= {"pg_lost": _keep(advantages.abs(), changed), "pg_advantage": advantages.abs()}
+    return aggregate_loss(losses, mask, aggregate), _means(figures, mask, ratio.dtype)
 
 
 def importance_weights(
@@ -342,11 +314,7 @@ def value_loss(
     plain = clipped = (kept - returns).square()
     if clip is not None:
         clipped = (torch.clamp(kept, old_values - clip, old_values + clip) - returns).square()
-    with torch.no_grad():
-        metrics = {
-            "vf_clipfrac": masked_mean((clipped > plain).to(kept.dtype), mask),
-            "vpred_mean": masked_mean(kept, mask),
-        }
+    metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": kept}, mask, kept.dtype)
     return aggregate_loss(0.5 * torch.maximum(plain, clipped), mask, aggregate), metrics
 
 
@@ -369,10 +337,8 @@ def learning_rate(
     Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a warm-up) `linear` and
     `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`; a run of one step keeps the peak.
     """
-    if step < 1 or warmup_steps < 0:
-        raise ValueError(f"want step >= 1 and warmup_steps >= 0, got {step} and {warmup_steps}")
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"unknown schedule {schedule!r}: want constant, linear or cosine")
+    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"want step >= 1, warmup_steps >= 0 and a schedule, got {step}, {warmup_steps}, {schedule!r}")
     if step <= warmup_steps:
         return peak * step / warmup_steps
     top = max(warmup_steps, 1)

@@ -28,10 +28,8 @@ def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
 
 
 def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group) -> dict[str, Any]:
-    """Metrics of the whole batch; all ranks of the group call it.
-
-    Args:
-        values: `[N]`. scores: `[B]`, as they become rewards.
+    """Metrics of the whole batch; all ranks of the group call it. `values`: `[N]`. `scores`: `[B]`, as they become
+    rewards.
 
     Returns:
         `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score - value) /

@@ -51,11 +51,7 @@ class Scored:
 
 class Critic:
     """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores, values, KL rewards,
-    GAE, whitening.
-
-    Args:
-        pretrained: is called after the last step of pretraining; all ranks of the group call it.
-    """
+    GAE, whitening. `pretrained` is called after the last step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
@@ -90,11 +86,8 @@ class Critic:
         return self.scorer.submit(rows)
 
     def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
-        """Values and reward scores of some rows of a step; all ranks of the group take part.
-
-        Args:
-            pending: what `submit` returned for them.
-        """
+        """Values and reward scores of some rows of a step; all ranks of the group take part. `pending`: what `submit`
+        returned for them."""
         values = [
             learner.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0] for learner in self.learners
         ]
@@ -296,20 +289,18 @@ class Critic:
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
         local = {
-            name: (*map(float, (whole.count, whole.mean, whole.variance)), float(x.min()), float(x.max()))
+            name: (algo.moments(x[None], torch.ones_like(x[None])), float(x.min()), float(x.max()))
             for name, x in figures.items()
             if len(x)
-            for whole in (algo.moments(x[None], torch.ones_like(x[None])),)
         }
         gathered = self.group.all_gather(local)
         metrics, moments = {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
             parts = [part[name] for part in gathered if name in part]
-            whole = algo.merge_moments([algo.Moments(*torch.tensor(part[:3], dtype=torch.float64)) for part in parts])
-            moments[name] = whole
-            metrics[f"{name}/mean"] = float(whole.mean)
-            metrics[f"{name}/min"] = min(part[3] for part in parts)
-            metrics[f"{name}/max"] = max(part[4] for part in parts)
+            moments[name] = algo.merge_moments([part for part, _, _ in parts])
+            metrics[f"{name}/mean"] = float(moments[name].mean)
+            metrics[f"{name}/min"] = min(low for _, low, _ in parts)
+            metrics[f"{name}/max"] = max(high for _, _, high in parts)
         metrics["critic/vf_explained_var"] = algo.explained_variance(moments["critic/returns"], moments["error"])
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 

@@ -12,10 +12,7 @@ class Pretraining:
 
     Plain warm-up (`ppo.critic_warmup`) trains the value model as in all other steps. Pretraining
     (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1) has targets with lambda 1 and epochs of its own, and
-    ends early when the explained variance on fresh rows stops rising.
-
-    Args:
-        save: is called after the last step of pretraining; all ranks of the group call it.
+    ends early when the explained variance on fresh rows stops rising. Then all ranks of the group call `save`.
     """
 
     def __init__(self, config: Config, save: Callable[[], object]):
@@ -32,12 +29,8 @@ class Pretraining:
         return step <= self.value.pretrain_steps and not self.ended
 
     def finish(self, step: int, returns: Moments, errors: Moments) -> None:
-        """After the value model's update.
-
-        Args:
-            returns: over the step's tokens, the value model's targets.
-            errors: these less the values that the model had before it was trained on the rows.
-        """
+        """After the value model's update. `returns`: over the step's tokens, the value model's targets. `errors`: these
+        less the values that the model had before it was trained on the rows."""
         if not self.runs(step):
             return
         explained = explained_variance(returns, errors)

@@ -80,7 +80,7 @@ def test_merge_moments_by_hand():
     same(torch.stack([pair.count, pair.mean, pair.variance]), 2.0, 2.0, 2.0)
     empty = algo.merge_moments([part(0, 0, 0)])
     same(torch.stack([empty.count, empty.mean, empty.variance]), 0.0, 0.0, 0.0)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="expected 3, got 0"):
         algo.merge_moments([])
 
 
@@ -152,7 +152,6 @@ def test_exponentials_are_taken_of_clamped_log_ratios(side):
     logs = side * t([19, 20, 21, 800])
     clamped = side * t([19, 20, 20, 20])
     assert torch.equal(algo.clamp_log_ratio(logs), clamped)
-    same(algo.is_clamped(logs), [[0, 0, 1, 1]])
     logprobs = (-logs).requires_grad_()
     k3 = algo.kl_estimate(logprobs, torch.zeros_like(logs), "k3")
     same(k3 / (clamped.exp() - 1 - clamped), [[1, 1, 1, 1]])
@@ -404,7 +403,7 @@ def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk
 
 def test_policy_loss_refuses_nonsense():
     one = t([0.0])
-    with pytest.raises(ValueError, match="dual_clip must be above 1, got 0"):
+    with pytest.raises(ValueError, match=r"dual_clip must be above 1, got .* and 0"):
         policy_loss(one, one, one, t([1]), dual_clip=0.5)
     with pytest.raises(ValueError, match="clip_low and clip_high"):
         policy_loss(one, one, one, t([1]), high=-0.1)
@@ -625,7 +624,7 @@ def test_shapes_that_are_not_rows_of_tokens_are_refused(name):
     for other in (torch.ones(4), torch.ones(3, 4, 1)):
         with pytest.raises(ValueError, match="with 2 axes"):
             call(*[other] * count)
-        with pytest.raises(ValueError, match="B, T"):
+        with pytest.raises(ValueError, match="with 2 axes"):
             algo.aggregate_weight(other, "token_mean")
 
 

@@ -78,6 +78,7 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         # several micro-batches a mini-batch, and not as many on each rank
         "compute.micro-batch-tokens": 64,
         "log.validate-every": 0,
+        "checkpoint.no-last": "",
         **{f"ppo.{name.replace('_', '-')}": value for name, value in HYPER.items() if name != "whiten"},
         **changes,
     }
@@ -271,15 +272,13 @@ def test_one_rank_is_the_paper(baseline):
     ("world", "changes"),
     [
         (2, {"placement__actor": 1, "slow": "critic"}),
-        (3, {"placement__actor": 2, "slow": "actor"}),
-        (3, {"placement__actor": 1}),
         (4, {"placement__actor": 3}),
         (2, {"placement__mode": "colocated"}),
         (3, {"placement__actor": 2, "compute__activation_checkpointing": "", "rollout__chunks": 1}),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
         (4, {"placement__actor": 2, "compute__gather": "mini_batch"}),
         (4, {"placement__mode": "colocated", "fsdp__shard_size": 2}),
-        (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch"}),
+        (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch", "slow": "actor"}),
         (2, {"placement__actor": 1, "placement__barrier": "", "rollout__chunks": 1}),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
@@ -332,11 +331,11 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, change
 def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
     """Scores under the rollout, and the critic's update under the next one, are a matter of time alone. (Each row is a
     micro-batch of its own here: which rows come together decides how sums are rounded, 4e-7 in a weight.)"""
-    seen = []
+    seen, sizes = [], {"rollout__batch_size": 8, "ppo__epochs": 1, "compute__micro_batch_tokens": 1}
     runs = {"both": {}, "streaming": {"placement__barrier": ""}, "deferral": {"rollout__chunks": 1}}
     for name, without in runs.items():
         (tmp_path / name).mkdir()
-        seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, compute__micro_batch_tokens=1, **without))
+        seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, **sizes, **without))
     for other in seen[1:]:
         for kind in ("policy", "value"):
             assert all(torch.equal(weight, other[kind][name]) for name, weight in seen[0][kind].items()), kind
@@ -416,14 +415,15 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", CRITICS)
 @pytest.mark.parametrize(
-    ("world", "placement"),
+    ("name", "world", "placement"),
     [
-        (2, {"placement__actor": 1}),
-        (3, {"placement__actor": 2}),
-        (3, {"placement__actor": 1}),
-        (2, {"placement__mode": "colocated"}),
+        ("sao", 2, {"placement__actor": 1}),
+        ("sao", 5, {"placement__actor": 2}),
+        ("pretraining", 3, {"placement__actor": 2}),
+        ("pretraining", 2, {"placement__mode": "colocated"}),
+        ("ensemble", 3, {"placement__actor": 1}),
+        ("ensemble", 2, {"placement__mode": "colocated"}),
     ],
 )
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):

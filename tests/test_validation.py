@@ -21,7 +21,7 @@ from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Prompt, Sample
 from splitppo.run.samples import shown, table, write_rows
-from splitppo.validation import Answered, Validator, answer, majority_score, metrics, pass_at_k
+from splitppo.validation import Response, Validator, answer, majority_score, metrics, pass_at_k
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
 
@@ -149,17 +149,23 @@ def test_an_answer_is_the_last_number_or_the_text(text, said):
     ],
 )
 def test_majority_is_the_score_of_the_most_frequent_answer(texts, scores, due):
-    assert majority_score(texts, scores) == due
+    assert majority_of(texts, scores) == due
 
 
-def answered(prompt: int, source: str, *scores: float, **changes: Any) -> Answered:
-    plain = Answered(prompt, source, scores, tuple({} for _ in scores), 10 * len(scores), 0, 0, scores[0])
-    return replace(plain, **changes)
+def majority_of(texts: list[str], scores: list[float]) -> float:
+    told = zip(texts, scores, strict=True)
+    return majority_score([Response(0, score, {}, answer(text), 1, False, False) for text, score in told])
+
+
+def answered(*scores: float, **changes: Any) -> list[Response]:
+    """Responses to a prompt, each with another answer."""
+    plain = [Response(0, score, {}, str(j), 10, False, False) for j, score in enumerate(scores)]
+    return [replace(plain[0], **changes), *plain[1:]]
 
 
 def test_metrics_of_one_greedy_response_each():
-    first = answered(0, "a", 1.0, figures=({"parsed": 1.0},), cut=1)
-    found = metrics([first, answered(1, "a", 0.25, figures=({"parsed": 0.0, "steps": 3.0},), tokens=30)])
+    first = answered(1.0, figures={"parsed": 1.0}, cut=True)
+    found = metrics([*first, *answered(0.25, figures={"parsed": 0.0, "steps": 3.0}, tokens=30)], ["a", "a"])
     assert found == {
         "val/score/mean": 0.625,
         "val/rows": 2,
@@ -171,8 +177,8 @@ def test_metrics_of_one_greedy_response_each():
 
 
 def test_metrics_of_several_responses_by_source():
-    rows = [answered(0, "a", 1, 0, 0.5, failed=2), answered(1, "b", 0, 0.5, 0), answered(2, "b", 1, 1, 0)]
-    found = metrics(rows)
+    rows = [*answered(1, 0, 0.5, failed=True), *answered(0, 0.5, 0, failed=True), *answered(1, 1, 0)]
+    found = metrics(rows, ["a", "b", "b"])
     assert found["val/rows"] == 9
     assert found["val/failures"] == 2
     assert found["val/score/mean"] == pytest.approx(4 / 9)
@@ -188,16 +194,16 @@ def test_metrics_of_several_responses_by_source():
 
 
 def test_one_source_is_not_told_apart():
-    assert not [name for name in metrics([answered(0, "a", 1, 0), answered(1, "a", 1, 1)]) if "/a" in name]
+    assert not [name for name in metrics([*answered(1, 0), *answered(1, 1)], ["a", "a"]) if "/a" in name]
 
 
 def test_no_pass_where_a_score_of_1_need_not_mean_right():
-    found = metrics([answered(0, "a", 2, 0), answered(1, "b", 0, 1), answered(2, "c", -1, 1)])
+    found = metrics([*answered(2, 0), *answered(0, 1), *answered(-1, 1)], ["a", "b", "c"])
     assert {name for name in found if "pass@" in name} == {"val/pass@1/b", "val/pass@2/b"}
 
 
 def test_the_trainers_own_figure_wins_over_a_rewards_of_the_same_name():
-    found = metrics([answered(0, "a", 1, 0, figures=({"response_length": 99.0, "best": 99.0},) * 2)])
+    found = metrics(answered(1, 0, figures={"response_length": 99.0, "best": 99.0}), ["a"])
     assert (found["val/response_length/mean"], found["val/best/mean"]) == (10, 1)
 
 
@@ -239,7 +245,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     assert told in capfd.readouterr().out.splitlines()
     prompts = [rows[4 * i : 4 * i + 4] for i in range(20)]
     parts = [([row["response"].strip(".") for row in part], [row["score"] for row in part]) for part in prompts]
-    assert found["val/majority/mean"] == fmean(majority_score(*part) for part in parts)
+    assert found["val/majority/mean"] == fmean(majority_of(*part) for part in parts)
     assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
 
 

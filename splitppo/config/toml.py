@@ -21,11 +21,8 @@ def find_preset(name: str) -> str:
 
 
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`.
-
-    Args:
-        known: the defaults of all settings, nested.
-    """
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `known`: the defaults of all settings,
+    nested."""
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))
@@ -43,22 +40,17 @@ def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: s
         name = prefix + key
         if key not in known or name == "config":
             raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(key, known, prefix)}")
-        match value, known[key]:
-            case dict(), dict():
-                yield from _settings(value, known[key], path, f"{name}.")
-                continue
-            case dict(), _:
-                raise UserError(f"--config {path}: {name} is a section there, but it is a setting; write {key} = value")
-            case _, dict():
-                wrong = f", but it is a section; write [{name}] and its keys below"
-            case bool(), default if not isinstance(default, bool):
-                wrong = ', but it is no switch; write a value, or "None" for off'
-            case _, bool() if not isinstance(value, bool):
-                wrong = ": write true or false"
-            case _:
-                yield name, value
-                continue
-        raise UserError(f"--config {path}: {name} = {toml_value(value)}{wrong}")
+        default, wrong = known[key], ""
+        if isinstance(value, dict) != isinstance(default, dict):
+            wrong = f"write {f'[{name}] and its keys below' if isinstance(default, dict) else f'{key} = value'}"
+        elif isinstance(value, bool) != isinstance(default, bool):
+            wrong = "write true or false" if isinstance(default, bool) else 'write a value, or "None" for off'
+        if wrong:
+            raise UserError(f"--config {path}: {name} = {toml_value(value)}: {wrong}")
+        if isinstance(value, dict):
+            yield from _settings(value, known[key], path, f"{name}.")
+        else:
+            yield name, value
 
 
 def _suggestion(key: str, known: dict[str, Any], prefix: str) -> str:

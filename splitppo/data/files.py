@@ -3,6 +3,7 @@
 Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,12 +34,8 @@ class Row:
 
 
 def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserError]) -> Iterator[Row]:
-    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError.
-
-    Args:
-        setting: the setting that names the file, for errors.
-        invalid: gets the errors of the rows that `data.invalid=filter` leaves out.
-    """
+    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError. `setting` names the
+    file in errors. `invalid` gets the errors of the rows that `data.invalid=filter` leaves out."""
     path = Path(file)
     source = path.stem
     keys = {config.prompt_key, config.answer_key} - {""}
@@ -63,13 +60,8 @@ def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserErr
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """(row number, row as parsed) of each row of a file.
-
-    Args:
-        setting: the setting that names the file, for errors.
-        used: the columns that the caller reads.
-        kinds: the kinds of file that the caller can read, for errors.
-    """
+    """(row number, row as parsed) of each row of a file. `setting` names the file and `kinds` the kinds of file that
+    the caller can read, in errors. `used`: the columns that the caller reads."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
@@ -80,7 +72,20 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Num
 
 
 def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
-    return enumerate(_table_rows(_parquet_batches(path), f"{file} is no parquet file", file, used), 1)
+    numbers = itertools.count(1)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for column in table.schema_arrow:
+                # in such a column, "7" the text and 7 the number are the same bytes
+                if column.name in used and "arrow.json" in str(column.type):
+                    raise UserError(
+                        f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
+                        "numbers look the same; give it one type, or write the rows as .jsonl"
+                    )
+            for batch in table.iter_batches(batch_size=256):
+                yield from zip(numbers, batch.to_pylist(), strict=False)
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise UserError(f"{file} is no parquet file ({' '.join(str(error).split())}); write it again") from error
 
 
 def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
@@ -97,30 +102,6 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
         kind = type(rows).__name__
         raise UserError(f"{file} holds one {kind}; a .json file is a list of rows: write [...], or .jsonl")
     return enumerate(rows, 1)
-
-
-def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.parquet.ParquetFile(path) as table:
-        yield from table.iter_batches(batch_size=256)
-
-
-def _table_rows(batches: Iterator[pyarrow.RecordBatch], broken: str, file: str, used: set[str]) -> Iterator[Any]:
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = [] if batch is None else batch.to_pylist()
-        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-            raise UserError(f"{broken} ({' '.join(str(error).split())}); write it again") from error
-        if batch is None:
-            return
-        for column in batch.schema:
-            # in such a column, "7" the text and 7 the number are the same bytes
-            if column.name in used and "arrow.json" in str(column.type):
-                raise UserError(
-                    f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
-                    "numbers look the same; give it one type, or write the rows as .jsonl"
-                )
-        yield from rows
 
 
 def _parse_json(content: bytes, where: str) -> Any:
@@ -186,11 +167,8 @@ def _check_prompt(prompt: Any, where: str) -> None:
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:
-    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset.
-
-    Raises:
-        UserError: there is no such file, or a number in it is no length up to `rollout.max_new_tokens`.
-    """
+    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if there is no such
+    file, or a number in it is no length up to `rollout.max_new_tokens`."""
     file, most = config.lengths, config.max_new_tokens
     if file is None:
         return []

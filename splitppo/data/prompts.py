@@ -22,17 +22,11 @@ Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a split.
+    """The prompts of a split."""
 
-    Attributes:
-        prompts: file after file, each in its file's order.
-        sizes: number of prompts of each file.
-        notes: lines for the user about rows that were left out or cut.
-    """
-
-    prompts: list[Prompt]
-    sizes: list[int]
-    notes: list[str]
+    prompts: list[Prompt]  # file after file, each in its file's order
+    sizes: list[int]  # number of prompts of each file
+    notes: list[str]  # lines for the user about rows that were left out or cut
 
 
 def check_files(config: DataConfig) -> None:
@@ -66,10 +60,8 @@ def load_prompts(
 
     For a prompt above `max_prompt_tokens`, `data.overlong` decides: a UserError (`refuse`), no row (`filter`), or the
     prompt's last tokens (`cut`; `messages` stay whole). `data.max_rows` then draws training prompts at random, from
-    each file in proportion to its size. `data.validation_rows` takes the first held-out prompts.
-
-    Raises:
-        UserError: a wrong row or setting; no row is left.
+    each file in proportion to its size. `data.validation_rows` takes the first held-out prompts. A wrong row or setting
+    is a UserError, and so is no row.
     """
     setting, groups, errors = _read(config, seed, split)
     rows = [row for group in groups for row in group]

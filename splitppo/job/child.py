@@ -24,9 +24,7 @@ def end_with_parent(parent: int, what: str) -> None:
     """As `kill_with_parent`, for a process that a rank starts.
 
     SIGTERM and SIGUSR1, which schedulers send to all processes of a job, are ignored here: the rank handles them.
-
-    Args:
-        parent: process id of the rank. what: this process's name in the message.
+    `parent`: process id of the rank. `what`: this process's name in the message.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -8,11 +8,8 @@ from splitppo.job.launch import Launch
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
-    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few.
-
-    Raises:
-        UserError: a GPU is asked for and not there, or there are fewer GPUs than local ranks.
-    """
+    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few. Raises
+    UserError if a GPU is asked for and not there, or there are fewer GPUs than local ranks."""
     gpus, wanted = torch.cuda.device_count(), config.compute.device
     embedded = config.policy.path == "tiny"
     if wanted == "cpu" or (wanted == "auto" and (not gpus or (embedded and gpus < launch.local_world))):

@@ -24,13 +24,9 @@ class HostLostError(RuntimeError):
 class Heartbeat:
     """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
 
-    It runs between hosts alone: on one host, the kernel knows which ranks have died.
-
-    Args:
-        store: a connection on which nobody waits. It holds `heartbeat/RANK` = 0 for every rank already.
-        peers: of all ranks, in their order.
-        limit: seconds without a heartbeat after which this rank ends.
-        end: ends the rank: `end_rank`.
+    It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits on the connection
+    `store`, which holds `heartbeat/RANK` = 0 for every rank already. `limit`: seconds without a heartbeat after which
+    `end` ends this rank.
     """
 
     def __init__(

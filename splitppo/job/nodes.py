@@ -28,20 +28,14 @@ MAY_DIFFER = ("config", "run_dir", "resume", "force")  # settings of which rank 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank tells the others about itself when it starts.
-
-    Attributes:
-        network: the same for ranks that share a kernel and a network namespace.
-        machine: the same for ranks that also see each other's processes.
-        master: the address to which MASTER_ADDR resolves there.
-    """
+    """What a rank tells the others about itself when it starts."""
 
     host: str
     device: str
     pid: int
-    network: str
-    machine: str
-    master: str
+    network: str  # the same for ranks that share a kernel and a network namespace
+    machine: str  # the same for ranks that also see each other's processes
+    master: str  # the address to which MASTER_ADDR resolves there
 
     @classmethod
     def of_this_process(cls, device: torch.device) -> "Peer":
@@ -64,12 +58,10 @@ def connect(timeout: timedelta) -> dist.Store:
 def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tuple[int, list[Peer]]:
     """Waits for all ranks to start. Returns how often they have been restarted (0 at the first start), and all peers.
 
-    torchrun's store outlives a restart (--max-restarts), and TORCHELASTIC_RESTART_COUNT differs between nodes. So
-    rank 0 counts the starts. Each other rank draws a ticket, and rank 0 answers every ticket with its count. Tickets
-    of an earlier start do no harm: all of its ranks have ended before the first rank of this start begins.
-
-    Raises:
-        RuntimeError: names the ranks that did not start in time.
+    torchrun's store outlives a restart (--max-restarts), and TORCHELASTIC_RESTART_COUNT differs between nodes. So rank
+    0 counts the starts. Each other rank draws a ticket, and rank 0 answers every ticket with its count. Tickets of an
+    earlier start do no harm: all of its ranks have ended before the first rank of this start begins. Raises
+    RuntimeError, which names the ranks that did not start in time.
     """
     text, seconds = json.dumps(asdict(own)), timeout.total_seconds()
     waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
@@ -148,21 +140,15 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the variable is set.
 
     Gloo's own choice is the interface of the host's name, which is often the loopback. It stands if none is found here.
-
-    Raises:
-        UserError: a variable names an interface that does not exist or leads to no other node.
+    Raises UserError if the variable names an interface that leads to no other node.
     """
     own, others = peers[rank], sorted({peer.host for peer in peers if peer.network != peers[rank].network})
     if not others:
         return
     addresses = interfaces()
     shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for variable in variables if own.device.startswith("cuda") else variables[:1]:
-        if (given := os.environ.get(variable)) and not _matches(variable, given, addresses):
-            raise UserError(f"{variable}={given} names no interface of {own.host}; set it to one of {shown}")
     if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        if addresses[given].startswith("127."):
+        if addresses.get(given, "127.").startswith("127."):
             raise UserError(
                 f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes, "
                 f"{', '.join(others)}; set it to the interface of their network, one of {shown}"
@@ -191,13 +177,3 @@ def _interface_to_others(peers: Sequence[Peer], rank: int, addresses: Mapping[st
             if found := [name for name in addresses if addresses[name] == own and not own.startswith("127.")]:
                 return found[0]
     return None
-
-
-def _matches(variable: str, given: str, names: Mapping[str, str]) -> bool:
-    """Whether a variable selects an interface. Gloo takes names and uses the first; NCCL takes prefixes, names after
-    `=`, and after `^` what to leave out."""
-    if variable.startswith("GLOO"):
-        return given.split(",")[0] in names
-    words = given.lstrip("^=").split(",")
-    hits = {name for name in names if any(name == w if "=" in given[:2] else name.startswith(w) for w in words)}
-    return bool(set(names) - hits if given.startswith("^") else hits)

@@ -12,12 +12,7 @@ from splitppo.placement import Placement
 
 
 class Status:
-    """What each rank is doing and whether it lives, for error messages.
-
-    Args:
-        store: a connection on which nobody waits.
-        peers: of all ranks, in their order.
-    """
+    """What each rank is doing and whether it lives, for error messages. Nobody waits on the connection `store`."""
 
     def __init__(self, store: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
         self.store, self.rank, self.peers, self.placement = store, rank, peers, placement
@@ -82,11 +77,8 @@ class Status:
 
 
 class StopRequests:
-    """Requests to end the run early, after a whole step. Any rank may request it; one rank chooses the step.
-
-    Args:
-        store, job: the parts of the store that belong to this start and to the job, on a connection where nobody waits.
-    """
+    """Requests to end the run early, after a whole step. Any rank may request it; one rank chooses the step. `store`,
+    `job`: the parts of the store that belong to this start and to the job, on a connection where nobody waits."""
 
     def __init__(self, store: dist.Store, job: dist.Store, rank: int):
         self.store, self.job, self.rank = store, job, rank

@@ -4,7 +4,6 @@ They become paths in the local cache. What the cache lacks is fetched by hugging
 HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
 """
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -68,16 +67,14 @@ class HubName:
 
 
 def find(setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True) -> tuple[str, str]:
-    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice.
+    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice. Raises
+    UserError if there is no such folder, nor such a name on the hub, or it can't be fetched.
 
     Args:
         setting: the setting that holds the name. Those of `data.` name files, others models.
         own_code: fetch the model's Python files, too.
         before: settings (TOML) of the run that goes on; a name without a revision keeps the commit that it has there.
         fetch: ask the hub for the commit, and fetch what is missing. If not, only the cache is searched.
-
-    Raises:
-        UserError: there is no such folder, nor such a name on the hub; or it can't be fetched.
     """
     is_data = setting.startswith("data.")
     is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()
@@ -91,36 +88,15 @@ def find(setting: str, given: str, *, own_code: bool = False, before: str = "", 
     if not match[2] and (was := re.search(with_commit, before)):
         name = replace(name, revision=was[1])
     if fetch and not constants.HF_HUB_OFFLINE:
-        commit = _once_a_node(name, own_code)
+        # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each start
+        lock = Path(os.environ[ERROR_FILE]).parents[1] / "hub.lock" if ERROR_FILE in os.environ else None
+        with WeakFileLock(lock) if lock else nullcontext():
+            commit = _fetch(name, own_code)
     elif not (commit := name.cached()):
         download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
         problem = f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
         raise name.error(problem, f"fetch it where there is a network ({download}), or unset HF_HUB_OFFLINE")
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
-
-
-def _once_a_node(name: HubName, own_code: bool) -> str:
-    """Lets one rank of a node fetch; returns the commit on all.
-
-    The others wait for a lock, then read what the first one found. They fail as it did, so none of them fetches while
-    torchrun ends the job. Lock and file lie in torchrun's folder, which it makes anew at each start of a node's ranks.
-    """
-    if ERROR_FILE not in os.environ:
-        return _fetch(name, own_code)
-    file = Path(os.environ[ERROR_FILE]).parents[1] / f"hub-{re.sub('[^0-9A-Za-z.]+', '-', str(name))[-200:]}"
-    with WeakFileLock(f"{file}.lock"):
-        if not file.exists():
-            found = {"error": f"{name}: the rank that fetched it has failed; see its output"}
-            file.write_text(json.dumps(found))
-            try:
-                found = {"commit": _fetch(name, own_code)}
-            except UserError as error:
-                found = {"error": str(error)}
-            file.write_text(json.dumps(found))
-        found = json.loads(file.read_text())
-    if "error" in found:
-        raise UserError(found["error"])
-    return found["commit"]
 
 
 def _fetch(name: HubName, own_code: bool) -> str:

@@ -10,7 +10,6 @@ import inspect
 import math
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from splitppo.rollout import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38
-SLOW_IMPORT = 5.0  # seconds after which a line names the files that are still being imported
 
 
 class RewardFunction(Protocol):
@@ -47,17 +45,12 @@ BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks
 
 @dataclass(frozen=True)
 class Failure:
-    """A function that gave no score for a row.
-
-    Attributes:
-        function: its name.
-        kind: `timeout`; `error`: it raised; `invalid`: its result is no finite number; `crash`: its process ended.
-        text: one line: the exception and its place, or how the process ended.
-    """
+    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its result is no finite
+    number; `crash`: its process ended."""
 
     function: str
     kind: Literal["timeout", "error", "invalid", "crash"]
-    text: str
+    text: str  # one line: the exception and its place, or how the process ended
 
 
 Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further numbers
@@ -68,23 +61,11 @@ class InvalidResult(ValueError):
 
 
 def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> None:
-    """Checks the functions before any model is loaded: imports their files and looks them up.
-
-    Raises:
-        UserError: there is no such rule, file or function; its signature is wrong; the import fails (chained); or
-            `math` lacks its library.
-    """
-    line = f"still importing {setting}={','.join(functions)} ..."
-    slow = threading.Timer(SLOW_IMPORT, print, [line], {"file": sys.stderr})
-    slow.daemon = True
-    if os.environ.get("RANK", "0") == "0":
-        slow.start()
-    try:
-        for function in functions:
-            if function not in ("auto", "none"):
-                find_function(function, setting)
-    finally:
-        slow.cancel()
+    """Checks the functions before any model is loaded: imports their files and looks them up. Raises UserError if there
+    is no such rule, file or function, its signature is wrong, the import fails, or `math` lacks its library."""
+    for function in functions:
+        if function not in ("auto", "none"):
+            find_function(function, setting)
 
 
 def check_prompts(
@@ -208,10 +189,7 @@ def row_of(prompt: "Prompt", response: str) -> dict[str, Any]:
 
 def read_result(result: Any) -> tuple[float, dict[str, float]]:
     """The score in a function's result, and the other numbers if the result is a dict. Texts in a dict are left out.
-
-    Raises:
-        InvalidResult: there is no score, or a number is NaN or infinite in float32.
-    """
+    Raises InvalidResult if there is no score, or a number is NaN or infinite in float32."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
     numbers = {str(k): _number(v) for k, v in parts.items() if k == "score" or not isinstance(v, str | None)}

@@ -16,10 +16,8 @@ class RewardText:
 
     With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text is tokenised again:
     with `chat` and a chat template of the reward model, as a conversation; else as plain text, prompt and response.
-
-    Args:
-        tokenizer: the reward model's. policy: the policy's.
-        longest: most tokens that the model can read. Longer texts lose their beginning.
+    `tokenizer` is the reward model's. A text of more than `longest` tokens, the most that the model can read, loses its
+    beginning.
     """
 
     def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
@@ -66,11 +64,8 @@ class RewardModel(Frozen):
 
     @torch.no_grad()
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Scores of rows. All ranks of the group must call it, even those without rows.
-
-        Returns:
-            `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut.
-        """
+        """Scores of rows. All ranks of the group must call it, even those without rows. Returns `[B]` float32 scores,
+        and `[B]` float32: 1 where the beginning of the text was cut."""
         encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
         texts = [ids for ids, _ in encoded]
         self.to_device()

@@ -4,16 +4,12 @@ Rules that take microseconds run in this process. All other functions run in wor
 hangs, raises or ends its process costs its row the score, and costs other rows nothing.
 """
 
-import asyncio
-import itertools
-import threading
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from splitppo.errors import UserError
-from splitppo.rewards import frames
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     FAST,
@@ -26,7 +22,7 @@ from splitppo.rewards.functions import (
     row_of,
     rules_of,
 )
-from splitppo.rewards.workers import Task, WorkerPool
+from splitppo.rewards.workers import WorkerPool
 
 if TYPE_CHECKING:
     from splitppo.rollout import Prompt
@@ -34,18 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a row.
+    """The score of a row. `figures`: the other numbers of a function that returned a dict; with several functions each
+    one's score and numbers, as `NAME/score` and `NAME/key`."""
 
-    Attributes:
-        score: weighted sum of the functions' scores. A failure counts as `failed_score`.
-        figures: the other numbers of a function that returned a dict. With several functions: each one's score and
-            numbers, as `NAME/score` and `NAME/key`.
-        failures: of the functions that gave no score, under their short names.
-    """
-
-    score: float
+    score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]
-    failures: tuple[Failure, ...]
+    failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
 
 
 class Scorer:
@@ -70,7 +60,11 @@ class Scorer:
         self._failed_score = float(failed_score)
         slow = [f for f in self._functions if f != "auto" and f not in FAST]
         slow += [rule for rule in rules_of(self._functions, data_sources) if rule not in FAST]
-        self._thread = _WorkerThread(list(dict.fromkeys(slow)), workers, timeout)
+        self._pools: dict[str, WorkerPool] = {}
+        kinds = {function: is_async(find_function(function)) for function in slow}
+        for asynchronous in set(kinds.values()):
+            names = [name for name, kind in kinds.items() if kind is asynchronous]
+            self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
 
     def submit(self, rows: Sequence[tuple["Prompt", str]]) -> "Pending":
         """Starts to score the rows, each a prompt and the decoded response."""
@@ -78,7 +72,7 @@ class Scorer:
 
     def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
         names = [BY_DATA_SOURCE[row["data_source"]] if name == "auto" else name for name in self._functions]
-        return [_apply_rule(name, row) if name in FAST else self._thread.submit(name, row) for name in names]
+        return [_apply_rule(name, row) if name in FAST else self._pools[name].submit(name, row) for name in names]
 
     def combine(self, outcomes: Sequence[Outcome]) -> Scored:
         """One row's outcomes, in the order of the functions, as its score."""
@@ -97,7 +91,8 @@ class Scorer:
 
     def close(self) -> None:
         """Ends the workers. Rows that have no score yet get none."""
-        self._thread.close()
+        for pool in set(self._pools.values()):
+            pool.close()
 
 
 @dataclass(frozen=True)
@@ -108,11 +103,8 @@ class Pending:
     rows: list[list[Outcome | Future[Outcome]]]
 
     def result(self) -> list[Scored]:
-        """Waits for the scores of all rows, in the order of `submit`.
-
-        Raises:
-            UserError: a worker could not import its functions.
-        """
+        """Waits for the scores of all rows, in the order of `submit`. Raises UserError if a worker could not import its
+        functions."""
         found = ([call.result() if isinstance(call, Future) else call for call in row] for row in self.rows)
         return [self.scorer.combine(outcomes) for outcomes in found]
 
@@ -134,63 +126,3 @@ def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
         for (name, kind), rows in sorted(found.items())
     ]
     return "rewards that failed: " + "; ".join(parts)
-
-
-class _WorkerThread:
-    """The worker pools and the thread whose event loop runs them.
-
-    There is one pool for plain functions and one for async functions. Linux kills the workers when the thread ends.
-    """
-
-    def __init__(self, functions: Sequence[str], workers: int, timeout: float):
-        self._pools: dict[str, WorkerPool] = {}
-        kinds = {function: is_async(find_function(function)) for function in functions}
-        for asynchronous in set(kinds.values()):
-            names = [name for name, kind in kinds.items() if kind is asynchronous]
-            self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
-        self._keys = itertools.count()
-        self._open: set[Future[Outcome]] = set()
-        self._error: BaseException | None = None  # why no row can be scored any more
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
-        # a daemon: a run that failed exits without closing the scorer
-        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
-        self._thread.start()
-
-    def submit(self, function: str, row: dict[str, Any]) -> Future[Outcome]:
-        """Has a worker apply the function to the row."""
-        pool, key = self._pools[function], next(self._keys)
-        task = Task(key, function, frames.pack((key, pool.functions.index(function), row)), Future())
-        self._loop.call_soon_threadsafe(self._put, pool, task)
-        return task.outcome
-
-    def close(self) -> None:
-        """Ends workers and thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
-
-    def _put(self, pool: WorkerPool, task: Task) -> None:
-        if self._error:
-            task.outcome.set_exception(self._error)
-            return
-        self._open.add(task.outcome)
-        task.outcome.add_done_callback(self._open.discard)
-        pool.put(task)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._main())
-
-    async def _main(self) -> None:
-        pools = [asyncio.create_task(pool.run()) for pool in set(self._pools.values())]
-        closing = asyncio.create_task(self._closing.wait())
-        await asyncio.wait([*pools, closing], return_when=asyncio.FIRST_COMPLETED)
-        for pool in pools:
-            pool.cancel()
-        ends = await asyncio.gather(*pools, return_exceptions=True)
-        errors = [error.exceptions[0] for error in ends if isinstance(error, BaseExceptionGroup)]
-        self._error = errors[0] if errors else RuntimeError("the scorer was closed before these rows were scored")
-        for outcome in list(self._open):
-            outcome.set_exception(self._error)
-        await closing

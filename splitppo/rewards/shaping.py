@@ -12,17 +12,11 @@ from splitppo.config import RewardConfig
 
 @dataclass
 class AdaptiveKL:
-    """The adaptive KL controller of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2.
+    """The adaptive KL controller of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2."""
 
-    Attributes:
-        coef: the KL coefficient of the next step.
-        target: KL per row in nats, summed over tokens. None: the coefficient is constant.
-        horizon: rows in which an error of 1 would double the coefficient, but for clipping.
-    """
-
-    coef: float
-    target: float | None
-    horizon: int
+    coef: float  # the KL coefficient of the next step
+    target: float | None  # KL per row in nats, summed over tokens; None: the coefficient is constant
+    horizon: int  # rows in which an error of 1 would double the coefficient, but for clipping
 
     def update(self, kl: float, rows: int) -> None:
         """Adapts the coefficient to a step's mean KL per row."""
@@ -36,10 +30,8 @@ def shape_scores(
     *, max_new_tokens: int,
 ) -> Tensor:  # fmt: skip
     """Scores after normalising by `moments`, clipping, and the penalties of truncated and overlong rows; `[B]` float32.
-
-    Args:
-        scores: `[B]` raw. lengths: response tokens of each row. truncated: whether the row was cut at max_new_tokens.
-    """
+    `scores`: `[B]` raw. `lengths`: response tokens of each row. `truncated`: whether the row was cut at
+    max_new_tokens."""
     shaped = scores.double()
     if config.normalize != "off":
         spread = moments.variance.sqrt()

@@ -3,23 +3,24 @@
     python -m splitppo.rewards.worker_main SOCKET PARENT     (started by workers.py in the process PARENT)
 
 It receives sys.path, the functions' names, the time limit and whether the functions are async. It imports them and
-answers `ready`, or `failed` and why. Then it receives rows as (key, index of the function, keyword arguments), and
-answers `began` and `done` for each. Plain functions run one row after another; async functions run all rows at once.
+answers "", or why that failed. Then it receives rows as (key, index of the function, keyword arguments). It answers
+(key,) when it begins one, and (key, outcome). Plain functions run one row after another; async functions run all rows
+at once. The messages are pickles: both ends are processes of this program on one machine.
 """
 
 import asyncio
 import contextlib
 import faulthandler
 import importlib
+import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import end_with_parent
-from splitppo.rewards import frames
 from splitppo.rewards.functions import Outcome, RewardFunction, failure_of, find_function, read_result, timeout_failure
 
 Named = Sequence[tuple[str, RewardFunction]]
@@ -47,51 +48,58 @@ async def apply_async(name: str, function: RewardFunction, row: dict[str, Any], 
         return timeout_failure(name, timeout) if late else failure_of(name, error)
 
 
-def serve(sock: socket.socket, functions: Named) -> NoReturn:
-    """Applies functions to one row after another. EOFError: the trainer closed the socket."""
-    stream = sock.makefile("rb")
+def serve(connection: Connection, functions: Named) -> NoReturn:
+    """Applies functions to one row after another. EOFError: the trainer closed the connection."""
     while True:
-        key, index, row = frames.receive(stream)
-        sock.sendall(frames.pack(("began", key)))
-        sock.sendall(frames.pack(("done", key, apply(*functions[index], row=row))))
+        key, index, row = connection.recv()
+        connection.send((key,))
+        connection.send((key, apply(*functions[index], row=row)))
 
 
-async def serve_async(sock: socket.socket, functions: Named, timeout: float) -> NoReturn:
-    """Applies async functions to all rows at once. EOFError: the trainer closed the socket."""
-    reader, writer = await asyncio.open_connection(sock=sock)
+async def serve_async(connection: Connection, functions: Named, timeout: float) -> None:
+    """Applies async functions to all rows at once. EOFError: the trainer closed the connection."""
+    loop = asyncio.get_running_loop()
+    closed: asyncio.Future[None] = loop.create_future()
     running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
 
     async def run(key: int, index: int, row: dict[str, Any]) -> None:
-        writer.write(frames.pack(("began", key)))
-        writer.write(frames.pack(("done", key, await apply_async(*functions[index], row=row, timeout=timeout))))
+        connection.send((key,))
+        connection.send((key, await apply_async(*functions[index], row=row, timeout=timeout)))
 
-    while True:
-        task = asyncio.create_task(run(*await frames.read(reader)))
-        running.add(task)
-        task.add_done_callback(running.discard)
+    def receive() -> None:
+        try:
+            task = loop.create_task(run(*connection.recv()))
+        except (EOFError, OSError) as error:
+            loop.remove_reader(connection.fileno())
+            closed.set_exception(error)
+        else:
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    loop.add_reader(connection.fileno(), receive)
+    await closed
 
 
 def main() -> int:
     end_with_parent(int(sys.argv[2]), "reward worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     faulthandler.enable()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.set_inheritable(False)  # a program that a function starts must not hold the socket open
-    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the socket
-        with sock.makefile("rb") as stream:  # buffers no row: the trainer first waits for the answer
-            sys.path[:], names, timeout, asynchronous = frames.receive(stream)
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)  # a program that a function starts must not hold it open
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the connection
+        sys.path[:], names, timeout, asynchronous = connection.recv()
         try:
             functions = [(name, find_function(name)) for name in names]
         except UserError as error:
-            sock.sendall(frames.pack(("failed", str(error))))
+            connection.send(str(error))
             return 1
         if "math" in names:
             importlib.import_module("math_verify")  # a second that must not count for the first row
-        sock.sendall(frames.pack(("ready",)))
+        connection.send("")
         if asynchronous:
-            asyncio.run(serve_async(sock, functions, timeout))
+            asyncio.run(serve_async(connection, functions, timeout))
         else:
-            serve(sock, functions)
+            serve(connection, functions)
     return 0
 
 

@@ -90,12 +90,8 @@ def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = False) -> str:
-    """Describes the first damage of a complete checkpoint; "" if there is none.
-
-    Args:
-        rank, ranks: this rank checks every `ranks`-th file; the other ranks check the others.
-        sizes_only: compares only the sizes of the files.
-    """
+    """Describes the first damage of a complete checkpoint; "" if there is none. This rank checks every `ranks`-th file,
+    the other ranks the others. `sizes_only`: compares only the sizes of the files."""
     listed = []
     for part in (folder / role for role in ROLES):
         try:
@@ -125,11 +121,8 @@ def _file_damage(path: Path, written: File, sizes_only: bool) -> str:
 
 
 def candidates(run_dir: Path, resume: str) -> list[Path]:
-    """The checkpoints that a run may resume from, oldest first.
-
-    Raises:
-        UserError: `resume` is no complete checkpoint, or older than the run's newest; or `never`, and the run has some.
-    """
+    """The checkpoints that a run may resume from, oldest first. Raises UserError if `resume` is no complete checkpoint,
+    or older than the run's newest; or `never`, and the run has some."""
     found = complete(run_dir)
     if resume == "auto":
         return found
@@ -147,10 +140,7 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
 
 def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, report: bool = False) -> Path | None:
     """The newest undamaged one of these checkpoints; None if the list is empty. `report` prints the damaged ones.
-
-    Raises:
-        UserError: all of them are damaged.
-    """
+    Raises UserError if all of them are damaged."""
     damaged = []
     for folder in reversed(folders):
         if wrong := damage_of(folder):
@@ -206,11 +196,8 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
-    """Fills the tensors of `into` from a part; `how` goes to `torch.distributed.checkpoint.load`.
-
-    Raises:
-        UserError: the part can't be read, or holds other tensors.
-    """
+    """Fills the tensors of `into` from a part; `how` goes to `torch.distributed.checkpoint.load`. Raises UserError if
+    the part can't be read, or holds other tensors."""
     try:
         dcp.load(into, storage_reader=TensorReader(part), **how)
     except CheckpointException as error:  # a BaseException

@@ -12,11 +12,7 @@ BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowErro
 
 
 def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
-    """Returns `parse(text)` of a file's text.
-
-    Raises:
-        UserError: the file can't be read or parsed.
-    """
+    """Returns `parse(text)` of a file's text. Raises UserError if the file can't be read or parsed."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except BROKEN as error:

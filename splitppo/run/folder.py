@@ -65,11 +65,8 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
 
 def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
     """`SETTING FILE` -> size and hash, for each file that the run reads; not for those that a reward file imports. Of a
-    hub name, FILE does not depend on where the cache lies.
-
-    Args:
-        models: model -> its folder or hub name. local: hub name -> its path.
-    """
+    hub name, FILE does not depend on where the cache lies. `models`: model -> its folder or hub name. `local`: hub name
+    -> its path."""
     data, reward = config.data, config.reward
     given = {"data.files": data.files, "data.validation_files": data.validation_files}
     given["rollout.lengths"] = (config.rollout.lengths or "",)

@@ -34,11 +34,8 @@ class Lock:
         self.path: Path | None = None
 
     def take(self, folder: Path) -> Path:
-        """Makes the folder if needed, locks it and returns it. Waits while the last owner may be dead.
-
-        Raises:
-            UserError: another process holds the folder.
-        """
+        """Makes the folder if needed, locks it and returns it. Waits while the last owner may be dead. Raises UserError
+        if another process holds the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         path, first = folder / "lock", None
         for seconds in itertools.count():

@@ -12,51 +12,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from splitppo.errors import UserError, warn
 from splitppo.placement import Role
 from splitppo.run.files import write_whole
-from splitppo.run.records import parse_record
+from splitppo.run.records import parse_record, read_lines
 from splitppo.run.screen import Screen
 
 
-def read_records(path: Path, start: int) -> tuple[str, str]:
-    """The lines of a role's file up to step `start`, and the first problem of the file, or "". The last line may be
-    torn: the lines up to a checkpoint are on disk before it is complete."""
-    found, problem = {}, ""
-    *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
-    for number, line in enumerate([*whole, torn], 1):
-        try:
-            found[parse_record(line, f"{path}:{number}")["step"]] = line + "\n"
-        except UserError as error:
-            problem = problem or (str(error) if number <= len(whole) else "")
-    missing = [step for step in range(min(found, default=start), start + 1) if step not in found]
-    if missing and not problem:
-        problem = f"{path}: the record of step {missing[0]} is missing; restore it"
-    return "".join(line for step, line in found.items() if step <= start), problem
-
-
-def check_records(folder: Path, start: int, *, force: bool) -> None:
-    """Raises UserError if a record up to step `start` is broken or missing; with `force` prints a warning."""
-    for role in get_args(Role):
-        if problem := read_records(folder / f"{role}.jsonl", start)[1]:
-            if not force:
-                raise UserError(f"{problem}, or --force to go on without such records")
-            warn(problem)
+def records_until(path: Path, step: int) -> str:
+    """The lines of a role's file up to a step, each step's last. Raises UserError if one is broken, but for a torn last
+    line: the lines up to a checkpoint are on disk before it is complete."""
+    lines = read_lines(path, lambda line, where: (parse_record(line, where)["step"], f"{line}\n"))
+    return "".join(line for number, line in dict(lines if path.is_file() else ()).items() if number <= step)
 
 
 class ColumnLog:
-    """The spans and metrics of one role.
-
-    Args:
-        first: whether this is the first rank of the role's group, which alone writes and prints.
-        phase: called with the name of each span as it begins.
-        start: the step that the run resumes after; later records in the file are removed.
-        steps: of the run.
-    """
+    """The spans and metrics of one role. Only the `first` rank of the role's group writes and prints. `phase` is called
+    with the name of each span as it begins. Records after `start`, the step that the run resumes after, are removed
+    from the file."""
 
     def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int):
         self.role: Role = role
@@ -69,7 +45,7 @@ class ColumnLog:
         self.began = self.now()
         if first:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, read_records(self.path, start)[0] if start else "")
+            write_whole(self.path, records_until(self.path, start) if start else "")
 
     def now(self) -> float:
         """Unix seconds; they never run backwards."""

@@ -58,11 +58,8 @@ class Progress:
             self.savers[role].begin(step, holder.state())
 
     def finish(self, role: Role, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends a step whose metrics are on disk: its checkpoint may be committed.
-
-        Raises:
-            FloatingPointError: no update of the last `BAD_STEPS` steps had a finite gradient.
-        """
+        """Ends a step whose metrics are on disk: its checkpoint may be committed. Raises FloatingPointError if no
+        update of the last `BAD_STEPS` steps had a finite gradient."""
         self.savers[role].commit(step)
         updates = len(metrics.get("optimizer_steps", ()))
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates

@@ -5,21 +5,16 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitppo.errors import UserError
 from splitppo.run.files import BROKEN
 
+T = TypeVar("T")
+
 
 def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Args:
-        where: FILE:LINE, for the error.
-
-    Raises:
-        UserError: the line holds no JSON object.
-    """
+    """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line holds none."""
     try:
         found = json.loads(line)
     except BROKEN as error:
@@ -31,11 +26,7 @@ def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
 
 def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and end in Unix seconds)
-    and what else is in the line.
-
-    Raises:
-        UserError: the line holds no such record.
-    """
+    and what else is in the line. Raises UserError if the line holds no such record."""
     record = parse_line(line, where)
     try:
         spans = [(str(n), float(a), float(b)) for n, a, b in record.get("spans", [])]
@@ -49,13 +40,9 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def read_lines(path: Path, parse: Callable[[str, str], dict[str, Any]] = parse_line) -> Iterator[dict[str, Any]]:
-    """The objects of a file, line by line. Skips a torn last line with a note: the run may be writing it, or was killed
-    while it wrote it.
-
-    Raises:
-        UserError: another line can't be parsed.
-    """
+def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Iterator[T]:
+    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be writing it, or was
+    killed while it wrote it. Another line that can't be parsed is a UserError."""
     # not splitlines(): a text may hold Unicode's line separators
     *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate([*whole, torn] if torn else whole, 1):

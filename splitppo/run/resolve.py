@@ -33,25 +33,16 @@ KINDS: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "v
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """One of the run's models.
-
-    Attributes:
-        name: as the configuration names it.
-        path: its folder, or `tiny`: the embedded model, built in the run's folder.
-        random_init: whether its weights are drawn from the seed.
-        packed: whether it runs on packed rows.
-        frozen: what of it is not trained (models/freeze.py).
-        number: how many the run has of it.
-    """
+    """One of the run's models."""
 
     kind: Kind
-    name: str
-    path: str
+    name: str  # as the configuration names it
+    path: str  # its folder, or `tiny`: the embedded model, built in the run's folder
     config: PretrainedConfig
-    random_init: bool
-    packed: bool
-    frozen: tuple[str, ...] = ()
-    number: int = 1
+    random_init: bool  # whether its weights are drawn from the seed
+    packed: bool  # whether it runs on packed rows
+    frozen: tuple[str, ...] = ()  # what of it is not trained (models/freeze.py)
+    number: int = 1  # how many the run has of it
 
     def folder(self, run_dir: Path) -> Path:
         return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
@@ -68,30 +59,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run is, the same on every rank but for `device`.
+    """What a run is, the same on every rank but for `device`."""
 
-    Attributes:
-        config: the settings. A hub name has the commit that is used.
-        local: hub name -> its path in the cache.
-        local_world: ranks of a node.
-        dtype: of forward and backward passes.
-        compiled: whether layers are compiled.
-        engine: `hf` or `vllm`.
-        models: the models that the run loads, by name: policy, value, perhaps reference and reward.
-        tokenizer: the policy's. vocabulary_size: ids from 0 that the policy may sample.
-    """
-
-    config: Config
-    local: Mapping[str, str]
+    config: Config  # the settings; a hub name has the commit that is used
+    local: Mapping[str, str]  # hub name -> its path in the cache
     placement: Placement
-    local_world: int
+    local_world: int  # ranks of a node
     device: torch.device
-    dtype: torch.dtype
-    compiled: bool
-    engine: str
-    models: Mapping[str, Model]
-    tokenizer: Any
-    vocabulary_size: int
+    dtype: torch.dtype  # of forward and backward passes
+    compiled: bool  # whether layers are compiled
+    engine: str  # `hf` or `vllm`
+    models: Mapping[str, Model]  # that the run loads, by name: policy, value, perhaps reference and reward
+    tokenizer: Any  # the policy's
+    vocabulary_size: int  # ids from 0 that the policy may sample
 
     @property
     def data(self) -> DataConfig:
@@ -132,15 +112,9 @@ class Resolved:
 
 
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Fetches what is named on the hub. Reads and checks each model's folder.
-
-    Args:
-        probe: try on a small copy of each model whether it can run on packed rows. That takes a second or two, so one
-            rank does it for all; the others take its answer (`agree_on_packing`).
-
-    Raises:
-        UserError: a model can't be read, or not be run.
-    """
+    """Fetches what is named on the hub. Reads and checks each model's folder. With `probe` it tries on a small copy of
+    each model whether it can run on packed rows. That takes a second or two, so one rank does it for all; the others
+    take its answer (`agree_on_packing`). Raises UserError if a model can't be read, or not be run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
@@ -176,11 +150,8 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
 
 def pin(config: Config) -> tuple[Config, dict[str, str]]:
     """The configuration with the commit in each hub name, and each such name's path in the cache. A run that goes on
-    keeps its commits, wherever the branches are by now.
-
-    Raises:
-        UserError: a model's folder, or what is named on the hub, can't be found or fetched.
-    """
+    keeps its commits, wherever the branches are by now. Raises UserError if a model's folder, or what is named on the
+    hub, can't be found or fetched."""
     models, local, file = {*model_paths(config).values()}, {}, Path(config.run_dir or "", "config.toml")
     begun = config.run_dir is not None and config.resume != "never" and file.is_file()
     options: Any = {"before": file.read_text(errors="replace") if begun else ""}

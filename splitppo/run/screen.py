@@ -4,7 +4,6 @@ import sys
 import textwrap
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -13,8 +12,6 @@ from typing import Any
 from tqdm import tqdm
 
 from splitppo.config import Config
-from splitppo.config.cli import TINY
-from splitppo.config.toml import leaves, read_preset
 from splitppo.data import PromptSet
 from splitppo.errors import say
 from splitppo.job.nodes import installed
@@ -52,8 +49,6 @@ def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, v
     lines["data"] += f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
     lines["reward"] = ", ".join(filter(None, [*resolved.config.reward.function, resolved.config.reward.model]))
     lines |= {name: _model(resolved, name) for name in resolved.models}
-    if settings := _embedded(resolved.config):
-        lines["settings"] = f"{', '.join(settings)} (defaults of the embedded model)"
     sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
     lines["placement"] = f"{placement.mode}: {sizes}"
     lines |= {"one step": _step(resolved.config), "steps": _steps(resolved.config, start)}
@@ -72,7 +67,7 @@ def _model(resolved: Resolved, name: str) -> str:
     own = "the embedded model" if model.path == "tiny" else model.name
     own = "as the policy" if name in ("value", "reference") and model.path == policy.path else own
     drawn = ", random weights" if model.random_init else ""
-    return f"{own}, {_count(model.parameters)} parameters{drawn}, on {resolved.role_of(name)} ranks"
+    return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks"
 
 
 def _step(config: Config) -> str:
@@ -86,22 +81,6 @@ def _steps(config: Config, start: int) -> str:
     parts += [f"held-out score every {config.log.validate_every}"] * bool(config.log.validate_every)
     parts += [f"checkpoint every {config.checkpoint.every}"] * bool(config.checkpoint.every)
     return ", ".join(parts)
-
-
-def _embedded(config: Config) -> list[str]:
-    """The settings of the embedded model that no flag has replaced."""
-    if config.policy.path != "tiny":
-        return []
-    now = dict(leaves(asdict(config)))
-    return [f"{name}={value}" for name, value in read_preset(TINY, asdict(Config())).items() if now[name] == value]
-
-
-def _count(number: float) -> str:
-    for unit in ("", " k", " M"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} B"
 
 
 def _titled(title: str, text: str) -> str:

@@ -12,7 +12,7 @@ from splitppo.run.checks import check_run_folder, warnings
 from splitppo.run.files import write_whole
 from splitppo.run.folder import check_same_run, inputs_of, log_to_file, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
-from splitppo.run.metrics import check_records
+from splitppo.run.metrics import records_until
 from splitppo.run.resolve import Resolved
 
 
@@ -64,8 +64,8 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
     def tidy() -> str:
         start = checkpoint.step_of(found) if found else 0
-        if found and checkpoint.is_in(found, folder):
-            check_records(folder / "metrics", start, force=config.force)
+        for path in folder.glob("metrics/*.jsonl") if start else ():
+            records_until(path, start)  # refuses a broken one now
         return checkpoint.tidy(folder, start) or "tidy"
 
     runtime.broadcast("tidy", tidy)

@@ -1,14 +1,12 @@
 """Sends the run's metrics to Weights & Biases and TensorBoard.
 
 The actor group's first rank sends both roles' records. After each step it reads the new lines of RUN/metrics/, so a
-record of the critic may come one step later than the actor's. RUN/trackers.json holds the last step that each tracker
-got of each role. A resumed run sends each tracker the steps that it lacks: all of them if the tracker is new.
+record of the critic may come one step later than the actor's. A resumed run sends the steps that it does.
 
 Metrics that both roles have get the role into their name: `timing_s/actor/NAME`, `perf/critic/NAME`. Tables show the
 samples of each validation, and those of about `SAMPLE_TABLES` training steps.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -20,9 +18,9 @@ from typing import Any, get_args
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Role
-from splitppo.run.files import read_file, write_whole
+from splitppo.run.files import read_file
 from splitppo.run.records import parse_record, read_lines
-from splitppo.run.samples import shown
+from splitppo.run.samples import shown, table
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100
@@ -44,11 +42,8 @@ def check_trackers(config: Config) -> None:
 class Wandb:
     """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id).
 
-    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so,
-    so it may lack the last steps of a killed run.
-
-    Raises:
-        UserError: wandb cannot log in.
+    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so, so
+    it may lack the last steps of a killed run. Raises UserError if wandb cannot log in.
     """
 
     def __init__(self, config: Config, run_dir: Path, start: int):
@@ -75,8 +70,10 @@ class Wandb:
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        listed: dict[str, Any] = {name: table_of(rows) for name, rows in tables.items()}
-        shown = {name: self.table(*columns_and_cells) for name, columns_and_cells in listed.items()}
+        shown = {
+            name: self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
+            for name, rows in tables.items()
+        }
         self.run.log({"step": step, **metrics, **shown})
 
     def close(self) -> None:
@@ -95,7 +92,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         for name, rows in tables.items():
-            self.writer.add_text(name, text_of(rows), step, walltime=time)
+            self.writer.add_text(name, table(rows), step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
 
     def close(self) -> None:
@@ -129,36 +126,25 @@ class Trackers:
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
-        self.run_dir, self.steps, self.file = run_dir, config.steps, run_dir / "trackers.json"
+        self.run_dir, self.steps, self.start = run_dir, config.steps, start
         self.tails: dict[Role, Tail] = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in get_args(Role)}
-        self.sent: dict[str, dict[Role, int]] = {}  # tracker -> role -> last step sent
-        if names and start and self.file.is_file():  # in a new run this is an older run's file
-            remedy = "delete it, and the trackers get all steps again"
-            self.sent = read_file(self.file, lambda text: _up_to(start, json.loads(text)), remedy)
-        self.trackers = {name: TRACKERS[name](config, run_dir, start) for name in names}
+        self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of
         an earlier run after `start` from their files."""
-        if not self.trackers:
-            return
-        for role, tail in self.tails.items():
+        for role, tail in self.tails.items() if self.trackers else ():
             for record in tail.read():
-                self._send(role, record["step"], record)
-        write_whole(self.file, json.dumps(self.sent) + "\n")
+                if (step := record["step"]) > self.start or not self.start:
+                    figures, tables = metrics_of(role, record), self._tables(role, step)
+                    for tracker in self.trackers:
+                        tracker.write(step, record["time"], figures, tables)
 
     def close(self) -> None:
         """Sends the last records and closes the trackers. Call it when all ranks have finished their last step."""
         self.update()
-        for tracker in self.trackers.values():
+        for tracker in self.trackers:
             tracker.close()
-
-    def _send(self, role: Role, step: int, record: Mapping[str, Any]) -> None:
-        for name, tracker in self.trackers.items():
-            sent = self.sent.setdefault(name, {})
-            if step > sent.get(role, -1):
-                tracker.write(step, record["time"], metrics_of(role, record), self._tables(role, step))
-                sent[role] = step
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""
@@ -169,11 +155,6 @@ class Trackers:
         return {name: rows} if rows else {}
 
 
-def _up_to(start: int, sent: dict[str, dict[Role, int]]) -> dict[str, dict[Role, int]]:
-    """A resumed run repeats the steps after `start`, so these are to be sent again."""
-    return {name: {role: min(start, step) for role, step in steps.items()} for name, steps in sent.items()}
-
-
 def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
     """A record's numbers under their names in the trackers."""
     return {
@@ -181,23 +162,3 @@ def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, int | float) and name not in ("step", "time")
     }
-
-
-def table_of(rows: Rows) -> tuple[list[Any], list[list[Any]]]:
-    """Columns and cells; None where a row lacks a key. A column has only numbers or only texts, as wandb requires."""
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    numbers = {int, float, type(None)}
-    cells = [x if {type(value) for value in x} <= numbers else [_text(value) for value in x] for x in columns.values()]
-    return list(columns), [list(row) for row in zip(*cells, strict=True)]
-
-
-def text_of(rows: Rows) -> str:
-    """Rows as Markdown: a verbatim block for each row, with `KEY: VALUE` lines."""
-    return "\n\n---\n\n".join(
-        "\n".join(f"    {line}" for name, value in row.items() for line in f"{name}: {_text(value)}".splitlines())
-        for row in rows
-    )
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -27,6 +27,7 @@ from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
+from splitppo.tools.compare import as_text
 from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
 from splitppo.tools.timeline import read_columns
 
@@ -122,12 +123,7 @@ def lengths_of(given: str, seed: int = 0) -> list[int]:
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
     flags = [*extra, "--steps", str(bench.warmup + bench.steps), "--log.validate-every", "0"]
-    flags += [
-        "--checkpoint.every",
-        "0",
-        "--checkpoint.no-last",
-        "--log.trackers",
-    ]  # of a preset: neither is to be measured, nor kept
+    flags += ["--checkpoint.every", "0", "--checkpoint.no-last", "--log.trackers"]  # a preset may have set them
     if lengths:
         (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
         flags += ["--rollout.lengths", str(out / "lengths.txt"), "--rollout.max-new-tokens", str(max(lengths))]
@@ -243,9 +239,7 @@ def table(results: list[Result]) -> str:
         }
         for r in results
     ]
-    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(as_text([tuple(lines[0]), *(tuple(line.values()) for line in lines)]))
 
 
 @command

@@ -55,10 +55,9 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     tokenizer, settings = read_tokenizer(str(source), **own), read_config(str(source), **own)
     untrained = build(settings, "policy")
     fill(untrained, str(source), cpu, random_init=config.policy.random_init, seed=config.seed)
-    layers = config.value.layers
-    value = load_model("value", started_from(config, run, "value"), saved, **own, layers=layers).to(device, dtype)
+    value = load_model(config, run, "value", saved).to(device, dtype)
     engines = []
-    for model in (load_model("policy", source, saved, **own), untrained):
+    for model in (load_model(config, run, "policy", saved), untrained):
         engines.append(HFEngine(settings, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source))
         engines[-1].load_weights(model.state_dict().items())
     room = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - most  # the run has checked the models

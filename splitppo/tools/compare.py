@@ -29,13 +29,10 @@ class Run(NamedTuple):
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Runs by their folders' names, or by their paths where two have one name.
-
-    Raises:
-        UserError: a run has no step, or there are more runs than colours.
-    """
+    """Runs by their folders' names, or by their paths where two have one name. Raises UserError if a run has no step,
+    or there are more runs than colours."""
     if len(folders) > len(COLOURS):
-        raise UserError(f"{len(folders)} runs: at most {len(COLOURS)} can be told apart by colour; name fewer")
+        raise UserError(f"{len(folders)} runs: at most {len(COLOURS)} have a colour of their own; name fewer")
     names = [folder.resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     series = [curves(*read_columns(folder)) for folder in folders]

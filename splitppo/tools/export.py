@@ -35,22 +35,25 @@ class Export:
 
 
 def export(options: Export) -> Path:
-    """Writes both models; returns the folder. A missing or damaged checkpoint is a UserError."""
+    """Writes the models; returns the folder. A missing or damaged checkpoint is a UserError."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from splitppo.models.weights import save
+
     run, (step, saved) = options.run, find_checkpoint(options.run, options.step)
     out = options.out or run / "export" / f"step_{step:06d}"
     config = parse(["--config", str(run / "config.toml")])
     own_code = config.policy.trust_remote_code
-    for name, kind, what in models_of(config):
-        write_model(kind, started_from(config, run, kind), saved, out / name, options.dtype, own_code, **what)
-        (out / name / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
+    for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
+        folder, source = out / (f"{kind}_{number}" if number else kind), started_from(config, run, kind)
+        save(load_model(config, run, kind, saved, number).to(getattr(torch, options.dtype)), folder)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=own_code).save_pretrained(folder)
+        for pattern in ["*.py"] * own_code + ["generation_config.json"] * (kind == "policy"):
+            for file in source.glob(pattern):
+                shutil.copy(file, folder)
+        (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
     return out
-
-
-def models_of(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, kind, and `load_model`'s options of each model that the run trains; value, value_1 ... of an ensemble."""
-    layers, number = config.value.layers, range(config.value.ensemble)
-    values = [(f"value_{i}" if i else "value", "value", {"layers": layers, "number": i}) for i in number]
-    return [("policy", "policy", {}), *values]
 
 
 def started_from(config: Config, run: Path, kind: str) -> Path:
@@ -109,41 +112,20 @@ Settings and versions:
 """
 
 
-def write_model(
-    kind: Any, source: Path, saved: Path, target: Path, dtype: str, own_code: bool = False, **what: Any
-) -> None:
-    """Writes a checkpoint's model and what belongs to it from `source`, the folder that it started from."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from splitppo.models.weights import save
-
-    save(load_model(kind, source, saved, own_code, **what).to(getattr(torch, dtype)), target)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=own_code).save_pretrained(target)
-    wanted = [*(["*.py"] if own_code else []), *(["generation_config.json"] if kind == "policy" else [])]
-    for file in (file for pattern in wanted for file in source.glob(pattern)):
-        shutil.copy(file, target)
-
-
-def load_model(
-    kind: Any, source: Path, saved: Path, own_code: bool = False, *, layers: int | None = None, number: int = 0
-) -> Any:
-    """The policy or a value model of a checkpoint, on the CPU in float32. Needs no process group.
-
-    Args:
-        source: the folder that it started from, for its config.json and buffers.
-        layers: as `value.layers`. number: counts the value models of an ensemble.
-    """
+def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 0) -> Any:
+    """A checkpoint's policy, or the value model of this number in an ensemble, on the CPU in float32. Needs no process
+    group."""
     import torch
 
     from splitppo.models import build as models
     from splitppo.models.weights import materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
 
-    config = models.shorten(models.read_config(str(source), own_code=own_code), layers, str(source))
-    model: Any = models.build(config, kind)
+    source, layers = str(started_from(config, run, kind)), config.value.layers if kind == "value" else None
+    found = models.read_config(source, own_code=config.policy.trust_remote_code)
+    model: Any = models.build(models.shorten(found, layers, source), kind)
     materialize(model, torch.device("cpu"))
-    read_buffers(model, str(source))
+    read_buffers(model, source)
     prefix = f"{number}." if number else ""  # as in run/saver.py
     weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():

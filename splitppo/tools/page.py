@@ -48,14 +48,8 @@ T = TypeVar("T")
 
 
 def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> str:
-    """The page of a run.
-
-    Args:
-        chosen: the step whose timeline it opens with; None: no timeline, since no step has spans.
-
-    Raises:
-        UserError: a file of the run can't be read.
-    """
+    """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans. Raises UserError if
+    a file of the run can't be read."""
     timelines = [build_timeline(actor, critic, step) for step in pick_steps(timed_steps(actor, critic), chosen)]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
     settings, defaults = read_settings(run), flat(asdict(Config()))
@@ -174,12 +168,9 @@ def layout(timeline: Timeline) -> dict[str, Any]:
 
 
 def read_samples(folder: Path) -> dict[str, Any]:
-    """The samples of step_*.jsonl: evenly chosen steps, the last among them, and of each its first rows.
-
-    Returns:
-        `steps`: how many there are; `rows`: flat objects whose values are numbers, true, false or cut texts. The first
-        rows of some steps have `tokens`, if they are recorded: lists of the first tokens' texts and figures.
-    """
+    """The samples of step_*.jsonl: evenly chosen steps, the last among them, and of each its first rows. Returns
+    `steps`, how many there are, and `rows`: flat objects whose values are numbers, true, false or cut texts. The first
+    rows of some steps have `tokens`, if they are recorded: lists of the first tokens' texts and figures."""
     files, rows = sorted(folder.glob("step_*.jsonl")), []
     kept = thin(files, SAMPLE_STEPS)
     for path in kept:

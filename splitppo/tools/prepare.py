@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from splitppo.config.cli import read_call
 from splitppo.errors import UserError, command, words
@@ -32,18 +34,18 @@ def answer_of(solution: str) -> str:
     r"""The answer in a published solution; "" if there is none.
 
     That is the number after `####` at its end, without commas, or what the last `\boxed{...}` or `\fbox{...}` holds;
-    after a `\boxed 5` without braces, the rest of the formula.
+    after a `\boxed 5` without braces, what is left of the formula.
     """
     if found := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
         return found[1].replace(",", "")
-    *_, rest = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
-    if not rest.startswith("{"):
-        return re.split(r"\$|\\[])]|\n", rest)[0].strip()
+    *_, left = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
+    if not left.startswith("{"):
+        return re.split(r"\$|\\[])]|\n", left)[0].strip()
     depth = 0
-    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # escaped braces are part of the answer
+    for token in re.finditer(r"\\.|[{}]", left, re.DOTALL):  # escaped braces are part of the answer
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         if not depth:
-            return rest[1 : token.start()].strip()
+            return left[1 : token.start()].strip()
     return ""
 
 
@@ -136,27 +138,19 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
     return rows, note
 
 
-def command_of(name: str) -> Callable[..., None]:
-    """The function whose arguments are the flags of `splitppo prepare NAME`."""
+def prepare(
+    name: Annotated[Literal["gsm8k", "math"], tyro.conf.Positional], source: Path | None = None, out: Path | None = None
+) -> None:
+    """Write the train.parquet and test.parquet of presets, in verl's schema. A complete folder is left as it is.
 
-    def prepare(source: Path | None = None, out: Path = Path("data", name)) -> None:
-        """Write train.parquet and test.parquet in verl's schema. A complete folder is left as it is.
-
-        Args:
-            source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
-            out: Folder to write.
-        """
-        prepare_data(DATA[name], source, out)
-
-    return prepare
+    Args:
+        name: The data set.
+        source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
+        out: Folder to write. Unset: data/NAME.
+    """
+    prepare_data(DATA[name], source, out or Path("data", name))
 
 
 @command
 def main() -> None:
-    name, *rest = words() or ["--help"]
-    if name in ("-h", "--help"):
-        print(f"usage: splitppo prepare {{{','.join(DATA)}}} ...   (each has its own --help)")
-    elif name in DATA:
-        read_call(command_of(name), f"splitppo prepare {name}", rest)()
-    else:
-        raise UserError(f"splitppo prepare {name}: nothing of that name; use one of {', '.join(DATA)}")
+    read_call(prepare, "splitppo prepare", words())()

@@ -93,18 +93,13 @@ def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step and its two neighbours, in seconds since the actor began the step.
-
-    Attributes:
-        length: seconds of the actor's step.
-        lanes: lane -> its spans, each with the step that it belongs to.
-        shared: work of both lanes at once within the step, whichever step the critic's work belongs to. In a steady run
-            the critic's update of the step before runs under this rollout.
-    """
+    """One step and its two neighbours, in seconds since the actor began the step. `shared`: work of both lanes at once
+    within the step, whichever step the critic's work belongs to. In a steady run the critic's update of the step before
+    runs under this rollout."""
 
     step: int
-    length: float
-    lanes: dict[str, list[tuple[int, Span]]]
+    length: float  # seconds of the actor's step
+    lanes: dict[str, list[tuple[int, Span]]]  # lane -> its spans, each with the step that it belongs to
     shared: list[tuple[float, float]]
 
     def title(self) -> str:

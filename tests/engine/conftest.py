@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share engines come first, so that one process of two has them all: xdist cuts the list in halves."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 class VLLMPool:
     """An engine of 64 rows, with the tokenizer; and one of two with tied embeddings. They start when they are asked
     for, again if a test has ended them."""

@@ -148,20 +148,13 @@ def test_what_differs_is_named_with_the_hosts():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"GLOO_SOCKET_IFNAME": "eth9"},
-            r"GLOO_SOCKET_IFNAME=eth9 names no interface of n1; set it to one of lo \(127\.0\.0\.1\)",
-        ),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, r"=lo on n1 \(rank 1\) does not lead to the other nodes, n0; "),
-        ({"NCCL_SOCKET_IFNAME": "=ib"}, "NCCL_SOCKET_IFNAME==ib names no interface of n1"),
-        ({"NCCL_SOCKET_IFNAME": "^lo"}, ""),
-        ({"NCCL_SOCKET_IFNAME": "ib"}, ""),
-        ({}, ""),
+        ("eth9", r"=eth9 on n1 .* does not lead to .*, n0; set it to .* one of lo \(127\.0\.0\.1\)"),
+        ("lo", r"GLOO_SOCKET_IFNAME=lo on n1 \(rank 1\) does not lead to the other nodes, n0; "),
+        ("", ""),
     ],
 )
 def test_the_interface_leads_to_the_other_nodes(monkeypatch, given, says):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, given.get(name, ""))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setattr(nodes, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.2"})
     monkeypatch.setattr(nodes, "_interface_to_others", lambda *_: "ib0")
     peers = [peer("n0"), peer("n1")]

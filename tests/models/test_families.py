@@ -302,7 +302,7 @@ def figures_of_runs(rank: int, folders: list[Path], out: Path) -> None:
                 f"--policy.path={folder}", f"--run-dir={out / folder.name / mode}", f"--placement.mode={mode}",
                 "--policy.no-random-init", "--steps=2", "--rollout.batch-size=6", "--rollout.max-prompt-tokens=8",
                 "--rollout.max-new-tokens=5", "--ppo.kl-coef=0.1", "--log.validate-every=0", "--value.head=normal",
-                "--compute.micro-batch-tokens=32",
+                "--compute.micro-batch-tokens=32", "--checkpoint.no-last",
             ])  # fmt: skip
 
 

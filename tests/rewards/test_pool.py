@@ -231,6 +231,12 @@ def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path)
     assert kinds(scored) == ["timeout", "1", "2", "3"] * 4
 
 
+def test_a_row_that_fills_the_pipe_to_a_blocked_worker_does_not_stop_the_others(file: Path) -> None:
+    with scorer(f"{file}:waits", timeout=0.5) as one:
+        scored = one.submit(rows("block", "x" * 2_000_000, "a")).result()
+    assert kinds(scored) == ["timeout", "2e+06", "1"]
+
+
 def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
     late, early = Failure("judge", "error", "late"), Failure("judge", "error", "early")
     line = failure_line([(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])

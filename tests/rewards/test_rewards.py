@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitppo.errors import UserError
-from splitppo.rewards import functions, rules
+from splitppo.rewards import rules
 from splitppo.rewards.functions import (
     InvalidResult,
     check_prompts,
@@ -25,16 +25,6 @@ from splitppo.rollout import Prompt
 
 def _prompt(data_source: str = "echo", truth: Any = "314") -> Prompt:
     return Prompt("314=", [1, 2], data_source, truth, {"index": 7})
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_file_whose_import_takes_long_is_named_once(tmp_path: Path, monkeypatch, capsys, rank: str) -> None:
-    monkeypatch.setattr(functions, "SLOW_IMPORT", 0.05)
-    monkeypatch.setenv("RANK", rank)
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef score(**row): return 1\n")
-    check_rewards([f"{tmp_path}/slow.py:score"])
-    line = f"still importing reward.function={tmp_path}/slow.py:score ...\n"
-    assert capsys.readouterr().err == (line if rank == "0" else "")
 
 
 @pytest.mark.parametrize(

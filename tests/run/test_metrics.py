@@ -11,7 +11,7 @@ import torch
 
 from splitppo.errors import UserError
 from splitppo.run import metrics
-from splitppo.run.metrics import ColumnLog, check_records, read_records
+from splitppo.run.metrics import ColumnLog, records_until
 
 
 class Clock(SimpleNamespace):
@@ -104,51 +104,27 @@ def test_records_after_the_start_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "start", "kept", "wrong"),
+    ("lines", "start", "kept"),
     [
-        (["1", "2", "3", "4"], 3, "123", ""),
-        (["1", "2", "3", '{"step": 4, "ke'], 3, "123", ""),  # torn by a crash
-        (["1", "2", "3"], 3, "123", ""),
-        (["1", "2", '{"step": 3, "ke'], 3, "12", "the record of step 3 is missing"),
-        (["1", "{", "3"], 3, "13", ":2: "),
-        (["1", "[]", "{"], 1, "1", ":2: "),
-        (["1", "3", "4"], 4, "134", "the record of step 2 is missing"),
-        (["3", "4"], 4, "34", ""),  # it began there
-        ([], 2, "", "the record of step 2 is missing"),
-        (["1", "2", "2", "3"], 2, "12", ""),  # written again
+        (["1", "2", "3", "4"], 3, "123"),
+        (["1", "2", "3", '{"step": 4, "ke'], 3, "123"),  # torn by a crash
+        (["1", "2", "3"], 3, "123"),
+        (["1", "2", "2", "3"], 2, "12"),  # written again
+        (["1", "{", "3"], 3, None),
     ],
 )
-def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept, wrong):
+def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept):
     def record(step: str) -> str:
         return json.dumps({"step": int(step), "größe": 2}, ensure_ascii=False)
 
     path = tmp_path / "actor.jsonl"
+    assert records_until(path, start) == ""
     path.write_text("\n".join(record(line) if line.isdigit() else line for line in lines))  # the last without an end
-    text, problem = read_records(path, start)
-    assert text == "".join(record(step) + "\n" for step in kept)
-    assert bool(problem) == bool(wrong)
-    assert wrong in problem
-    assert (str(path) in problem) == bool(wrong)
-
-
-def test_a_broken_record_is_refused_or_warned_of(tmp_path, capsys):
-    for role in ("actor", "critic"):
-        (tmp_path / f"{role}.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    check_records(tmp_path, 2, force=False)
-    with pytest.raises(UserError, match=r"actor\.jsonl.*step 3"):
-        check_records(tmp_path, 3, force=False)
-    (tmp_path / "actor.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"critic\.jsonl.*step 3"):
-        check_records(tmp_path, 3, force=False)
-    assert capsys.readouterr().out == ""
-    check_records(tmp_path, 3, force=True)
-    assert str(tmp_path / "critic.jsonl") in capsys.readouterr().out
-
-
-def test_without_a_file_there_is_no_record(tmp_path):
-    text, problem = read_records(tmp_path / "none", 2)
-    assert text == ""
-    assert "step 2 is missing" in problem
+    if kept is None:
+        with pytest.raises(UserError, match=r"actor.jsonl:2: .*; fix or remove that line"):
+            records_until(path, start)
+    else:
+        assert records_until(path, start) == "".join(record(step) + "\n" for step in kept)
 
 
 def test_a_record_is_on_the_disk_when_its_step_ends(tmp_path, monkeypatch):

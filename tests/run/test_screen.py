@@ -79,19 +79,11 @@ def test_the_opening_says_what_the_run_is() -> None:
     assert "2 prompts of 3 to 9 tokens; 1 held out" in lines["data"]
     assert lines["placement"] == "per_node: 2 actor, 1 critic"
     assert lines["policy"].endswith("on actor ranks")
-    assert lines["value"].startswith("as the policy, 87.6 k parameters")
+    assert lines["value"].startswith("as the policy, 87,617 parameters")
     assert lines["reference"].startswith("as the policy")
     assert lines["one step"].startswith("128 rows (1 a prompt) of up to 6 new tokens")
     assert lines["steps"] == "4 to 50, held-out score every 10, checkpoint every 20"
     assert lines["run folder"].startswith("runs/a ")
-
-
-def test_what_the_embedded_model_sets_is_said_unless_a_flag_has_replaced_it() -> None:
-    lines = shown("--policy.optim.lr=0.5", "--steps=7")
-    text = lines["settings"] + lines.get("", "")
-    assert "value.optim.lr=0.001" in text
-    assert "policy.optim.lr" not in text
-    assert "steps=" not in text
 
 
 def write(run: Path, role: str, *records: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run import trackers
-from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of, table_of, text_of
+from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of
 
 ROLES = ("actor", "critic")
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
@@ -121,10 +121,6 @@ def test_resumed_run_goes_on_in_the_same_wandb_run(tracked):
     ident = (tracked / "wandb_id").read_text()
     assert [path.name for path in (first, second)] == [f"run-{ident}.wandb"] * 2
     assert [{row["step"] for row in wandb_rows(path)} for path in (first, second)] == [{0, 1, 2}, {3, 4}]
-    assert json.loads((tracked / "trackers.json").read_text()) == {
-        "wandb": {"actor": 4, "critic": 4},
-        "tensorboard": {"actor": 4, "critic": 4},
-    }
 
 
 def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
@@ -167,7 +163,7 @@ def test_tensorboard_holds_both_roles_figures(tracked):
     texts = events.Tensors("samples/text_summary")
     assert [text.step for text in texts] == [1, 2, 3, 4]
     first = jsonl(tracked / "samples" / "step_000004.jsonl")[0]
-    assert f"    question: {first['question']}\n" in texts[-1].tensor_proto.string_val[0].decode()
+    assert f"| {first['question']} |" in texts[-1].tensor_proto.string_val[0].decode()
 
 
 def test_torn_line_waits_for_its_end(tmp_path):
@@ -229,7 +225,7 @@ class Notes:
 def noted(run_dir: Path, start: int, *, argv: tuple[str, ...] = ()) -> tuple[Trackers, Notes]:
     config = parse(["--log.trackers=tensorboard", f"--run-dir={run_dir}", "--steps=400", *argv])
     owner = Trackers(config, run_dir, start)
-    tracker = owner.trackers["tensorboard"]
+    (tracker,) = owner.trackers
     assert isinstance(tracker, Notes)
     return owner, tracker
 
@@ -265,41 +261,12 @@ def test_late_lines_of_the_critic_come_under_their_own_step(tmp_path, notes):
     assert tracker.closed
 
 
-def test_resumed_run_sends_what_the_crash_kept_back_and_what_is_done_again(tmp_path, notes):
-    owner, _ = noted(tmp_path, 0)
-    write_lines(tmp_path, "actor", 1, 2, 3)
-    write_lines(tmp_path, "critic", 1)  # its line of step 2 came after the actor's last word
-    owner.update()
-    # it goes on from step 2: both roles drop what comes after
+def test_resumed_run_sends_what_is_done_again(tmp_path, notes):
     for role in ROLES:
-        (tmp_path / "metrics" / f"{role}.jsonl").unlink()
-        write_lines(tmp_path, role, 1, 2, 3)
+        write_lines(tmp_path, role, 0, 1, 2, 3)  # it goes on from step 2
     owner, tracker = noted(tmp_path, 2)
     owner.close()
-    assert tracker.steps("actor/loss") == [3]
-    assert tracker.steps("critic/loss") == [2, 3]
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '{"notes": {"actor": "x"}}'])
-def test_broken_note_of_what_was_sent_is_refused(tmp_path, notes, text):
-    (tmp_path / "trackers.json").write_text(text)
-    with pytest.raises(UserError, match=r"trackers.json can't be read .*; delete it, and the trackers get all steps"):
-        noted(tmp_path, 2)
-
-
-def test_tracker_that_is_new_to_a_resumed_run_gets_all_of_it(tmp_path, notes):
-    write_lines(tmp_path, "actor", 0, 1, 2, 3)
-    owner, tracker = noted(tmp_path, 2)
-    owner.close()
-    assert tracker.steps("actor/loss") == [0, 1, 2, 3]
-
-
-def test_run_that_begins_anew_sends_all(tmp_path, notes):
-    (tmp_path / "trackers.json").write_text('{"tensorboard": {"actor": 9, "critic": 9}}')
-    write_lines(tmp_path, "actor", 0, 1)
-    owner, tracker = noted(tmp_path, 0)
-    owner.close()
-    assert tracker.steps("actor/loss") == [0, 1]
+    assert tracker.steps("actor/loss") == tracker.steps("critic/loss") == [3]
 
 
 def test_failing_tracker_ends_the_run(tmp_path, notes, monkeypatch):
@@ -317,7 +284,6 @@ def test_other_ranks_trackers_do_nothing(tmp_path, notes):
     owner.update()
     owner.close()
     assert not owner.trackers
-    assert not (tmp_path / "trackers.json").exists()
 
 
 def test_tables_are_bounded(tmp_path, notes):
@@ -337,18 +303,6 @@ def test_tables_are_bounded(tmp_path, notes):
     assert {step for step, name in tables if name == "validation/samples"} == {1, 2, 3, 4, 399, 400}
     assert {len(rows) for rows in tables.values()} == {64}
     assert tables[4, "samples"][63] == {"step": 4, "row": 63, "response": "ä\n"}
-
-
-def test_columns_hold_one_kind_of_value():
-    rows = [{"score": 1, "truth": "4", "parts": ["a"]}, {"score": None, "truth": 4, "cut": True}]
-    columns, cells = table_of(rows)
-    assert columns == ["score", "truth", "parts", "cut"]
-    assert cells == [[1, "4", '["a"]', None], [None, "4", None, "true"]]
-
-
-def test_text_of_rows_stands_as_it_was_written():
-    text = text_of([{"row": 1, "response": "# a\n* b"}, {"row": 2, "response": ""}])
-    assert text == "    row: 1\n    response: # a\n    * b\n\n---\n\n    row: 2\n    response: "
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from runs import SMALL, main_rank
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from splitppo.config.cli import parse
 from splitppo.run import checkpoint
 from splitppo.tools import chat
 from splitppo.tools.export import load_model
@@ -44,9 +45,9 @@ def greedy(model: Any, ids: list[int], most: int) -> list[int]:
 @torch.no_grad()
 @pytest.mark.parametrize("step", [None, 2])
 def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | None):
-    saved = checkpoint.step_folder(run, step or 3)
+    saved, config = checkpoint.step_folder(run, step or 3), parse(["--config", str(run / "config.toml")])
     tokenizer = AutoTokenizer.from_pretrained(run / "tiny")
-    trained, value = (load_model(kind, run / "tiny", saved) for kind in ("policy", "value"))
+    trained, value = (load_model(config, run, kind, saved) for kind in ("policy", "value"))
     before: Any = AutoModelForCausalLM.from_pretrained(run / "tiny")
     ids = tokenizer("12+7=").input_ids
     found = chat.load(run, step, 0.0, 4)("12+7=", 0)
