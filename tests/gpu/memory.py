@@ -97,7 +97,7 @@ def run_job(name: str, out: Path) -> None:
     argv = ["--engine.kind=hf", "--policy.random-init", "--placement.mode=colocated", "--checkpoint.no-last"]
     argv += [f"--rollout.max-prompt-tokens={PROMPT}", f"--rollout.max-new-tokens={RESPONSE}", "--steps=3"]
     argv += [f"--rollout.batch-size={48 * gpus}", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--data.no-chat"]
-    argv += ["--data.answer-key=answer", "--reward.function=exact_match", "--compute.device=cuda"]
+    argv += ["--data.answer-key=answer", "--reward.function=exact_match", "--compute.device=cuda", "--force"]
     status = train.main([*argv, *flags, *inputs, f"--run-dir={out / 'runs' / name}"])
     if status == 0 and rank == 0:
         last = {role: steps(out / "runs" / name, role)[-1] for role in ("actor", "critic")}
