@@ -163,7 +163,8 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
 
 
 def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks of its group its weights, and each of its layers, are cut."""
+    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut. Embeddings
+    and output layer are not cut."""
     ranks = replicas(
         resolved.role_of(name), resolved.placement, resolved.config.fsdp.shard_size, local_world=resolved.local_world
     )
@@ -245,7 +246,7 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
-    gathered = (found.root + 2 * found.layer) * resolved.dtype.itemsize / cut
+    gathered = (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize
     return {"gathered weights": gathered, f"activations of {tokens:,} tokens": max(states, logits)}
 
 
@@ -270,15 +271,16 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     kept, again = found.layers * whole + (found.saved - found.layers * whole) / cut, 0.0
     if config.compute.activation_checkpointing:
         kept, again = found.layers * found.hidden, whole + (found.largest - whole) / cut
-    head = found.vocabulary * found.hidden / cut  # the gradient of the output layer's weights
+    head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
     inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + 2 * found.layer * width / cut
-    gathered, gradients = (found.root + 2 * found.layer) * width / cut, model.trained * 4 / shards
+    gathered, gradients = (found.root + 2 * found.layer / cut) * width, model.trained * 4 / shards
     once = config.compute.gather == "mini_batch"
     if once:
-        gathered, gradients = model.parameters * width / cut, model.trained * 4 / cut
+        held = found.root + (model.parameters - found.root) / cut
+        gathered, gradients = held * width, held * 4 * model.trained / model.parameters
     first = {"gathered weights": gathered, f"activations of {tokens:,} tokens": tokens * kept + max(begin, inside)}
-    reduced = found.root * (8 if shards == 1 else width + 4) / cut
+    reduced = found.root * (8 if shards == 1 else width + 4)
     last = {"gathered weights": gathered + reduced, "gradients": gradients}
     if count > 1 or once:
         first["gradients"] = gradients
