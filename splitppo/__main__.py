@@ -8,7 +8,7 @@ from splitppo.errors import UserError, command
 COMMANDS = {  # name: (module with a `main`, what it does)
     "train": ("splitppo.train", "train on this process alone; several ranks: torchrun -m splitppo.train"),
     "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
-    "plan": ("splitppo.tools.plan", "predict from a run which placement is the fastest"),
+    "plan": ("splitppo.tools.plan", "predict which placements fit, and which is the fastest"),
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
     "chat": ("splitppo.tools.chat", "ask the trained policy and the one before training, with the values"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),

@@ -105,7 +105,7 @@ class Actor:
         self.streams.share(self.group)
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
-            trainers, entropy = self.policy.runner.forward(self.policy.model, rollout, outputs, fields=2)
+            trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
             if not self.compared:
                 fresh = torch.tensor(self._ages(rollout)) == 0
                 self._compare(sampled[fresh], trainers[fresh])

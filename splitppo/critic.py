@@ -88,8 +88,7 @@ class Critic:
         """Values and reward scores of some rows of a step; all ranks of the group take part. `pending`: what `submit`
         returned for them."""
         values = [
-            learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
-            for learner in self.learners
+            learner.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0] for learner in self.learners
         ]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
@@ -119,9 +118,11 @@ class Critic:
         return scores * config.model_weight, extra, failures
 
     def release_frozen(self) -> None:
-        """No more rows in this step: offloaded models (reference, reward model) go to the CPU."""
+        """No more rows in this step: models with `offload` go to host memory until their next turn."""
         for model in filter(None, (self.reward_model, self.reference)):
             model.release_memory()
+        for learner in self.learners:
+            learner.release_memory(changed=False)
 
     def advantages(
         self, step: int, scored: Scored, logprobs: Sequence[Tensor]

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from splitppo import algo
-from splitppo.config import OptimConfig
+from splitppo.config import Offload, OptimConfig
 from splitppo.models.attention import is_packed
 from splitppo.models.balance import balance
 from splitppo.models.batching import ROUND, Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, micro_batch, to_device
 from splitppo.models.build import hf_name
+from splitppo.models.offload import HostShards, HostState, state_of
 from splitppo.models.runner import Outputs, Runner, work
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.models.weights import persistent_buffers
@@ -34,6 +35,8 @@ class Learner:
         optim: AdamW and its schedule over the run's `steps`.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
         gather_once: gather weights and reduce gradients once per mini-batch, not once per micro-batch.
+        offload: what is in host memory while it is not needed: `none`, AdamW's state (`optimizer`), or the weights,
+            too (`all`).
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Learner:
         steps: int,
         aggregate: algo.Aggregate,
         gather_once: bool = False,
+        offload: Offload = "none",
     ):
         self.model, self.runner, self.optim, self.steps = model, runner, optim, steps
         self.aggregate: algo.Aggregate = aggregate
@@ -58,6 +62,30 @@ class Learner:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self.updates = 0
+        self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
+        self.shards = HostShards(model, runner.device) if offload == "all" else None
+        self.release_memory()
+
+    def fetch(self) -> None:
+        """Brings the weights to the device, unless they are there."""
+        if self.shards:
+            self.shards.fetch()
+
+    def release_memory(self, *, changed: bool = True) -> None:
+        """Gives back the weights' memory on the device if they are offloaded. `changed` is as in `HostShards`."""
+        if self.shards:
+            self.shards.release(changed=changed)
+
+    def forward(self, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
+        """`Runner.forward` of the model. Its weights stay on the device."""
+        self.fetch()
+        return self.runner.forward(self.model, rollout, outputs, fields=fields)
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's state of a parameter: the tensors themselves, not copies."""
+        if self.host_state:
+            self.host_state.finish()
+        return state_of(self.optimizer, parameter, on_host=self.host_state is not None)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
@@ -70,12 +98,13 @@ class Learner:
         """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the
         fields that the objective needs."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
-        self.runner.forward(self.model, rollout, outputs, fields=fields)
+        self.forward(rollout, outputs, fields=fields)
         batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
         zeros = torch.zeros(batch.mask.shape, device=self.runner.device)
         loss, _ = objective(self.model, batch, dict.fromkeys(given, zeros))
         loss.backward()
         self.optimizer.zero_grad()
+        self.release_memory(changed=False)
 
     def update(
         self, rollout: Rollout, mini_batches: MiniBatches, fields: Fields, objective: Objective, step: int, epochs: int
@@ -101,16 +130,19 @@ class Learner:
         plans, totals = self._plan(rollout, mini_batches)
         work_metrics = self._work_metrics(rollout, plans, epochs)
         sums, norms = [], []
+        self.fetch()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, by_row, objective, total))
                 norms.append(self._optimizer_step())
         self.updates += 1
+        self.release_memory()
         steps = [{"grad_norm": norm, "skipped": float(not math.isfinite(norm))} for norm in map(float, norms)]
         return [means | step | work_metrics for means, step in zip(self._sum_over_group(sums), steps, strict=True)]
 
     def sharded(self) -> dict[str, nn.Parameter]:
-        """This rank's shards of the weights, by Hugging Face name."""
+        """This rank's shards of the weights, by Hugging Face name, on the device."""
+        self.fetch()
         cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the root's weights gathered
         return {hf_name(name): parameter for name, parameter in self.model.named_parameters()}
 
@@ -124,7 +156,8 @@ class Learner:
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The full weights and persistent buffers, by Hugging Face name. All ranks of the group must consume them. A
-        tensor may be a view of the weight, and is valid until the next one is asked for."""
+        tensor may be a view of the weight, and is valid until the next one is asked for. In the end the weights' memory
+        is released."""
         named: dict[str, Tensor] = {}
         for name, parameter in self.sharded().items():
             named[name] = parameter
@@ -134,6 +167,7 @@ class Learner:
         if named:
             yield from gather_full(self.model, named, dtype)
         yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
+        self.release_memory(changed=False)
 
     def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[tuple[float, float]]]:
         """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens over the group."""
@@ -196,7 +230,7 @@ class Learner:
             torch._foreach_mul_([local(p.grad) for p in self.model.parameters() if p.grad is not None], scale)
         # a loss scaler's flag for fused optimizers: 1 leaves weights and state as they are
         cast(Any, self.optimizer).found_inf = (~norm.isfinite()).float()
-        self.optimizer.step()
+        self.host_state.step() if self.host_state else self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 

@@ -160,7 +160,7 @@ def act_rank(group: Group) -> tuple:
             raise FloatingPointError
 
     forward = lambda *_, **__: [packed(OLD, rank), packed(ENTROPY, rank)]  # noqa: E731
-    runner = SimpleNamespace(group=group, forward=forward)
+    runner = SimpleNamespace(group=group)
     steps = [{"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0}, {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0}]
     given: list[Any] = []
 
@@ -168,7 +168,7 @@ def act_rank(group: Group) -> tuple:
         given.append((mini_batches, sorted(fields), fields["weights"].tolist()))
         return steps[: len(given)]
 
-    policy: Any = SimpleNamespace(runner=runner, model=None, updates=0, check_finite=check_finite, update=update)
+    policy: Any = SimpleNamespace(runner=runner, updates=0, check_finite=check_finite, update=update, forward=forward)
     policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
     reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
     scores = iter([0.3, 0.5, 0.4])

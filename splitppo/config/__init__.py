@@ -5,6 +5,7 @@ from typing import Literal
 
 from splitppo.config.algorithm import (
     DataConfig,
+    Offload,
     OptimConfig,
     PolicyConfig,
     PPOConfig,
@@ -25,8 +26,8 @@ from splitppo.config.job import (
 
 __all__ = [
     "CheckpointConfig", "ComputeConfig", "Config", "DataConfig", "EngineConfig", "FsdpConfig", "LogConfig",
-    "OptimConfig", "PPOConfig", "PlacementConfig", "PolicyConfig", "ReferenceConfig", "RewardConfig", "RolloutConfig",
-    "ShardSize", "ValueConfig",
+    "Offload", "OptimConfig", "PPOConfig", "PlacementConfig", "PolicyConfig", "ReferenceConfig", "RewardConfig",
+    "RolloutConfig", "ShardSize", "ValueConfig",
 ]  # fmt: skip
 
 

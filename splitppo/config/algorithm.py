@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+Offload = Literal["none", "optimizer", "all"]
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -40,6 +42,9 @@ class PolicyConfig:
     freeze: tuple[str, ...] = ()
     """What is not trained: `attention` (linear attention, too), `embeddings` (and an output layer tied to them), `body`
     (all but the output layer), or regular expressions that are searched in a weight's Hugging Face name."""
+    offload: Offload = "none"
+    """What is in pinned host memory while it is not needed. `optimizer`: AdamW's two moments, but in its step. `all`:
+    the weights' shards, too, between the policy's turns. Changes no result."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
@@ -50,7 +55,7 @@ class ReferenceConfig:
     path: str | None = None
     """Folder or hub name of the reference model. Unset: the policy before training."""
     offload: bool = False
-    """Keep the reference's shards on the CPU between uses."""
+    """Keep the reference's shards in pinned host memory between uses."""
     tensor_parallel: int | None = None
     """Ranks that share each of the reference's layers: a multiple of its group's. Unset: as many as its group's."""
 
@@ -81,6 +86,8 @@ class ValueConfig:
     """Passes over the rollout in each of these steps."""
     pretrain_patience: int = 5
     """Pretraining ends early after this many steps without a new highest explained variance on fresh rows. 0: never."""
+    offload: Offload = "none"
+    """As `policy.offload`."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
@@ -177,7 +184,7 @@ class RewardConfig:
     model_random_init: bool = False
     """Draw the reward model's weights at random from the seed. For benchmarks on a real shape."""
     model_offload: bool = False
-    """Keep the reward model's shards on the CPU between uses."""
+    """Keep the reward model's shards in pinned host memory between uses."""
     model_chat: bool = True
     """Render prompt and response with the reward model's own chat template, if it has one. Else: as plain text."""
     tensor_parallel: int | None = None

@@ -187,7 +187,7 @@ def _plan(
 ) -> Plan:
     """The plan of an engine for some of `ranks` actor ranks and rows of `tokens`; `known`: its files and ids."""
     engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
-    rows = min(engine.max_rows, _most_rows(config, ranks)) * size
+    rows = min(engine.max_rows, most_rows(config, ranks)) * size
     kv_bytes = kv_cache_bytes(
         kv_bytes_per_token(model, dtype, size),
         rows=rows,
@@ -225,7 +225,7 @@ def finish_start(engine: RolloutEngine) -> str:
     return f"engine: {', '.join(parts)}, KV cache for {facts['kv_tokens']:,} tokens"
 
 
-def _most_rows(config: Config, ranks: int) -> int:
+def most_rows(config: Config, ranks: int) -> int:
     """The most rows that one of `ranks` actor ranks can have."""
     per_mini_batch = config.rollout.batch_size // config.ppo.mini_batches
     return config.ppo.mini_batches * -(-per_mini_batch // ranks)

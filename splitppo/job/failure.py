@@ -7,7 +7,6 @@ import time
 import traceback
 from contextlib import suppress
 
-import torch
 import torch.distributed as dist
 
 from splitppo.errors import UserError, WireError, one_line
@@ -33,11 +32,6 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
         error.add_note(f"on {runtime.status.describe(launch.rank)}")
         for cause in causes:
             error.add_note(f"it follows from this: {cause}")
-    if isinstance(error, torch.OutOfMemoryError):
-        error.add_note(
-            "to need less GPU memory: lower --compute.micro-batch-tokens or --engine.memory-fraction, set "
-            "--compute.activation-checkpointing or --reference.offload, or start more ranks"
-        )
     traceback.print_exception(error)
     record_error(error)
     return 1

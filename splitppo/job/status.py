@@ -16,11 +16,13 @@ class Status:
 
     def __init__(self, store: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
         self.store, self.rank, self.peers, self.placement = store, rank, peers, placement
+        self.phase = "starting"  # what this rank is doing
         # process ids of this machine's ranks
         self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine}
 
     def set_phase(self, phase: str) -> None:
         """Publishes what this rank is doing."""
+        self.phase = phase
         self.store.set(f"phase/{self.rank}", phase)
 
     def _phase(self, rank: int) -> str:

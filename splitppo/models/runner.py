@@ -13,6 +13,7 @@ from splitppo.models.attention import is_packed
 from splitppo.models.balance import gather_samples
 from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.offload import HostShards
 from splitppo.models.sharding import set_of
 from splitppo.rollout import Rollout, Sample
 
@@ -71,11 +72,12 @@ def padded(cut: Cut, count: int) -> Cut:
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are on the CPU between uses. If ranks
-    that share its layers own different rows, all of them run all these rows."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses. If
+    ranks that share its layers own different rows, all of them run all these rows."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
-        self.model, self.runner, self.offload = model, runner, offload
+        self.model, self.runner = model, runner
+        self.shards = HostShards(model, runner.device) if offload else None
         tensor = set_of(model)
         self.peers = tensor.peers if tensor else None
         self.release_memory()
@@ -85,13 +87,15 @@ class Frozen:
         return gather_samples(samples, self.peers, self.runner.device) if self.peers else list(samples)
 
     def to_device(self) -> nn.Module:
-        """Returns the model after moving its shards to the device."""
-        return self.model.to(self.runner.device) if self.offload else self.model
+        """Returns the model after bringing its shards to the device."""
+        if self.shards:
+            self.shards.fetch()
+        return self.model
 
     def release_memory(self) -> None:
-        """With `offload`, moves the shards to the CPU."""
-        if self.offload:
-            self.model.to("cpu")
+        """With `offload`, gives back the shards' memory on the device."""
+        if self.shards:
+            self.shards.release(changed=False)
 
 
 class Reference(Frozen):

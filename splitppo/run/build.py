@@ -188,10 +188,11 @@ class Builder:
             say(f"[critic] the value model is pretrained: --value.path {folder}")
 
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
-        optim = self.config.policy.optim if name == "policy" else self.config.value.optim
+        chosen = self.config.policy if name == "policy" else self.config.value
         once, aggregate = self.config.compute.gather == "mini_batch", self.config.ppo.aggregate
         model = self._model(name, runner, number)
-        return Learner(model, runner, optim, steps=self.config.steps, aggregate=aggregate, gather_once=once)
+        how: Any = {"steps": self.config.steps, "aggregate": aggregate, "gather_once": once}
+        return Learner(model, runner, chosen.optim, offload=chosen.offload, **how)
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:

@@ -12,7 +12,7 @@ from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.placement import Role, check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
-from splitppo.run import checkpoint
+from splitppo.run import checkpoint, memory
 from splitppo.run.folder import check_same_run, has_steps
 from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
@@ -55,6 +55,8 @@ def preflight(resolved: Resolved) -> None:
         data.check_files(resolved.data)
     device, policy = resolved.device.type, resolved.models["policy"].config
     check_engine(config, placement, device, resolved.local_world, policy)
+    if gpu := memory.gpu_memory(resolved):
+        memory.check_memory(resolved, gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config, config.resume)
     elif config.run_dir is None and config.checkpoint.every:
@@ -68,6 +70,8 @@ def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
     config, placement = resolved.config, resolved.placement
     found = engine_warnings(config, resolved.device.type)
+    if (gpu := memory.gpu_memory(resolved)) and (more := memory.check_memory(resolved, gpu)):
+        found.append(more)
     rows, ppo = config.rollout.batch_size, config.ppo
     cut: dict[Role, int] = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     if placement.colocated and not ppo.value_mini_batches:

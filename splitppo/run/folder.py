@@ -24,8 +24,8 @@ from splitppo.run.files import read_file, write_whole
 # Settings that may change when a run resumes: where and how it computes, and what it reports. A dot at the end: all
 # settings of that table.
 _FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
-    compute.compile compute.gather compute.activation_checkpointing reference.offload reference.tensor_parallel
-    value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
+    compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
+    reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
     reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
 FREE = tuple(_FREE.split())
 # files in the folder of a model or of a data set

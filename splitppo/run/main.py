@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import transformers
 
 from splitppo.config.cli import parse
@@ -23,6 +24,7 @@ from splitppo.placement import place, set_sizes
 from splitppo.run.checks import check_inputs, finished, preflight
 from splitppo.run.dry_run import dry_run
 from splitppo.run.life import Run, open_run
+from splitppo.run.memory import out_of_memory
 from splitppo.run.resolve import Resolved, resolve
 
 
@@ -122,6 +124,9 @@ def _failed(rank: Rank, error: Exception) -> int:
         if rank.runtime and rank.run:
             users.add_note(f"on {rank.runtime.status.describe(rank.launch.rank)}")
         error = users
+    if isinstance(error, torch.OutOfMemoryError) and rank.run:
+        for line in out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
+            error.add_note(line)
     if rank.run and (saved := rank.run.progress.last_checkpoint()):
         error.add_note(f"the last good checkpoint is {saved}")
     return report_failure(error, rank.runtime, rank.launch)

@@ -31,7 +31,7 @@ from splitppo.placement import Placement, Role
 KINDS: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """One of the run's models."""
 

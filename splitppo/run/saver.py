@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
+from splitppo.models.offload import host_copy
 from splitppo.models.sharding import described, local
 from splitppo.placement import Role
 from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
@@ -37,11 +36,7 @@ def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
         held["model"][prefix + name] = described(learner.model, name, parameter.detach())
         if not parameter.requires_grad:
             continue
-        state = learner.optimizer.state[parameter]
-        if not state:  # as AdamW's first step would make it
-            state |= {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.zeros((), dtype=torch.float32, device=learner.runner.device)
-        for kind, tensor in state.items():
+        for kind, tensor in learner.state_of(parameter).items():
             held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
 
 
@@ -53,6 +48,8 @@ def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str,
         UserError: the part is damaged, or of other models.
     """
     read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
+    for learner in learners:
+        learner.release_memory()
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
 
 
@@ -79,9 +76,10 @@ class Saver:
 
     def allocate(self) -> None:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the first step."""
-        pinned = self.learners[0].runner.device.type == "cuda"
         for kind, tensors in tensors_of(self.learners).items():
-            self.copies[kind] = {name: _empty_copy(tensor, pinned) for name, tensor in tensors.items()}
+            self.copies[kind] = {name: host_copy(tensor) for name, tensor in tensors.items()}
+        for learner in self.learners:
+            learner.release_memory(changed=False)
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Starts to write the part of a step, as soon as the previous part is written. `state` goes into state.json; it
@@ -100,6 +98,8 @@ class Saver:
                 local(self.copies[kind][name]).copy_(local(tensor), non_blocking=True)
         if self.learners[0].runner.device.type == "cuda":
             torch.cuda.synchronize(self.learners[0].runner.device)
+        for learner in self.learners:
+            learner.release_memory(changed=False)
         self.step, self.may_commit = step, threading.Event()
         self.thread = threading.Thread(target=self._write, args=(json.dumps(state),), daemon=True)
         self.thread.start()
@@ -162,15 +162,3 @@ class Saver:
         dist.gather_object(files, gathered, group=self.group, group_dst=0)
         if gathered is not None:
             write_manifest(partial, self.step, {name: file for files in gathered for name, file in files.items()})
-
-
-def _empty_copy(tensor: Tensor, pinned: bool) -> Tensor:
-    """Host memory for a tensor, sharded in the same way."""
-    shard = local(tensor)
-    copy = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=pinned)
-    if not isinstance(tensor, DTensor):
-        return copy
-    gpus = tensor.device_mesh  # its copy says which rank holds which shard; nothing communicates over it
-    mesh = DeviceMesh("cpu", gpus.mesh, mesh_dim_names=gpus.mesh_dim_names, _init_backend=False)
-    whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(copy, mesh, tensor.placements, run_check=False, **whole)

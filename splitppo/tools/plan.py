@@ -1,6 +1,7 @@
-"""Which split of the GPUs is the fastest: predicted from the phases of a run (see cost.py).
+"""Which split of the GPUs is the fastest: predicted from a run (cost.py) or from a model's shape (fit.py).
 
-    splitppo plan RUN [--gpus 8]             also while it runs
+    splitppo plan RUN [--gpus 8]                            also while it runs
+    splitppo plan MODEL --gpus 8 --length 2048 [--memory 80]
 
 `splitppo bench` measures what this command predicts.
 """
@@ -14,7 +15,9 @@ import tyro
 from splitppo.config import Config
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
+from splitppo.models import hub
 from splitppo.tools.cost import Split, advice, may_move, row_lengths, run_work, window_advice
+from splitppo.tools.fit import fit
 
 
 def read_run(run: Path) -> tuple[Config, Split]:
@@ -31,16 +34,28 @@ def read_run(run: Path) -> tuple[Config, Split]:
 
 
 def plan(
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], *, gpus: int | None = None
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|MODEL")],
+    *,
+    gpus: int | None = None,
+    length: int | None = None,
+    memory: float = 80.0,
 ) -> list[str]:
-    """Predicts from a run which split is the fastest, and what rollout.window would give.
+    """Predicts from a run which split is the fastest and what rollout.window would give, or from a model's
+    configuration which placements fit.
 
     Args:
-        run: the run's folder.
+        run: a run's folder; or a model's, or its hub name.
         gpus: how many GPUs to place. Unset: as many as the run has.
+        length: of a model: the longest row in tokens, prompt and response.
+        memory: of a model: GiB of a GPU.
     """
-    if gpus is not None and gpus <= 0:
-        raise UserError(f"--gpus {gpus}: use a number above 0")
+    for flag, value in (("gpus", gpus), ("length", length), ("memory", memory)):
+        if value is not None and value <= 0:
+            raise UserError(f"--{flag} {value:g}: use a number above 0")
+    if (run / "config.json").is_file() or (not run.is_dir() and hub.MODEL.fullmatch(str(run))):
+        if not gpus or not length:
+            raise UserError(f"{run} is a model; give --gpus and --length, its longest row in tokens")
+        return fit(str(run), gpus, length, memory)
     config, split = read_run(run)
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")

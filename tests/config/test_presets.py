@@ -16,7 +16,7 @@ import pytest
 import torch
 import tyro
 from ranks import run_ranks
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config
 
 from splitppo import train
 from splitppo.config import Config
@@ -94,6 +94,26 @@ SCRIPT = {
 }
 
 
+# preset -> its GPUs, the shapes of its models, what a GPU of each group needs (GiB)
+LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
+    "large/qwen2.5_14b_4gpus.toml": (4, {"policy": "14b"}, {"actor": 71}),
+    "large/qwen2.5_32b_8gpus.toml": (8, {"policy": "32b"}, {"actor": 54}),
+    "large/llama3_8b_beside_70b.toml": (8, {"policy": "8b", "reference": "70b"}, {"actor": 66, "critic": 58}),
+}
+SHAPES: dict[str, Any] = {
+    name: kind(
+        hidden_size=hidden, intermediate_size=inside, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=ids, max_position_embeddings=32768, tie_word_embeddings=False,
+    )
+    for name, kind, hidden, inside, layers, heads, ids in (
+        ("14b", Qwen2Config, 5120, 13824, 48, 40, 152064),
+        ("32b", Qwen2Config, 5120, 27648, 64, 40, 152064),
+        ("8b", LlamaConfig, 4096, 14336, 32, 32, 128256),
+        ("70b", LlamaConfig, 8192, 28672, 80, 64, 128256),
+    )
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy and a reward model of one layer with random weights, and rows in verl's schema."""
@@ -156,7 +176,7 @@ def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) ->
     assert parse(["--config", "smollm2/addition"]).steps == 3
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in LARGE])
 def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> None:
     """With small models and small data in place of those that they name."""
     config = parse([f"--config={CONFIGS / preset}"])
@@ -182,6 +202,33 @@ def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_p
     if config.data.files:
         assert "data: 20 prompts" in out
         assert f"{min(5, config.data.validation_rows)} held out" in out
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_large_presets_fit_by_the_estimate(preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys):
+    """With the models' shapes: folders with config.json and a tokenizer. The file says what a GPU needs."""
+    world, names, most = LARGE[preset]
+    flags = ["--policy.random-init", "--compute.device=cuda", f"--data.files={small['train']}", f"--run-dir={tmp_path}"]
+    for name, kind in names.items():
+        SHAPES[kind].save_pretrained(tmp_path / kind)
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = CHAT
+        tokenizer.save_pretrained(tmp_path / kind)
+        flags.append(f"--{name}.path={tmp_path / kind}")
+    monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
+    monkeypatch.setattr("splitppo.run.resolve.check_folder", lambda *_, **__: None)  # no weights there
+    flags += [f"--data.validation-files={small['test']}", f"--world-size={world}", "--dry-run"]
+    status = train.main([f"--config={CONFIGS / preset}", *flags])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    needs = {phase: float(gib) for phase, gib in re.findall(r"^  (\w+ \w+) ([\d.]+): ", out, re.M)}
+    assert {f"{role} update" for role in ("actor", "critic")} <= needs.keys()
+    text = (CONFIGS / preset).read_text()
+    assert text.startswith("# Never run on its real model")
+    for role, gib in most.items():
+        need = max(need for phase, need in needs.items() if phase.startswith(role))
+        assert need == pytest.approx(gib, abs=0.6)
+        assert re.search(rf"\b{gib}\b", text.partition("run_dir")[0])
 
 
 STAND_IN = """#!/usr/bin/env bash

@@ -1,0 +1,296 @@
+"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what makes a run fit.
+
+Activations are those of the largest micro-batch that a rank can get: its rows at their full length.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from splitppo.config import Config
+from splitppo.engine.build import most_rows
+from splitppo.engine.vllm.client import BUCKET
+from splitppo.engine.vllm.plan import BLOCK, RESERVE, kv_bytes_per_token
+from splitppo.errors import UserError
+from splitppo.learner import GATHER_BYTES
+from splitppo.models.footprint import Footprint, footprint
+from splitppo.models.heads import LOGIT_PIECE
+from splitppo.placement import Role, place, replicas
+from splitppo.run.resolve import Model, Resolved
+
+Parts = dict[str, float]  # what is held -> bytes
+Change = Callable[[Resolved], Resolved]
+CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
+GPU = 80 * 2**30  # memory of a GPU where there is none to ask
+SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
+FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
+VLLM = "vLLM's "  # begins the parts that another process holds
+
+
+def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
+    """Phase -> what a rank holds in it at most. The names are those of the spans: `actor update`."""
+    held = {name: _held(resolved, name) for name in resolved.models}
+    context = {"CUDA": CONTEXT} if resolved.device.type == "cuda" else {}
+    found: dict[str, Parts] = {}
+    for role in resolved.placement.groups:
+        own = [name for name in held if resolved.placement.colocated or resolved.role_of(name) == role]
+        idle = {part: size for name in own for part, (size, stays) in held[name].items() if stays}
+        for phase, names, work in _turns(resolved, role, memory):
+            turn = {part: size for name in names for part, (size, _) in held[name].items()}
+            before = found.get(f"{role} {phase}", {})
+            parts = context | _engine_rest(resolved, role) | idle | turn | work
+            found[f"{role} {phase}"] = max(before, parts, key=needed)
+    return found
+
+
+def needed(parts: Parts) -> float:
+    """Bytes of the device that a phase needs."""
+    return sum(parts.values())
+
+
+def table(resolved: Resolved, memory: float = GPU) -> list[str]:
+    """The phases, and what is held in each, in GiB."""
+    lines = ["memory a rank needs by phase, estimated (GiB):"]
+    for phase, parts in phases(resolved, memory).items():
+        lines.append(f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}")
+    return lines
+
+
+def gpu_memory(resolved: Resolved) -> float | None:
+    """Bytes of the GPU; None without one."""
+    if resolved.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.get_device_properties(resolved.device).total_memory)
+
+
+def check_memory(resolved: Resolved, memory: float) -> str | None:
+    """A warning if rows of full length would not fit. None if all fits.
+
+    Raises:
+        UserError: the shortest rows would not fit either.
+    """
+    phase, parts = highest(resolved, memory)
+    if needed(parts) <= memory:
+        return None
+    sure = SURE * sum(size for part, size in parts.items() if not part.startswith("activations"))
+    of = f"{_gib(needed(parts))} of a GPU of {_gib(memory)}"
+    text = f"{phase} needs about {of}: {_listed(parts)}; {remedies(resolved, memory)}"
+    if sure > memory:
+        raise UserError(text)
+    return f"with rows of full length, {text}"
+
+
+def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
+    """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4 update`)."""
+    memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
+    parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[1]
+    used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
+    held = f"estimated {_gib(needed(parts))} of {_gib(memory)}: {_listed(parts)}{used}"
+    return [f"memory ran out in {phase!r}", held, remedies(resolved, memory)]
+
+
+def remedies(resolved: Resolved, memory: float) -> str:
+    """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
+    need, alone, together, chosen = _most(resolved, memory), [], resolved, []
+    least = need
+    for flags, change in ways(resolved):
+        if (less := _most(change(resolved), memory)) < need:
+            alone.append(f"{flags} {_gib(less)}")
+        if least > memory and (less := _most(change(together), memory)) < least:
+            least, together = less, change(together)
+            chosen.append(flags)
+    enough = f"; all of {' '.join(chosen)} {_gib(least)}" if least <= memory and len(chosen) > 1 else ""
+    return f"ways to need less: {', '.join(alone)}{enough}"
+
+
+def highest(resolved: Resolved, memory: float) -> tuple[str, Parts]:
+    """The phase that needs most."""
+    return max(phases(resolved, memory).items(), key=lambda item: needed(item[1]))
+
+
+def _most(resolved: Resolved, memory: float) -> float:
+    return needed(highest(resolved, memory)[1])
+
+
+def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
+    """The flags of each way to need less memory, cheapest first, and the change of a resolved configuration."""
+    config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
+    has, half = resolved.models, config.compute.micro_batch_tokens // 2
+    other = "actor" if config.placement.reference == "critic" else "critic"
+    movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
+    policy, value, to = config.policy.offload, config.value.offload, "offload"
+    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
+    for possible, table, name, setting in (
+        (half >= max(_longest(config), FEWEST), "compute", "micro_batch_tokens", half),
+        (not config.compute.activation_checkpointing, "compute", "activation_checkpointing", True),
+        ("reference" in has and movable, "placement", "reference", other),
+        ("reference" in has and not config.reference.offload, "reference", to, True),
+        ("reward" in has and not config.reward.model_offload, "reward", "model_offload", True),
+        (policy == "none", "policy", to, "optimizer"),
+        (value == "none", "value", to, "optimizer"),
+        (policy == "optimizer", "policy", to, "all"),
+        (value == "optimizer", "value", to, "all"),
+        (resolved.engine == "vllm" and sizes[0] % engine == 0, "engine", "tensor_parallel", engine),
+        (all(size % trainer == 0 for size in sizes), "fsdp", "tensor_parallel", trainer),
+    ):
+        if possible:
+            flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
+            yield flag, partial(with_setting, table=table, name=name, setting=setting)
+    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many
+
+
+def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
+    """The same with another setting."""
+    changed = replace(getattr(resolved.config, table), **{name: setting})
+    return replace(resolved, config=replace(resolved.config, **{table: changed}))
+
+
+def _twice_as_many(resolved: Resolved) -> Resolved:
+    placed, world, local = resolved.config.placement, 2 * resolved.placement.world, 2 * resolved.local_world
+    actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
+    if resolved.placement.colocated:
+        actor = critic = world
+    placed = replace(placed, mode=resolved.placement.mode, actor=actor, critic=critic)
+    return replace(resolved, placement=place(placed, world=world, local_world=local, gpu=True), local_world=local)
+
+
+@cache
+def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
+    return footprint(model.config, model.kind, dtype, compiled=compiled)
+
+
+def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
+    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut. Embeddings
+    and output layer are not cut."""
+    ranks = replicas(
+        resolved.role_of(name), resolved.placement, resolved.config.fsdp.shard_size, local_world=resolved.local_world
+    )
+    found = _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward")
+    return found, len(ranks[0]), resolved.config.tensor_parallel(name)
+
+
+def _held(resolved: Resolved, name: str) -> dict[str, tuple[float, bool]]:
+    """What a rank holds of a model in its turns: bytes, and whether they stay there between its turns."""
+    config, model, (_, ranks, _) = resolved.config, resolved.models[name], _of(resolved, name)
+    if name in ("reference", "reward"):
+        offload = config.reference.offload if name == "reference" else config.reward.model_offload
+        return {name: (model.parameters * resolved.dtype.itemsize / ranks, not offload)}
+    offload = config.policy.offload if name == "policy" else config.value.offload
+    held = {f"{name}'s weights": (model.number * model.parameters * 4 / ranks, offload != "all")}
+    if offload == "none":
+        held[f"{name}'s optimizer"] = (model.number * model.trained * 8 / ranks, True)
+    return held
+
+
+def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
+    """A role's phases: name, the models whose turn it is, and what is held beside the models."""
+    others = [name for name in ("reference", "reward") if name in resolved.models and resolved.role_of(name) == role]
+    own = "policy" if role == "actor" else "value"
+    if role == "actor":
+        yield from _engine_turns(resolved, memory)
+    for name in (own, *others):  # all of them are released when the last one has run
+        yield "logprobs" if role == "actor" else "score", (own, *others), _forward(resolved, name, role)
+    yield "update", (own,), _update(resolved, own, role)
+
+
+def _engine_turns(resolved: Resolved, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
+    config, model, size = resolved.config, resolved.models["policy"], resolved.config.engine.tensor_parallel
+    found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
+    rows = min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"]))) * size
+    row = (-(-_longest(config) // BLOCK) + 1) * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
+    message = min(model.parameters * width, max(found.vocabulary * found.hidden, GATHER_BYTES))
+    gathered = {"gathered weights": 2.0 * message}
+    if resolved.engine == "vllm":
+        weights = {f"{VLLM}weights": model.parameters * width / size}
+        room = memory * config.engine.memory_fraction - weights[f"{VLLM}weights"] - RESERVE
+        rollout = weights | {f"{VLLM}cache": max(row, min(room, max(rows, 2) * row))}
+    else:  # generate() runs all prompts at once
+        weights, prompts = {}, rows * config.rollout.max_prompt_tokens
+        states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
+        rollout = {"engine's cache": float(rows * row), "activations of the engine": states}
+    yield "sync", ("policy",), weights | gathered
+    yield "rollout", (), rollout
+
+
+def _engine_rest(resolved: Resolved, role: Role) -> Parts:
+    """What the engine holds throughout; of vLLM, what it keeps asleep, and the trainer's buckets."""
+    found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
+    if role == "critic" and not resolved.placement.colocated:
+        return {}
+    if resolved.engine == "vllm":
+        return {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(found.vocabulary * found.hidden, BUCKET["cuda"])}
+    return {"engine's weights": float(resolved.models["policy"].parameters * width)}
+
+
+def _longest(config: Config) -> int:
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
+    """Tokens of the largest micro-batch of so many rows, and how many there are. Packed ones are about equal."""
+    longest = _longest(resolved.config)
+    most = min(rows, max(resolved.config.compute.micro_batch_tokens // longest, 1))
+    count = -(-rows // most)
+    return (-(-rows // count) if resolved.models[name].packed else most) * longest, count
+
+
+def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
+    """A forward pass without gradients, of the log-probs or the scores."""
+    config, (found, _, cut) = resolved.config, _of(resolved, name)
+    rows = -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
+    if role == "critic" and not resolved.placement.colocated and config.rollout.messages > 1:
+        rows -= rows // 2  # of the first chunk
+    tokens, _ = _tokens(resolved, name, rows)
+    states = tokens * 3 * (found.widest / cut + found.hidden)
+    logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
+    gathered = (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize
+    return {"gathered weights": gathered, f"activations of {tokens:,} tokens": max(states, logits)}
+
+
+def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
+    """A piece of the logits, and what is computed from it in float32, of which compiled code keeps little."""
+    if not found.vocabulary:
+        return 0.0
+    rollout, width = resolved.config.rollout, resolved.dtype.itemsize
+    responses = tokens * rollout.max_new_tokens // _longest(resolved.config)
+    numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
+    return min(responses, LOGIT_PIECE) * (found.vocabulary * width + resolved.vocabulary_size * 4 * numbers)
+
+
+def _update(resolved: Resolved, name: str, role: Role) -> Parts:
+    """The update's peak. It is where the backward pass begins, in the output layer or in the last transformer layer; or
+    where it ends, and the gradients of what is outside the layers are reduced."""
+    config, model, (found, shards, cut) = resolved.config, resolved.models[name], _of(resolved, name)
+    ppo, width, ranks = config.ppo, resolved.dtype.itemsize, len(resolved.placement.groups[role]) // cut
+    cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
+    tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
+    whole = 4 * found.hidden  # of a layer, what tensor parallelism does not cut: residual stream and norms
+    kept, again = found.layers * whole + (found.saved - found.layers * whole) / cut, 0.0
+    if config.compute.activation_checkpointing:
+        kept, again = found.layers * found.hidden, whole + (found.largest - whole) / cut
+    head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
+    begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
+    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + 2 * found.layer * width / cut
+    gathered, gradients = (found.root + 2 * found.layer / cut) * width, model.trained * 4 / shards
+    once = config.compute.gather == "mini_batch"
+    if once:
+        held = found.root + (model.parameters - found.root) / cut
+        gathered, gradients = held * width, held * 4 * model.trained / model.parameters
+    first = {"gathered weights": gathered, f"activations of {tokens:,} tokens": tokens * kept + max(begin, inside)}
+    reduced = found.root * (8 if shards == 1 else width + 4)
+    last = {"gathered weights": gathered + reduced, "gradients": gradients}
+    if count > 1 or once:
+        first["gradients"] = gradients
+    return max(first, last, key=needed)
+
+
+def _listed(parts: Parts) -> str:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20) or "less than 0.01"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.0f} GiB"

@@ -1,0 +1,207 @@
+"""The memory that is told beforehand is what the allocator counts; what does not fit is told with the ways that fit."""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peaks import count_peaks, estimated
+from ranks import run_ranks
+from transformers import Qwen2Config
+
+from splitppo import train
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
+from splitppo.job.launch import Launch
+from splitppo.models.tiny import VOCABULARY, build_tokenizer
+from splitppo.placement import place
+from splitppo.run import checks, memory
+from splitppo.run import main as run_main
+from splitppo.run.build import Builder
+from splitppo.run.resolve import Model, Resolved
+
+PROMPT, RESPONSE = 48, 16
+BASE = ["--engine.kind=hf", "--policy.random-init", f"--rollout.max-prompt-tokens={PROMPT}", "--checkpoint.no-last"]
+BASE += [f"--rollout.max-new-tokens={RESPONSE}", "--rollout.batch-size=32", "--ppo.mini-batches=2", "--steps=2"]
+BASE += ["--data.answer-key=answer", "--reward.function=exact_match", "--ppo.kl-coef=0.1"]
+SETTINGS = {
+    1: {
+        "plain": [],
+        "checkpointing": ["--compute.activation-checkpointing"],
+        "small micro-batches": ["--compute.micro-batch-tokens=256"],
+        "packed": ["--compute.packing=on"],
+        "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
+    },
+    2: {
+        "sharded": ["--value.offload=optimizer"],
+        "whole mini-batches": ["--compute.gather=mini_batch", "--compute.micro-batch-tokens=256"],
+        "split": ["--placement.mode=per_node", "--placement.reference=critic"],
+    },
+}
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """A model's shape, prompts of the full length, and lengths of the responses; the flags that name them."""
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=1,
+    )  # fmt: skip
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder / "model")
+    build_tokenizer().save_pretrained(folder / "model")
+    row = json.dumps({"prompt": "7" * PROMPT, "answer": "1", "data_source": "mine"})
+    (folder / "rows.jsonl").write_text((row + "\n") * 40)
+    (folder / "lengths").write_text(f"{RESPONSE}\n")
+    assert len(VOCABULARY) < config.vocab_size
+    named = {"policy.path": "model", "data.files": "rows.jsonl", "rollout.lengths": "lengths"}
+    return [f"--{name}={folder / file}" for name, file in named.items()]
+
+
+def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
+    """Setting -> phase -> (bytes counted, bytes estimated) of this rank."""
+    if world == 1:
+        del os.environ["RANK"]
+    found, resolved = {}, []
+    init = Builder.__init__
+
+    def noting(self: Any, given: Any, *args: Any) -> None:
+        resolved.append(given)
+        init(self, given, *args)
+
+    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, not a method of ours
+    for name, extra in SETTINGS[world].items():
+        peaks: dict[str, list[int]] = {}
+        count_peaks(peaks)
+        argv = [*BASE, "--placement.mode=colocated", *flags, *extra, f"--run-dir={folder / name}"]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = train.main(argv)
+        assert status == 0, said.getvalue()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.unfreeze()
+        gc.collect()
+        due = estimated(resolved[-1])
+        found[name] = {phase: (max(sizes), due[phase]) for phase, sizes in peaks.items()}
+    return found
+
+
+def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
+    """Eight settings: the highest phase within a tenth on each rank, and so each update."""
+    flags = write_inputs(tmp_path)
+    for world, settings in SETTINGS.items():
+        for found in run_ranks(world, measured_rank, tmp_path / str(world), world, flags, timeout=600):
+            assert found.keys() == settings.keys()
+            for name, phases in found.items():
+                most, due = (max(sizes) for sizes in zip(*phases.values(), strict=True))
+                assert due == pytest.approx(most, rel=0.1), f"{name}: {phases}"
+                for phase in (phase for phase in phases if phase.endswith("update")):
+                    assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), f"{name} {phase}"
+
+
+def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) -> Resolved:
+    """Of a 7B shape, as on a node of GPUs."""
+    shape = shape or Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    config = parse(["--policy.path=m", "--ppo.kl-coef=0.1", "--rollout.batch-size=512", *flags])
+    placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
+    kinds: Any = {"policy": "policy", "value": "value", "reference": "policy"}
+    models = {name: Model(kind, "m", "m", shape, True, packed=True) for name, kind in kinds.items()} | models
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    return Resolved(config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666)
+
+
+def test_the_model_of_activations_gives_what_was_measured():
+    """docs/measured.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB at most on actor and critic."""
+    shape = Qwen2Config(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    fixed = ["--rollout.batch-size=256", "--rollout.max-prompt-tokens=128", "--rollout.max-new-tokens=512"]
+    fixed += ["--compute.micro-batch-tokens=32768", "--ppo.mini-batches=4"]
+    for flags, actor, critic in (
+        (["--placement.mode=colocated"], 63, 63),
+        (["--placement.actor=1"], 70, 63),
+        (["--placement.actor=1", "--placement.reference=critic"], 67, 67),
+    ):
+        due = estimated(resolved_of(*fixed, *flags, gpus=2, shape=shape))
+        assert due["actor update"] / 2**30 == pytest.approx(actor, rel=0.03)
+        assert due["critic update"] / 2**30 == pytest.approx(critic, rel=0.05)
+
+
+def test_a_run_that_does_not_fit_is_told_with_the_ways():
+    """Each way with what the run then needs, cheapest first; refused only if the shortest rows would not fit either."""
+    tight = resolved_of("--placement.actor=6", "--compute.micro-batch-tokens=16384")
+    assert memory.check_memory(tight, 200 * 2**30) is None
+    told = memory.check_memory(tight, 80 * 2**30)
+    assert told
+    assert told.startswith("with rows of full length, critic update needs about ")
+    assert "of a GPU of 80 GiB: activations of 16,384 tokens " in told
+    ways = re.findall(r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB", re.split("ways to need less: |; all of", told)[1])
+    assert [flags for flags, _ in ways] == [
+        "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "--value.offload optimizer",
+        "--fsdp.tensor-parallel 2", "16 GPUs",
+    ], "the actor's do not help the critic, and the reference would be more for it"  # fmt: skip
+    before = memory.needed(memory.highest(tight, 80 * 2**30)[1]) / 2**30
+    need = {flags: int(size) for flags, size in ways}
+    for flags in ("--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "16 GPUs"):
+        assert need[flags] < before - 10
+    assert need["--value.offload optimizer"] == pytest.approx(before - 8 * 7.07e9 / 2 / 2**30, abs=2)
+    both = "--compute.micro-batch-tokens 8192 --compute.activation-checkpointing"
+    assert re.search(rf"; all of {both} \d\d GiB$", told)
+    every = {flags for flags, _ in memory.ways(tight)}
+    assert every - need.keys() == {
+        "--placement.reference critic", "--reference.offload", "--policy.offload optimizer",
+        "--engine.tensor-parallel 2",
+    }  # fmt: skip
+    actor = resolved_of("--placement.actor=2", "--placement.critic=6", "--compute.activation-checkpointing")
+    told = memory.remedies(actor, 80 * 2**30)
+    for flags in ("--placement.reference critic", "--policy.offload optimizer", "--policy.offload all"):
+        assert (flags in told) == (flags != "--policy.offload all")
+    with pytest.raises(UserError, match=r"^critic update needs about \d+ GiB of a GPU of 40 GiB.* ways to need less: "):
+        memory.check_memory(tight, 40 * 2**30)
+    held = resolved_of("--placement.mode=colocated", "--policy.offload=all", "--value.offload=optimizer", gpus=4)
+    phases = memory.phases(held)
+    assert not any("policy" in part for phase, parts in phases.items() if phase.startswith("critic") for part in parts)
+    assert all("optimizer" not in part for parts in phases.values() for part in parts)
+
+
+def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeypatch, capfd):
+    """As `report_failure` prints them: the phase, what held how much, the ways."""
+    found = resolved_of("--placement.actor=6")
+    status: Any = SimpleNamespace(phase="critic step 3 update", describe=lambda rank: "critic rank 6")
+    run: Any = SimpleNamespace(
+        build=SimpleNamespace(resolved=found), runtime=SimpleNamespace(status=status),
+        progress=SimpleNamespace(commit_written=lambda: None, last_checkpoint=lambda: None),
+    )  # fmt: skip
+    reported: list[BaseException] = []
+    monkeypatch.setattr(run_main, "report_failure", lambda error, *_: reported.append(error) or 1)
+    assert run_main._failed(run_main.Rank(Launch(), None, run), torch.OutOfMemoryError("CUDA out of memory")) == 1
+    phase, held, ways = reported[0].__notes__
+    assert phase == "memory ran out in 'critic step 3 update'"
+    assert re.search(r"^estimated \d+ GiB of 80 GiB: activations of 16,384 tokens [\d.]+, value's optimizer", held)
+    assert ways.startswith("ways to need less: --compute.micro-batch-tokens 8192 ")
+    run_main._failed(run_main.Rank(Launch(), None, run), ValueError("no"))
+    assert not hasattr(reported[1], "__notes__")
+
+
+def test_a_run_refuses_and_warns_by_the_memory_of_its_gpu(monkeypatch):
+    found = resolved_of("--placement.actor=6", "--engine.kind=vllm")
+    monkeypatch.setattr(checks, "check_engine", lambda *_: None)
+    monkeypatch.setattr(checks, "engine_warnings", lambda *_: [])
+    for size, refused, warned in ((200, False, False), (80, False, True), (40, True, True), (None, False, False)):
+        monkeypatch.setattr(memory, "gpu_memory", lambda _, size=size: size and size * 2**30)
+        with pytest.raises(UserError, match="ways to need less") if refused else contextlib.nullcontext():
+            checks.preflight(found)
+        if not refused:
+            assert any("ways to need less" in line for line in checks.warnings(found)) == warned
