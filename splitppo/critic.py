@@ -291,18 +291,20 @@ class Critic:
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
         local = {
-            name: (algo.moments(x[None], torch.ones_like(x[None])), float(x.min()), float(x.max()))
+            name: (*map(float, (whole.count, whole.mean, whole.variance)), float(x.min()), float(x.max()))
             for name, x in figures.items()
             if len(x)
+            for whole in (algo.moments(x[None], torch.ones_like(x[None])),)
         }
         gathered = self.group.all_gather(local)
         metrics, moments = {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
             parts = [part[name] for part in gathered if name in part]
-            moments[name] = algo.merge_moments([part for part, _, _ in parts])
-            metrics[f"{name}/mean"] = float(moments[name].mean)
-            metrics[f"{name}/min"] = min(low for _, low, _ in parts)
-            metrics[f"{name}/max"] = max(high for _, _, high in parts)
+            whole = algo.merge_moments([algo.Moments(*torch.tensor(part[:3], dtype=torch.float64)) for part in parts])
+            moments[name] = whole
+            metrics[f"{name}/mean"] = float(whole.mean)
+            metrics[f"{name}/min"] = min(part[3] for part in parts)
+            metrics[f"{name}/max"] = max(part[4] for part in parts)
         metrics["critic/vf_explained_var"] = algo.explained_variance(moments["critic/returns"], moments["error"])
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
