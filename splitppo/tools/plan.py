@@ -15,9 +15,7 @@ import tyro
 from splitppo.config import Config
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
-from splitppo.models import hub
 from splitppo.tools.cost import Split, advice, may_move, row_lengths, run_work, window_advice
-from splitppo.tools.fit import fit
 
 
 def read_run(run: Path) -> tuple[Config, Split]:
@@ -52,9 +50,12 @@ def plan(
     for flag, value in (("gpus", gpus), ("length", length), ("memory", memory)):
         if value is not None and value <= 0:
             raise UserError(f"--{flag} {value:g}: use a number above 0")
-    if (run / "config.json").is_file() or (not run.is_dir() and hub.MODEL.fullmatch(str(run))):
+    if (run / "config.json").is_file() or (not run.is_dir() and len(run.parts) == 2):
         if not gpus or not length:
-            raise UserError(f"{run} is a model; give --gpus and --length, its longest row in tokens")
+            what = "is a model" if run.is_dir() else "is no folder, so it is read as a model's hub name"
+            raise UserError(f"{run} {what}; give --gpus and --length, its longest row in tokens")
+        from splitppo.tools.fit import fit  # imports torch, and --help must not wait for it
+
         return fit(str(run), gpus, length, memory)
     config, split = read_run(run)
     if config.rollout.window:
