@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from splitppo.models.sharding import local
+from splitppo.models.sharding import local, mesh_of
 
 PART = 2**28  # bytes of optimizer state that are moved at once, about
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,10 +21,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     copy = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda or shard.is_pinned())
     if not isinstance(tensor, DTensor):
         return copy
-    gpus = tensor.device_mesh  # its copy says which rank holds which shard; nothing communicates over it
-    mesh = DeviceMesh("cpu", gpus.mesh, mesh_dim_names=gpus.mesh_dim_names, _init_backend=False)
     whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(copy, mesh, tensor.placements, run_check=False, **whole)
+    return DTensor.from_local(copy, mesh_of(copy, tensor.device_mesh), tensor.placements, run_check=False, **whole)
 
 
 class HostShards:

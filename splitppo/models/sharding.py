@@ -154,7 +154,16 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
     where = [Shard(parts.axes[name]), *[Replicate()] * (tensor.grid.ndim - 2), Shard(0)]
     shape = torch.Size(parts.whole(name, parameter))
     whole: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(local(parameter), tensor.grid, where, run_check=False, **whole)
+    own = local(parameter)
+    return DTensor.from_local(own, mesh_of(own, tensor.grid), where, run_check=False, **whole)
+
+
+def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh for a shard, which may have moved to host memory: DTensor would bring it back to the mesh's device. What
+    is made anew says which rank holds which shard; nothing communicates over it."""
+    if shard.device.type == mesh.device_type:
+        return mesh
+    return DeviceMesh(shard.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
