@@ -96,7 +96,8 @@ def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
     ended = cluster.wait(job, "COMPLETED", "FAILED", limit=40)
     assert ended["JobState"] == "FAILED"
     assert time.monotonic() - began < 30
-    assert "Signal 9" in (tmp_path / f"slurm-{job}.log").read_text()
+    # torchrun of the rank's node says so, or the ranks do, if the other node has ended the job by then
+    assert re.search("Signal 9|died without an error message", (tmp_path / f"slurm-{job}.log").read_text())
     assert processes_of(f"slurm-{job}") == {}
 
 
