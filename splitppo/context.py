@@ -33,8 +33,8 @@ class Context:
     lengths: Sequence[int] = ()
 
     def value_model(self, row: int) -> int:
-        """The model of the ensemble that is trained on a row: every prompt's responses are dealt to all in turn; the
-        prompts are, if they have fewer responses than there are models."""
+        """The model of the ensemble that is trained on a row. The models take every prompt's responses in turn, or the
+        prompts, if these have fewer responses than there are models."""
         models, samples = self.config.value.ensemble, self.config.rollout.samples
         slot = row % self.config.rollout.batch_size
         return (slot % samples if samples >= models else slot // samples) % models

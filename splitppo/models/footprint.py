@@ -83,17 +83,13 @@ def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compi
 
 
 class _Attention(torch.autograd.Function):
-    """Stands for a kernel that keeps its inputs, its result and a number a token and head."""
+    """Stands for a kernel that keeps its inputs, its result and a number a token and head. It runs forward alone."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.mark_dirty(tensors[3])
         return tensors[3]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError
 
 
 class _Trace(TorchDispatchMode):
