@@ -52,7 +52,7 @@ WITHIN: dict[str, Any] = {"rope_parameters": LONG, "max_position_embeddings": 12
 WITHIN |= {"original_max_position_embeddings": 64}
 BEYOND = WITHIN | {"original_max_position_embeddings": 16}
 CAPS: dict[str, Any] = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 10.0, "sliding_window": 4}
-# name -> (type, settings beside SIZE, whether rows are packed)
+# name -> (type, settings beside SIZE, whether rows must be packed)
 PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}, True),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}, True),
@@ -173,8 +173,9 @@ def test_a_family_is_the_librarys_own(name: str, mesh: Any, tmp_path: Path) -> N
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     preflown(tmp_path)
     config = read_config(str(tmp_path))
-    assert [not find_mismatch(config, part, packed=True) for part in ("policy", "value")] == [packs, packs]
-    check_rows(tmp_path, plain, mesh, packs=packs)
+    packed = not any(find_mismatch(config, part, packed=True) for part in ("policy", "value"))
+    assert packed or not packs  # a later transformers may pack more
+    check_rows(tmp_path, plain, mesh, packs=packed)
 
 
 def edited(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
