@@ -23,8 +23,12 @@ VERBS |= {"critic score": (Critic, "score")}
 
 def live_bytes() -> int:
     """Of all tensors on the CPU that Python sees, but for those in which offloaded ones wait."""
+    def subclasses(kind: type) -> set[type]:
+        return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+    wanted = {HostShards, HostState} | subclasses(torch.Tensor) - subclasses(DTensor)
     gc.unfreeze()
-    objects, storages, waiting = gc.get_objects(), {}, set()
+    objects, storages, waiting = [found for found in gc.get_objects() if type(found) in wanted], {}, set()
     gc.freeze()
     for found in objects:
         if type(found) is HostShards:
@@ -32,7 +36,7 @@ def live_bytes() -> int:
         elif type(found) is HostState:
             states = found.optimizer.state.values()
             waiting |= {local(state[kind]).untyped_storage().data_ptr() for state in states for kind in MOMENTS}
-        elif issubclass(type(found), torch.Tensor) and not isinstance(found, DTensor) and found.device.type == "cpu":
+        elif found.device.type == "cpu":
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(size for place, size in storages.items() if place not in waiting)

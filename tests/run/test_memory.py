@@ -51,7 +51,7 @@ SETTINGS = {
 def write_inputs(folder: Path) -> list[str]:
     """A model's shape, prompts of the full length, and lengths of the responses; the flags that name them."""
     config = Qwen2Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=1,
     )  # fmt: skip
     config.architectures = ["Qwen2ForCausalLM"]
