@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +283,17 @@ def test_close_ends_a_worker_that_is_busy_and_rows_that_wait(file: Path) -> None
         pending = busy.submit(rows("sleep", "a"))
         assert wait_until(lambda: worker_pids(os.getpid()))
     assert not worker_pids(os.getpid())
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(CancelledError):
         pending.result()
+
+
+def test_a_worker_that_ends_between_rows_costs_no_row_its_score(file: Path) -> None:
+    with scorer(f"{file}:trouble") as one:
+        assert kinds(one.submit(rows("a")).result()) == ["1"]
+        (first,) = worker_pids(os.getpid())
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: worker_pids(os.getpid()) - {first})
+        assert kinds(one.submit(rows("bb")).result()) == ["2"]
 
 
 def test_workers_do_not_see_the_ranks_variables_but_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
