@@ -2,10 +2,10 @@
 
     python -m splitppo.rewards.worker_main SOCKET PARENT     (started by workers.py in the process PARENT)
 
-Each message is (key, ...), its answer (key, answer). The first brings sys.path, the functions' names, the time limit
-and whether the functions are async. It imports them and answers "", or why that failed. The others bring rows: the index of
-a function, and keyword arguments. It answers the outcome. Plain functions run one row after another; async functions
-run all rows at once. The messages are pickles: both ends are processes of this program on one machine.
+Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the functions' names, the time
+limit and whether the functions are async. The worker imports them and answers "", or why that failed. The others bring
+rows: the index of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
+async functions run all rows at once. The messages are pickles: both ends are processes of this program on one machine.
 """
 
 import asyncio
