@@ -33,30 +33,20 @@ class Row:
     extra_info: dict[str, Any]
 
 
-def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserError]) -> Iterator[Row]:
-    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError. `setting` names the
-    file in errors. `invalid` gets the errors of the rows that `data.invalid=filter` leaves out."""
-    path = Path(file)
-    source = path.stem
+def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
+    """The rows of a file; in the place of a row that can't be used its error. `setting` names the file in errors.
+    Raises UserError if there are no rows."""
     keys = {config.prompt_key, config.answer_key} - {""}
-    errors: list[UserError] = []
-    number = valid = 0
     used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
+    number = 0
     for number, columns in raw_rows(file, setting, used):
         try:
-            row = _check_row(config, source, f"{file} row {number}", columns)
+            row = _check_row(config, Path(file).stem, f"{file} row {number}", columns)
         except UserError as error:
-            if config.invalid == "refuse":
-                raise UserError(f"{error}, or set --data.invalid filter" if valid else str(error)) from error
-            errors.append(error)
-            continue
-        valid += 1
+            row = error
         yield row
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
-    if not valid:
-        raise errors[0]
-    invalid += errors
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:

@@ -91,7 +91,6 @@ BOUNDS = [
     ),
     ("[1]", "[1]", """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
     ("{", "{", "must be a JSON object", "data.chat_kwargs"),
-    ('{"padding":1}', '{"padding":1}', "says how to tokenise; give only the template's variables", "data.chat_kwargs"),
     ("1.01", "1.01", "must lie between 0 and 1", "ppo.gamma ppo.lam_value policy.optim.min_lr_ratio"),
     ("1.01", "1.01", "must lie between 0 and 1, or be adaptive", "ppo.lam"),
     ("-0.1", "-0.1", "must lie between 0 and 1", "ppo.lam_value"),
