@@ -96,8 +96,8 @@ class ValueConfig:
 class DataConfig:
     """The prompts."""
 
-    task: str = "echo"
-    """Generated task, if there are no `files`: `echo` or `addition`."""
+    task: Literal["echo", "addition"] = "echo"
+    """Generated task, if there are no `files`."""
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()

@@ -34,11 +34,11 @@ class RewardFunction(Protocol):
     ) -> Any: ...
 
 
-_FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo, rules.addition)
+_FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo)
 FAST: dict[str, RewardFunction] = {rule.__name__: rule for rule in _FAST}  # microseconds a row: need no worker
 BY_NAME: dict[str, RewardFunction] = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
 # the rule that `auto` takes for a data source
-BY_DATA_SOURCE = {"echo": "echo", "addition": "addition", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
+BY_DATA_SOURCE = {"echo": "echo", "addition": "last_number", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
 BY_DATA_SOURCE |= dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"), "math")
 BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"), "math")
 
@@ -72,8 +72,16 @@ def check_prompts(
     functions: Sequence[str], prompts: Mapping[int, "Prompt"], setting: str = "reward.function"
 ) -> dict[int, UserError]:
     """Applies the rules among the functions to every prompt with an empty response. Returns the errors of the ground
-    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source."""
-    check_sources(functions, {prompt.data_source for prompt in prompts.values()}, setting)
+    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source, or `math` lacks its
+    library."""
+    sources = {prompt.data_source for prompt in prompts.values()}
+    if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
+        raise UserError(
+            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
+            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
+    if "math" in rules_of(functions, sources):
+        find_function("math", setting)  # it needs a library
     errors: dict[int, UserError] = {}
     for index, prompt in prompts.items():
         try:
@@ -82,19 +90,6 @@ def check_prompts(
         except UserError as error:
             errors[index] = error
     return errors
-
-
-def check_sources(functions: Sequence[str], data_sources: Set[str], setting: str = "reward.function") -> None:
-    """Raises UserError if `auto` has no rule for one of the data sources, or its rule `math` lacks its library."""
-    if "auto" not in functions:
-        return
-    if unknown := sorted(data_sources - BY_DATA_SOURCE.keys()):
-        raise UserError(
-            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
-            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
-    if "math" in rules_of(["auto"], data_sources):
-        _check_math_verify(f"{setting}=auto: of a data_source here,")
 
 
 def rules_of(functions: Iterable[str], data_sources: Set[str]) -> list[str]:
@@ -106,8 +101,8 @@ def rules_of(functions: Iterable[str], data_sources: Set[str]) -> list[str]:
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:
     """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards does."""
     wrong = f"{setting}={function}:"
-    if function == "math":
-        _check_math_verify(wrong)
+    if function == "math" and importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"{wrong} the rule math needs the library math-verify; pip install math-verify")
     if function in BY_NAME:
         return BY_NAME[function]
     path, _, name = function.rpartition(":")
@@ -137,11 +132,6 @@ def _check_signature(function: Any, wrong: str) -> None:
     except TypeError as error:
         use = "define it with (data_source, solution_str, ground_truth, extra_info)"
         raise UserError(f"{wrong} it does not take a reward function's arguments ({error}); {use}") from error
-
-
-def _check_math_verify(wrong: str) -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"{wrong} the rule math needs the library math-verify; pip install math-verify")
 
 
 @functools.cache  # imports a file once: its top level may load a model

@@ -213,7 +213,7 @@ EARLY = [
         ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
         ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
     ),
-    (["--data.task=sums"], ["data.task=sums", "echo or addition"]),
+    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition')"]),
     pytest.param(
         ["--engine.kind=vllm"],
         ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
