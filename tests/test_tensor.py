@@ -30,7 +30,7 @@ from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
 from splitppo.rollout import Prompt, Request, Rollout, Sample
 from splitppo.run import checkpoint
-from splitppo.tools.export import Export, export
+from splitppo.tools.export import export
 
 CPU = torch.device("cpu")
 BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
@@ -265,7 +265,7 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
     for role in ("actor", "critic"):
         due = figures(whole, role)
         assert_same(figures(cut, role), {step: due[step] for step in (2, 3, 4)})
-    models = [export(Export(run, dtype="float32")) for run in (whole, cut)]
+    models = [export(run, dtype="float32") for run in (whole, cut)]
     for kind in ("policy", "value"):
         due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
         for name, weight in due.items():

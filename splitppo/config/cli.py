@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, read_preset, toml_value
+from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -97,7 +97,9 @@ def _message_of(box: str) -> str:
 
 
 def _read(preset: str) -> dict[str, Any]:
-    return read_preset(preset, asdict(Config()))
+    known = dict(leaves(asdict(Config())))
+    del known["config"]  # a preset names no other
+    return read_preset(preset, known)
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:

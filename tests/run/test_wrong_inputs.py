@@ -227,7 +227,7 @@ EARLY = [
     (["--config={d}/broken.toml"], ["--config {d}/broken.toml: not TOML", "line 2", "write it as"]),
     (["--config={d}/model/model.safetensors"], ["not TOML"]),
     (["--config={d}/key.toml"], ["key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?"]),
-    (["--config={d}/empty_section.toml"], ["unknown key 'checkpoints'; did you mean checkpoint?"]),
+    (["--config={d}/empty_section.toml"], ["unknown key 'checkpoints'; did you mean checkpoint."]),
     (["--config={d}/below.toml"], ["unknown key 'policy.lr'; did you mean policy.optim.lr?"]),
     (["--config={d}/type.toml"], ['type.toml: ppo.lam = "high"', "'high'", "FLOAT"]),
     (["--config={d}/list.toml"], ["list.toml: steps = [1, 2]"]),
@@ -238,7 +238,7 @@ EARLY = [
     (["--config={d}/key.toml", "--config", "{d}/list.toml"], ["--config is given twice"]),
     (["mine.toml"], ["mine.toml: unknown word; did you mean --config mine.toml?"]),
     (["--rollout.max-new-tokens=1000"], ["more than the 1024", "policy.path=tiny can read"]),
-    (["--config={d}/section.toml"], ["section.toml: steps = {}: write steps = value"]),
+    (["--config={d}/section.toml"], ["section.toml: steps = {}: --steps '{}': write INT"]),
     (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
     # placement
     (["--placement.actor=2"], ["placement.actor=2: all 1 ranks play both", "start more ranks (a dry run: --world-"]),
