@@ -47,10 +47,9 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
         problem = f"config.json is of no model that transformers knows: {cause}"
         raise folder_error(folder, problem, "use another model") from error
-    if quantized := getattr(config, "quantization_config", None):
-        method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    if getattr(config, "quantization_config", None):
         remedy = "load it with transformers, dequantize() it and save_pretrained that"
-        raise folder_error(folder, f"its weights are quantized ({method})", remedy)
+        raise folder_error(folder, "its weights are quantized (quantization_config)", remedy)
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
     for name in vars(config):

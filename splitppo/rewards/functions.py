@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -80,22 +80,22 @@ def check_prompts(
             f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
             f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
         )
-    if "math" in rules_of(functions, sources):
+    if "math" in (scored_by(function, source) for function in functions for source in sources):
         find_function("math", setting)  # it needs a library
     errors: dict[int, UserError] = {}
     for index, prompt in prompts.items():
         try:
-            for name in rules_of(functions, {prompt.data_source}):
-                BY_NAME[name](**row_of(prompt, ""))
+            for function in functions:
+                if rule := BY_NAME.get(scored_by(function, prompt.data_source)):
+                    rule(**row_of(prompt, ""))
         except UserError as error:
             errors[index] = error
     return errors
 
 
-def rules_of(functions: Iterable[str], data_sources: Set[str]) -> list[str]:
-    """The rules among the functions, and those that `auto` takes for the data sources; each once."""
-    chosen = [[BY_DATA_SOURCE[s] for s in sorted(data_sources)] if f == "auto" else [f] for f in functions]
-    return list(dict.fromkeys(name for names in chosen for name in names if name in BY_NAME))
+def scored_by(function: str, data_source: str) -> str:
+    """The function that scores rows of a data source where `reward.function` has `function`."""
+    return BY_DATA_SOURCE[data_source] if function == "auto" else function
 
 
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:

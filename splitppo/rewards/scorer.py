@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from splitppo.errors import UserError
 from splitppo.rewards.functions import (
-    BY_DATA_SOURCE,
     FAST,
     Failure,
     Outcome,
@@ -20,7 +19,7 @@ from splitppo.rewards.functions import (
     is_async,
     read_result,
     row_of,
-    rules_of,
+    scored_by,
 )
 from splitppo.rewards.workers import WorkerPool
 
@@ -58,10 +57,9 @@ class Scorer:
         self._weights = list(weights) or [1.0] * len(self._functions)
         self._names = display_names(self._functions)
         self._failed_score = float(failed_score)
-        slow = [f for f in self._functions if f != "auto" and f not in FAST]
-        slow += [rule for rule in rules_of(self._functions, data_sources) if rule not in FAST]
+        used = {scored_by(function, source): None for function in self._functions for source in sorted(data_sources)}
+        kinds = {function: is_async(find_function(function)) for function in used if function not in FAST}
         self._pools: dict[str, WorkerPool] = {}
-        kinds = {function: is_async(find_function(function)) for function in slow}
         for asynchronous in set(kinds.values()):
             names = [name for name, kind in kinds.items() if kind is asynchronous]
             self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
@@ -71,7 +69,7 @@ class Scorer:
         return Pending(self, [self._call(row_of(prompt, response)) for prompt, response in rows])
 
     def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
-        names = [BY_DATA_SOURCE[row["data_source"]] if name == "auto" else name for name in self._functions]
+        names = [scored_by(function, row["data_source"]) for function in self._functions]
         return [_apply_rule(name, row) if name in FAST else self._pools[name].submit(name, row) for name in names]
 
     def combine(self, outcomes: Sequence[Outcome]) -> Scored:

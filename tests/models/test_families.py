@@ -223,7 +223,7 @@ INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
 # name -> (type, settings, what is done to the folder, what the line says)
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = {
-    "int8": ("llama", {}, lambda f: configure(f, quantization_config=INT8), "quantized .bitsandbytes.*dequantize"),
+    "int8": ("llama", {}, lambda f: configure(f, quantization_config=INT8), "quantized .*dequantize"),
     "int8 without a word": (
         "llama", {}, lambda f: edited(f, lambda w: {n: x.to(torch.int8) for n, x in w.items()}), "stored as I8",
     ),
