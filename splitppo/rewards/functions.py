@@ -118,29 +118,21 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     found = getattr(module, name)
     if not callable(found):
         raise UserError(f"{wrong} it is a {type(found).__name__}; name a function")
-    _check_signature(found, wrong)
-    return found
-
-
-def _check_signature(function: Any, wrong: str) -> None:
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have none
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        inspect.signature(found).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except ValueError:  # some callables written in C have no signature
+        pass
     except TypeError as error:
         use = "define it with (data_source, solution_str, ground_truth, extra_info)"
         raise UserError(f"{wrong} it does not take a reward function's arguments ({error}); {use}") from error
+    return found
 
 
 @functools.cache  # imports a file once: its top level may load a model
 def _import_file(file: Path) -> ModuleType:
     # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be called reward.py
     name = f"splitppo_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"the reward file {file} cannot be imported as Python; give a .py file")
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

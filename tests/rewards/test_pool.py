@@ -253,15 +253,6 @@ def test_async_and_other_functions_side_by_side(file: Path) -> None:
     assert row.score == pytest.approx(9 + 2 / 3)
 
 
-def test_functions_of_one_name_get_longer_names(tmp_path: Path) -> None:
-    names = ("a", "b")
-    for name in names:
-        (tmp_path / f"{name}.py").write_text("def score(**row): return 1\n")
-    with scorer(*(f"{tmp_path}/{name}.py:score" for name in names)) as two:
-        (row,) = two.submit(rows("x")).result()
-    assert row.figures == {"a.score/score": 1.0, "b.score/score": 1.0}
-
-
 @pytest.mark.parametrize(
     ("code", "message"),
     [("raise OSError('no GPU')", r"OSError: no GPU .*only_here.py, line 3"), ("os._exit(3)", "status 3")],
