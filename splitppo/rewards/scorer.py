@@ -4,7 +4,7 @@ Rules that take microseconds run in this process. All other functions run in wor
 hangs, raises or ends its process costs its row the score, and costs other rows nothing.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,9 @@ class Scored:
     failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
 
 
+Pending = Callable[[], list[Scored]]  # waits for the scores of rows
+
+
 class Scorer:
     """Scores rows by reward functions. The worker processes start at once and end with this process.
 
@@ -64,9 +67,11 @@ class Scorer:
             names = [name for name, kind in kinds.items() if kind is asynchronous]
             self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
 
-    def submit(self, rows: Sequence[tuple["Prompt", str]]) -> "Pending":
-        """Starts to score the rows, each a prompt and the decoded response."""
-        return Pending(self, [self._call(row_of(prompt, response)) for prompt, response in rows])
+    def submit(self, rows: Sequence[tuple["Prompt", str]]) -> Pending:
+        """Starts to score the rows, each a prompt and the decoded response. Returns a function that waits for their
+        scores, in the order of the rows. It raises UserError if a worker could not import its functions."""
+        calls = [self._call(row_of(prompt, response)) for prompt, response in rows]
+        return lambda: [self.combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
 
     def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
         names = [scored_by(function, row["data_source"]) for function in self._functions]
@@ -91,20 +96,6 @@ class Scorer:
         """Ends the workers. Rows that have no score yet get none."""
         for pool in set(self._pools.values()):
             pool.close()
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Rows that are being scored: for each row, each function's outcome or a future of it."""
-
-    scorer: Scorer
-    rows: list[list[Outcome | Future[Outcome]]]
-
-    def result(self) -> list[Scored]:
-        """Waits for the scores of all rows, in the order of `submit`. Raises UserError if a worker could not import its
-        functions."""
-        found = ([call.result() if isinstance(call, Future) else call for call in row] for row in self.rows)
-        return [self.scorer.combine(outcomes) for outcomes in found]
 
 
 def _apply_rule(name: str, row: dict[str, Any]) -> Outcome:
