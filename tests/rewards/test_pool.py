@@ -234,8 +234,8 @@ def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path)
 
 def test_a_row_that_fills_the_pipe_to_a_blocked_worker_does_not_stop_the_others(file: Path) -> None:
     with scorer(f"{file}:waits", timeout=0.5) as one:
-        scored = one.submit(rows("block", "x" * 2_000_000, "a"))()
-    assert kinds(scored) == ["timeout", "2e+06", "1"]
+        scored = one.submit(rows("block", "x" * 2_000_000, "x" * 2_000_000, "a"))()
+    assert kinds(scored) == ["timeout", "2e+06", "2e+06", "1"]
 
 
 def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
