@@ -93,7 +93,7 @@ class Critic:
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
-        results = self.group.of_first(pending.result)
+        results = self.group.of_first(pending)
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)

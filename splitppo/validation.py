@@ -73,7 +73,7 @@ class Validator:
                 batches.append((finished, texts, self.scorer.submit(rows)))
         found, written, failures = [], [], []
         for samples, texts, pending in batches:
-            for sample, text, scored in zip(samples, texts, self.group.of_first(pending.result), strict=True):
+            for sample, text, scored in zip(samples, texts, self.group.of_first(pending), strict=True):
                 row, score, failed = sample.row, scored.score, bool(scored.failures)
                 what = answer(text), len(sample.response), sample.truncated, failed
                 found.append(Response(row, score, dict(scored.figures), *what))

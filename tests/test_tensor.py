@@ -30,7 +30,7 @@ from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
 from splitppo.rollout import Prompt, Request, Rollout, Sample
 from splitppo.run import checkpoint
-from splitppo.tools.export import Export, export
+from splitppo.tools.export import export
 
 CPU = torch.device("cpu")
 BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
@@ -265,7 +265,7 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
     for role in ("actor", "critic"):
         due = figures(whole, role)
         assert_same(figures(cut, role), {step: due[step] for step in (2, 3, 4)})
-    models = [export(Export(run, dtype="float32")) for run in (whole, cut)]
+    models = [export(run, dtype="float32") for run in (whole, cut)]
     for kind in ("policy", "value"):
         due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
         for name, weight in due.items():
@@ -318,7 +318,7 @@ def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
     model = build(read_config(str(folder)), "reward").requires_grad_(False)
     parallelize(model, runtime.shards["critic"], dtype=torch.float32, activation_checkpointing=False, tensor=tensor)
     fill(model, str(folder), device=CPU)
-    text = RewardText(Ids(), Ids(), chat=False, longest=64)
+    text = RewardText(Ids(), Ids(), longest=64)
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
     mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]  # a rank of four has rows 3 and 7 alone
     scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)

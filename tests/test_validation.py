@@ -88,7 +88,7 @@ class FakePending:
     outcomes: list[FakeOutcome]
     events: list[str]
 
-    def result(self):
+    def __call__(self):
         self.events.append("result")
         return self.outcomes
 

@@ -5,7 +5,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial, wraps
 from itertools import takewhile
@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, read_preset, toml_value
+from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -34,10 +34,24 @@ def parse(argv: Sequence[str]) -> Config:
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
-    given = [*(_preset_flags(find_preset(os.path.expanduser(preset))) if preset is not None else []), *argv]
+    path = "" if preset is None else find_preset(os.path.expanduser(preset))
+    settings = {} if preset is None else _read(path)
+    given = [*_flags(settings), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
         given = [*_flags(_read(TINY)), *given]
-    return map_paths(read_flags(Config, "splitppo.train", given), lambda _, path: os.path.expanduser(path))
+    try:
+        config = read_flags(Config, "splitppo.train", given)
+    except UserError:
+        with suppress(UserError):
+            read_flags(Config, "", _flags(settings))
+            settings = {}  # all of the preset's are right
+        for name, value in settings.items():
+            try:
+                read_flags(Config, "", as_flag(name, value))
+            except UserError as error:
+                raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
+        raise
+    return map_paths(config, lambda _, file: os.path.expanduser(file))
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
@@ -97,23 +111,10 @@ def _message_of(box: str) -> str:
 
 
 def _read(preset: str) -> dict[str, Any]:
-    return read_preset(preset, asdict(Config()))
+    known = dict(leaves(asdict(Config())))
+    del known["config"]  # a preset names no other
+    return read_preset(preset, known)
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in as_flag(name, value)]
-
-
-def _preset_flags(path: str) -> list[str]:
-    """The flags of a user's preset. An error names the preset and the setting."""
-    settings = _read(path)
-    try:
-        read_flags(Config, "", _flags(settings))
-    except UserError:
-        for name, value in settings.items():
-            try:
-                read_flags(Config, "", as_flag(name, value))
-            except UserError as error:
-                raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
-        raise
-    return _flags(settings)

@@ -51,7 +51,6 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
-    (lambda v: _is_for_template(v), "says how to tokenise; give only the template's variables", "data.chat_kwargs"),
 )
 
 
@@ -206,9 +205,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _is_for_template(text: str) -> bool:
-    """Whether a JSON object holds none of the other arguments of transformers' apply_chat_template."""
-    names = ("conversation", "tokeniz", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_")
-    return not any(name.startswith(names) for name in json.loads(text))

@@ -3,7 +3,7 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,42 +22,34 @@ def find_preset(name: str) -> str:
 
 def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
     """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `known`: the defaults of all settings,
-    nested."""
+    by these names."""
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))
         raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {own}")
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
         use = 'write it as [section] and key = value, with texts in quotes and "None" for off'
         raise UserError(f"--config {path}: not TOML: {error}; {use}") from error
-    return dict(_settings(table, known, path, ""))
+    sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
+    for name, value in settings.items():
+        if name in sections:
+            if value != {}:
+                raise UserError(f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below")
+        elif name not in known:
+            raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(name, known)}")
+        elif isinstance(value, bool) != isinstance(known[name], bool):
+            use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
+            raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")
+    return {name: value for name, value in settings.items() if name not in sections}
 
 
-def _settings(table: dict[str, Any], known: dict[str, Any], path: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        name = prefix + key
-        if key not in known or name == "config":
-            raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(key, known, prefix)}")
-        default, wrong = known[key], ""
-        if isinstance(value, dict) != isinstance(default, dict):
-            wrong = f"write {f'[{name}] and its keys below' if isinstance(default, dict) else f'{key} = value'}"
-        elif isinstance(value, bool) != isinstance(default, bool):
-            wrong = "write true or false" if isinstance(default, bool) else 'write a value, or "None" for off'
-        if wrong:
-            raise UserError(f"--config {path}: {name} = {toml_value(value)}: {wrong}")
-        if isinstance(value, dict):
-            yield from _settings(value, known[key], path, f"{name}.")
-        else:
-            yield name, value
-
-
-def _suggestion(key: str, known: dict[str, Any], prefix: str) -> str:
-    names, key = [name for name in known if name != "config"], key.replace("-", "_")
-    near = difflib.get_close_matches(key, names, n=1)
-    near += [name for name, _ in leaves(known) if name.endswith(f".{key}")]  # in a section below
-    return f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(names)}"
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    name = name.replace("-", "_")
+    same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]  # in another section
+    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else "see --help"
 
 
 def as_flag(name: str, value: Any) -> list[str]:
@@ -85,9 +77,9 @@ def to_toml(config: Any) -> str:
 
 
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each value in nested dicts."""
+    """(dotted name, value) of each value in nested dicts; an empty one is a value."""
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

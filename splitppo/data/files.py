@@ -1,10 +1,11 @@
-"""Rows from files: .parquet, .json and .jsonl, with verl's columns or plain ones.
+"""Rows: from .parquet, .json and .jsonl files with verl's columns or plain ones, or generated for tests and first runs.
 
 Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
 """
 
 import itertools
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from splitppo.errors import UserError
 
 KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
 MAKE_IT = "give a path that every rank can read; the presets' data come from splitppo prepare gsm8k"
+_ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
+_MAX_ROWS = 4000  # of both splits together
+_HELD_OUT = 5  # one row in so many is for validation
 Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
 
 
@@ -33,30 +37,20 @@ class Row:
     extra_info: dict[str, Any]
 
 
-def read_file(config: DataConfig, file: str, setting: str, invalid: list[UserError]) -> Iterator[Row]:
-    """The rows of a file, each checked when it is read. No rows, or no valid ones: a UserError. `setting` names the
-    file in errors. `invalid` gets the errors of the rows that `data.invalid=filter` leaves out."""
-    path = Path(file)
-    source = path.stem
+def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
+    """The rows of a file; in the place of a row that can't be used its error. `setting` names the file in errors.
+    Raises UserError if there are no rows."""
     keys = {config.prompt_key, config.answer_key} - {""}
-    errors: list[UserError] = []
-    number = valid = 0
     used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
+    number = 0
     for number, columns in raw_rows(file, setting, used):
         try:
-            row = _check_row(config, source, f"{file} row {number}", columns)
+            row = _check_row(config, Path(file).stem, f"{file} row {number}", columns)
         except UserError as error:
-            if config.invalid == "refuse":
-                raise UserError(f"{error}, or set --data.invalid filter" if valid else str(error)) from error
-            errors.append(error)
-            continue
-        valid += 1
+            row = error
         yield row
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
-    if not valid:
-        raise errors[0]
-    invalid += errors
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
@@ -181,3 +175,24 @@ def read_lengths(config: RolloutConfig) -> list[int]:
     if not lengths:
         raise UserError(f"rollout.lengths={file} holds no number; write one a line")
     return [int(length) for length in lengths]
+
+
+def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
+    """The rows of `data.task`, a pure function of task, digits and seed.
+
+    `echo`: repeat three digits of 0 to 3 ("312=" asks for "312"); 64 rows. `addition`: "What is a+b?" for pairs of
+    numbers of `data.digits` digits; at most 4,000 rows. A fifth of the rows is held out. No row is in both splits
+    ("3+4" and "4+3" are two rows).
+    """
+    task, digits = config.task, config.digits
+    operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+    count = len(_ECHO_TEXTS) if task == "echo" else len(operands) ** 2
+    shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
+    cut = len(shuffled) // _HELD_OUT
+    for index in shuffled[:cut] if held_out else shuffled[cut:]:
+        if task == "echo":
+            text, answer = f"{_ECHO_TEXTS[index]}=", _ECHO_TEXTS[index]
+        else:
+            a, b = operands[index // len(operands)], operands[index % len(operands)]
+            text, answer = f"What is {a}+{b}?", str(a + b)
+        yield Row(f"{task} row {index}", text, task, answer, {"index": index})

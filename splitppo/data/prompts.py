@@ -1,5 +1,6 @@
-"""The prompts of a run as tokens."""
+"""The prompts of a run as tokens, and the order in which steps use them."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +11,15 @@ import numpy as np
 from jinja2 import TemplateError
 
 from splitppo.config import DataConfig
-from splitppo.data.files import Row, read_file
-from splitppo.data.order import draw
-from splitppo.data.tasks import generate
+from splitppo.data.files import Row, generate, read_file
 from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
 Split = Literal["train", "validation"]
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors of the prompts that can't be scored
+
+# keep apart the random streams that are drawn from the same seed
+_ORDER_STREAM, _DRAW_STREAM = 1, 5
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,6 @@ class PromptSet:
     """The prompts of a split."""
 
     prompts: list[Prompt]  # file after file, each in its file's order
-    sizes: list[int]  # number of prompts of each file
     notes: list[str]  # lines for the user about rows that were left out or cut
 
 
@@ -41,7 +42,9 @@ def check_files(config: DataConfig) -> None:
             )
     for setting, files in (("data.files", config.files), ("data.validation_files", config.validation_files)):
         for file in files:
-            next(read_file(config, file, setting, []))
+            first = next(read_file(config, file, setting))
+            if isinstance(first, UserError) and config.invalid == "refuse":
+                raise first
 
 
 def load_prompts(
@@ -63,55 +66,59 @@ def load_prompts(
     each file in proportion to its size. `data.validation_rows` takes the first held-out prompts. A wrong row or setting
     is a UserError, and so is no row.
     """
-    setting, groups, errors = _read(config, seed, split)
-    rows = [row for group in groups for row in group]
-    if not rows:
-        return PromptSet([], [], [])
+    setting, groups = _read(config, seed, split)
+    read = [row for group in groups for row in group]
+    if not read:
+        return PromptSet([], [])
     file_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
     def sizes(indices: Sequence[int]) -> list[int]:
         return np.bincount(file_of[indices], minlength=len(groups)).tolist()
 
+    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
     prompts, wrong = tokenize(config, rows, tokenizer)
-    wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
+    wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
+    if not wrong or config.invalid == "filter":
+        wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
-    left, read = sizes(list(usable)), len(rows) + len(errors)
+    left = sizes(list(usable))
     for index in sorted(wrong):
         if not left[file_of[index]]:
             raise wrong[index]
         if config.invalid == "refuse":
-            raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {read} rows)") from wrong[index]
-        errors.append(wrong[index])
+            raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)")
     kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens, setting)
-    if errors:
-        left_out = f"{len(errors)} of {read} rows of {setting} can't be used and are left out"
-        notes.insert(0, f"data.invalid=filter: {left_out}; the first: {errors[0]}")
+    if wrong:
+        left_out = f"{len(wrong)} of {len(read)} rows of {setting} can't be used and are left out"
+        notes.insert(0, f"data.invalid=filter: {left_out}; the first: {wrong[min(wrong)]}")
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
         chosen = [chosen[index] for index in draw(sizes(chosen), config.max_rows, seed)]
-    return PromptSet([kept[index] for index in chosen], sizes(chosen), notes)
+    return PromptSet([kept[index] for index in chosen], notes)
 
 
-def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row]], list[UserError]]:
-    """The setting that a split's rows come from, for messages; the rows of each file; the errors of rows left out."""
+def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
+    """The setting that a split's rows come from, for messages, and what each file holds."""
     files = config.files if split == "train" else config.validation_files
     if not files and (split == "train" or not config.files):
-        return f"data.task={config.task}", [list(generate(config, seed, held_out=split == "validation"))], []
+        return f"data.task={config.task}", [list(generate(config, seed, held_out=split == "validation"))]
     setting = "data.files" if split == "train" else "data.validation_files"
-    errors: list[UserError] = []
-    return setting, [list(read_file(config, file, setting, errors)) for file in files], errors
+    return setting, [list(read_file(config, file, setting)) for file in files]
 
 
-def tokenize(config: DataConfig, rows: list[Row], tokenizer: Any) -> tuple[dict[int, Prompt], dict[int, UserError]]:
+def tokenize(
+    config: DataConfig, rows: Mapping[int, Row], tokenizer: Any
+) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none."""
     _check_template(config, tokenizer)
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
-    conversations = [_conversation(config, row, tokenizer) for row in rows]
+    conversations = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
     texts: dict[int, str] = {}
     wrong: dict[int, UserError] = {}
-    for index, (row, messages) in enumerate(zip(rows, conversations, strict=True)):
+    for index, row in rows.items():
+        messages = conversations[index]
         try:
             texts[index] = str(row.prompt) if messages is None else _render(row, messages, tokenizer, arguments)
         except UserError as error:
@@ -126,7 +133,7 @@ def tokenize(config: DataConfig, rows: list[Row], tokenizer: Any) -> tuple[dict[
         wrong[index] = UserError(f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer")
     prompts = {
         i: Prompt(texts[i], list(tokens[i]), row.data_source, row.ground_truth, row.extra_info, conversations[i])
-        for i, row in enumerate(rows)
+        for i, row in rows.items()
         if i not in wrong
     }
     return prompts, wrong
@@ -173,7 +180,7 @@ def _render(row: Row, messages: list[dict[str, Any]], tokenizer: Any, arguments:
 
 
 def _fit(
-    config: DataConfig, rows: list[Row], prompts: dict[int, Prompt], tokenizer: Any, longest: int, setting: str
+    config: DataConfig, rows: Mapping[int, Row], prompts: dict[int, Prompt], tokenizer: Any, longest: int, setting: str
 ) -> tuple[dict[int, Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about the others."""
     count, lengths = len(prompts), {index: len(prompt.tokens) for index, prompt in prompts.items()}
@@ -203,3 +210,27 @@ def _fit(
         f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts over {limit} and "
         f"{change}; the first is {first} ({lengths[over[0]]} tokens)"
     ]
+
+
+def prompt_index(n_prompts: int, place: int, seed: int) -> int:
+    """The index, below `n_prompts`, of the prompt at a place of the data order, from 0.
+
+    Every epoch is a new seeded permutation of all prompts.
+    """
+    epoch, place = divmod(place, n_prompts)
+    return int(_permutation(n_prompts, epoch, seed)[place])
+
+
+@functools.lru_cache(maxsize=16)  # slots may be in several epochs at once
+def _permutation(n_prompts: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([_ORDER_STREAM, seed % 2**64, epoch]).permutation(n_prompts)
+
+
+def draw(sizes: Sequence[int], count: int, seed: int) -> list[int]:
+    """`count` random indices below sum(sizes), ascending. Each part of `sizes` has its share, to within 1."""
+    rng = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    shuffled = np.concatenate([start + rng.permutation(size) for start, size in zip(starts, sizes, strict=True)])
+    # equal strides over the parts, each in random order
+    phase = int(rng.integers(len(shuffled)))
+    return sorted(int(shuffled[(i * len(shuffled) + phase) // count]) for i in range(count))

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,11 +34,11 @@ class RewardFunction(Protocol):
     ) -> Any: ...
 
 
-_FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo, rules.addition)
+_FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo)
 FAST: dict[str, RewardFunction] = {rule.__name__: rule for rule in _FAST}  # microseconds a row: need no worker
 BY_NAME: dict[str, RewardFunction] = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
 # the rule that `auto` takes for a data source
-BY_DATA_SOURCE = {"echo": "echo", "addition": "addition", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
+BY_DATA_SOURCE = {"echo": "echo", "addition": "last_number", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
 BY_DATA_SOURCE |= dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"), "math")
 BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"), "math")
 
@@ -72,42 +72,37 @@ def check_prompts(
     functions: Sequence[str], prompts: Mapping[int, "Prompt"], setting: str = "reward.function"
 ) -> dict[int, UserError]:
     """Applies the rules among the functions to every prompt with an empty response. Returns the errors of the ground
-    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source."""
-    check_sources(functions, {prompt.data_source for prompt in prompts.values()}, setting)
+    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source, or `math` lacks its
+    library."""
+    sources = {prompt.data_source for prompt in prompts.values()}
+    if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
+        raise UserError(
+            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
+            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
+    if "math" in (scored_by(function, source) for function in functions for source in sources):
+        find_function("math", setting)  # it needs a library
     errors: dict[int, UserError] = {}
     for index, prompt in prompts.items():
         try:
-            for name in rules_of(functions, {prompt.data_source}):
-                BY_NAME[name](**row_of(prompt, ""))
+            for function in functions:
+                if rule := BY_NAME.get(scored_by(function, prompt.data_source)):
+                    rule(**row_of(prompt, ""))
         except UserError as error:
             errors[index] = error
     return errors
 
 
-def check_sources(functions: Sequence[str], data_sources: Set[str], setting: str = "reward.function") -> None:
-    """Raises UserError if `auto` has no rule for one of the data sources, or its rule `math` lacks its library."""
-    if "auto" not in functions:
-        return
-    if unknown := sorted(data_sources - BY_DATA_SOURCE.keys()):
-        raise UserError(
-            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
-            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
-    if "math" in rules_of(["auto"], data_sources):
-        _check_math_verify(f"{setting}=auto: of a data_source here,")
-
-
-def rules_of(functions: Iterable[str], data_sources: Set[str]) -> list[str]:
-    """The rules among the functions, and those that `auto` takes for the data sources; each once."""
-    chosen = [[BY_DATA_SOURCE[s] for s in sorted(data_sources)] if f == "auto" else [f] for f in functions]
-    return list(dict.fromkeys(name for names in chosen for name in names if name in BY_NAME))
+def scored_by(function: str, data_source: str) -> str:
+    """The function that scores rows of a data source where `reward.function` has `function`."""
+    return BY_DATA_SOURCE[data_source] if function == "auto" else function
 
 
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:
     """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards does."""
     wrong = f"{setting}={function}:"
-    if function == "math":
-        _check_math_verify(wrong)
+    if function == "math" and importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"{wrong} the rule math needs the library math-verify; pip install math-verify")
     if function in BY_NAME:
         return BY_NAME[function]
     path, _, name = function.rpartition(":")
@@ -123,34 +118,21 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     found = getattr(module, name)
     if not callable(found):
         raise UserError(f"{wrong} it is a {type(found).__name__}; name a function")
-    _check_signature(found, wrong)
-    return found
-
-
-def _check_signature(function: Any, wrong: str) -> None:
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have none
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        inspect.signature(found).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except ValueError:  # some callables written in C have no signature
+        pass
     except TypeError as error:
         use = "define it with (data_source, solution_str, ground_truth, extra_info)"
         raise UserError(f"{wrong} it does not take a reward function's arguments ({error}); {use}") from error
-
-
-def _check_math_verify(wrong: str) -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"{wrong} the rule math needs the library math-verify; pip install math-verify")
+    return found
 
 
 @functools.cache  # imports a file once: its top level may load a model
 def _import_file(file: Path) -> ModuleType:
     # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be called reward.py
     name = f"splitppo_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"the reward file {file} cannot be imported as Python; give a .py file")
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -80,11 +80,6 @@ def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     return right / max(len(solution_str), len(truth), 1)
 
 
-def addition(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """The generated task `addition`: last_number."""
-    return last_number(data_source, solution_str, ground_truth, extra_info)
-
-
 def _last_boxed(text: str) -> str:
     return text[text.rindex(_BOXED) :]
 

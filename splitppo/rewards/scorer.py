@@ -4,14 +4,13 @@ Rules that take microseconds run in this process. All other functions run in wor
 hangs, raises or ends its process costs its row the score, and costs other rows nothing.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from splitppo.errors import UserError
 from splitppo.rewards.functions import (
-    BY_DATA_SOURCE,
     FAST,
     Failure,
     Outcome,
@@ -20,7 +19,7 @@ from splitppo.rewards.functions import (
     is_async,
     read_result,
     row_of,
-    rules_of,
+    scored_by,
 )
 from splitppo.rewards.workers import WorkerPool
 
@@ -36,6 +35,9 @@ class Scored:
     score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]
     failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
+
+
+Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 
 class Scorer:
@@ -58,20 +60,21 @@ class Scorer:
         self._weights = list(weights) or [1.0] * len(self._functions)
         self._names = display_names(self._functions)
         self._failed_score = float(failed_score)
-        slow = [f for f in self._functions if f != "auto" and f not in FAST]
-        slow += [rule for rule in rules_of(self._functions, data_sources) if rule not in FAST]
+        used = {scored_by(function, source): None for function in self._functions for source in sorted(data_sources)}
+        kinds = {function: is_async(find_function(function)) for function in used if function not in FAST}
         self._pools: dict[str, WorkerPool] = {}
-        kinds = {function: is_async(find_function(function)) for function in slow}
         for asynchronous in set(kinds.values()):
             names = [name for name, kind in kinds.items() if kind is asynchronous]
             self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
 
-    def submit(self, rows: Sequence[tuple["Prompt", str]]) -> "Pending":
-        """Starts to score the rows, each a prompt and the decoded response."""
-        return Pending(self, [self._call(row_of(prompt, response)) for prompt, response in rows])
+    def submit(self, rows: Sequence[tuple["Prompt", str]]) -> Pending:
+        """Starts to score the rows, each a prompt and the decoded response. Returns a function that waits for their
+        scores, in the order of the rows. It raises UserError if a worker could not import its functions."""
+        calls = [self._call(row_of(prompt, response)) for prompt, response in rows]
+        return lambda: [self.combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
 
     def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
-        names = [BY_DATA_SOURCE[row["data_source"]] if name == "auto" else name for name in self._functions]
+        names = [scored_by(function, row["data_source"]) for function in self._functions]
         return [_apply_rule(name, row) if name in FAST else self._pools[name].submit(name, row) for name in names]
 
     def combine(self, outcomes: Sequence[Outcome]) -> Scored:
@@ -93,20 +96,6 @@ class Scorer:
         """Ends the workers. Rows that have no score yet get none."""
         for pool in set(self._pools.values()):
             pool.close()
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Rows that are being scored: for each row, each function's outcome or a future of it."""
-
-    scorer: Scorer
-    rows: list[list[Outcome | Future[Outcome]]]
-
-    def result(self) -> list[Scored]:
-        """Waits for the scores of all rows, in the order of `submit`. Raises UserError if a worker could not import its
-        functions."""
-        found = ([call.result() if isinstance(call, Future) else call for call in row] for row in self.rows)
-        return [self.scorer.combine(outcomes) for outcomes in found]
 
 
 def _apply_rule(name: str, row: dict[str, Any]) -> Outcome:

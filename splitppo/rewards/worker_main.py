@@ -2,10 +2,10 @@
 
     python -m splitppo.rewards.worker_main SOCKET PARENT     (started by workers.py in the process PARENT)
 
-It receives sys.path, the functions' names, the time limit and whether the functions are async. It imports them and
-answers "", or why that failed. Then it receives rows as (key, index of the function, keyword arguments). It answers
-(key,) when it begins one, and (key, outcome). Plain functions run one row after another; async functions run all rows
-at once. The messages are pickles: both ends are processes of this program on one machine.
+Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the functions' names, the time
+limit and whether the functions are async. The worker imports them and answers "", or why that failed. The others bring
+rows: the index of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
+async functions run all rows at once. The messages are pickles: both ends are processes of this program on one machine.
 """
 
 import asyncio
@@ -52,32 +52,22 @@ def serve(connection: Connection, functions: Named) -> NoReturn:
     """Applies functions to one row after another. EOFError: the trainer closed the connection."""
     while True:
         key, index, row = connection.recv()
-        connection.send((key,))
         connection.send((key, apply(*functions[index], row=row)))
 
 
-async def serve_async(connection: Connection, functions: Named, timeout: float) -> None:
-    """Applies async functions to all rows at once. EOFError: the trainer closed the connection."""
-    loop = asyncio.get_running_loop()
-    closed: asyncio.Future[None] = loop.create_future()
-    running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
+async def serve_async(connection: Connection, functions: Named, timeout: float) -> NoReturn:
+    """Applies async functions to all rows at once, until the trainer closes the connection."""
 
     async def run(key: int, index: int, row: dict[str, Any]) -> None:
-        connection.send((key,))
         connection.send((key, await apply_async(*functions[index], row=row, timeout=timeout)))
 
-    def receive() -> None:
-        try:
-            task = loop.create_task(run(*connection.recv()))
-        except (EOFError, OSError) as error:
-            loop.remove_reader(connection.fileno())
-            closed.set_exception(error)
-        else:
-            running.add(task)
-            task.add_done_callback(running.discard)
-
-    loop.add_reader(connection.fileno(), receive)
-    await closed
+    async with asyncio.TaskGroup() as rows:
+        while True:
+            try:
+                message = await asyncio.to_thread(connection.recv)
+            except (EOFError, OSError):
+                sys.exit()  # cancels the rows that are under way
+            rows.create_task(run(*message))
 
 
 def main() -> int:
@@ -87,15 +77,15 @@ def main() -> int:
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)  # a program that a function starts must not hold it open
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the connection
-        sys.path[:], names, timeout, asynchronous = connection.recv()
+        key, sys.path[:], names, timeout, asynchronous = connection.recv()
         try:
             functions = [(name, find_function(name)) for name in names]
         except UserError as error:
-            connection.send(str(error))
+            connection.send((key, str(error)))
             return 1
         if "math" in names:
             importlib.import_module("math_verify")  # a second that must not count for the first row
-        connection.send("")
+        connection.send((key, ""))
         if asynchronous:
             asyncio.run(serve_async(connection, functions, timeout))
         else:

@@ -1,5 +1,6 @@
 """Worker processes that apply reward functions to rows. A worker that hangs or ends is replaced."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -9,11 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,192 +21,167 @@ from splitppo.errors import UserError
 from splitppo.job.child import clean_environment
 from splitppo.rewards.functions import Failure, Outcome, timeout_failure
 
-_GRACE = 2.0  # seconds that a worker has to exit by itself
+_GRACE = 2.0  # seconds that the workers have to exit by themselves when the pool closes
 _CANCEL = 1.0  # seconds that an async function has to end after it was cancelled at the time limit
-_TRIES = 3  # workers that may end with a row that they have not begun
-
-
-@dataclass
-class Task:
-    """A function and a row. `tries` counts the workers that got it."""
-
-    key: int
-    function: str
-    row: dict[str, Any]
-    outcome: Future[Outcome]
-    tries: int = 0
-
-
-class TaskQueue:
-    """Tasks that no worker has yet. `ready` is a file descriptor for `wait`."""
-
-    def __init__(self) -> None:
-        self.tasks: deque[Task] = deque()
-        self.ready = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
-
-    def put(self, task: Task) -> None:
-        self.tasks.append(task)
-        os.eventfd_write(self.ready, 1)
-
-    def get(self) -> Task | None:
-        """The next task; None if another worker was faster."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.ready)
-            return self.tasks.popleft()
-        return None
 
 
 class Worker:
-    """A worker's process and its tasks. `limits`: of the tasks that it has begun, when they must have ended."""
+    """A place for a worker's process, on the running event loop. When a process ends, the next one starts.
 
-    def __init__(self, limit: float):
-        self.limit, self.late = limit, False
-        self.tasks: dict[int, Task] = {}
-        self.limits: dict[int, float] = {}
+    Attributes:
+        rows: how many rows are here.
+        loaded: whether the process could import the functions: "", or why not.
+    """
+
+    def __init__(self, functions: Sequence[str], timeout: float, *, asynchronous: bool):
+        self.functions, self.timeout, self.asynchronous = functions, timeout, asynchronous
+        self.limit = timeout + (_CANCEL if asynchronous else 0)
+        self.loop, self.keys, self.rows = asyncio.get_running_loop(), itertools.count(), 0
+        self._start()
+
+    def _start(self) -> None:
+        self.late = False
+        self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}  # those that the process owes
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(limit) + 1, 0))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0))
         command = [sys.executable, "-u", "-m", "splitppo.rewards.worker_main", str(its.fileno()), str(os.getpid())]
         with its:
             self.process = subprocess.Popen(
                 command, env=clean_environment(), stdin=subprocess.DEVNULL, pass_fds=[its.fileno()],
-                start_new_session=True,  # so that `end` reaches all processes that a function starts
+                start_new_session=True,  # so that `kill` reaches all processes that a function starts
             )  # fmt: skip
         self.connection, self.ended = Connection(ours.detach()), os.pidfd_open(self.process.pid)
+        self.loop.add_reader(self.connection.fileno(), self._read)
+        self.loop.add_reader(self.ended, self._restart)
+        self.loaded = self.loop.create_task(self._load())
 
-    def load(self, closing: int, functions: Sequence[str], timeout: float, *, asynchronous: bool) -> None:
-        """Makes the worker import the functions. Raises UserError if that fails."""
-        with suppress(EOFError, OSError):
-            self.connection.send((sys.path, functions, timeout, asynchronous))
-            if self.connection in wait([self.connection, self.ended, closing]):
-                if why := self.connection.recv():
-                    raise UserError(f"in a reward worker: {why}")
-                return
-        raise UserError(f"{self.end()} while it imported the reward {', '.join(functions)}; fix the file")
+    async def _load(self) -> str:
+        answer, _ = await self._ask(None, sys.path, self.functions, self.timeout, self.asynchronous)
+        if isinstance(answer, Failure):
+            return f"{answer.text} while it imported the reward {', '.join(self.functions)}; fix the file"
+        return answer and f"in a reward worker: {answer}"
 
-    def is_late(self) -> bool:
-        """Whether a task is over its limit."""
-        return any(limit <= time.monotonic() for limit in self.limits.values())
+    async def apply(self, index: int, row: dict[str, Any]) -> tuple[Outcome, bool]:
+        """A function's outcome for a row, and whether it is the row's: if the process ended while it had several rows,
+        any of them may have ended it. Raises UserError if the functions can't be imported."""
+        self.rows += 1
+        try:
+            while not self.loaded.done():
+                await asyncio.shield(self.loaded)
+            if why := self.loaded.result():
+                raise UserError(why)
+            return await self._ask(self.limit, index, row)
+        finally:
+            self.rows -= 1
+
+    async def _ask(self, limit: float | None, *message: Any) -> tuple[Any, bool]:
+        """Sends a message and waits for the answer, or the end of the process, which has `limit` seconds."""
+        self.answers[key := next(self.keys)] = answer = self.loop.create_future()
+        try:
+            self.connection.send((key, *message))
+        except OSError:
+            self.kill()
+        await asyncio.wait([answer], timeout=limit)
+        if not answer.done():
+            self.late = True
+            self.kill()
+        return await answer
+
+    def _read(self) -> None:
+        """Takes the answers that have arrived. The event loop does so before it looks at the limits, so what came in
+        time counts."""
+        try:
+            while self.connection.poll():
+                key, answer = self.connection.recv()
+                self.answers.pop(key).set_result((answer, True))
+        except (EOFError, OSError):
+            self.loop.remove_reader(self.connection.fileno())
+
+    def _restart(self) -> None:
+        """The process has ended."""
+        self._read()
+        self.disconnect()
+        owed, end = self.answers.values(), self.end()
+        failure = Failure("", "crash", end)
+        if self.late:
+            failure = timeout_failure("", self.timeout, blocks=self.asynchronous)
+        for answer in owed:
+            answer.set_result((failure, len(owed) == 1))
+        if self.loaded.done() and not self.loaded.result():
+            self._start()
+
+    def kill(self) -> None:
+        """Kills the process and all that it started. It must not be reaped yet: no other group can have its number."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def disconnect(self) -> None:
+        """A process that is idle then exits by itself."""
+        self.loop.remove_reader(self.connection.fileno())
+        self.loop.remove_reader(self.ended)
+        self.connection.close()
 
     def end(self) -> str:
-        """Ends the worker and all processes that it started. Returns how the worker ended, for messages."""
-        self.connection.close()
-        if self.process.returncode is None:
-            self.late = self.is_late()
-            if not self.late:
-                wait([self.ended], _GRACE)
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # not yet reaped: no other group can have its number
-            os.close(self.ended)
+        """Ends a process that is disconnected. Returns how it ended, for messages."""
+        self.kill()
+        os.close(self.ended)
         status = self.process.wait()
         how = f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
         return f"its process {how}"
 
 
 class WorkerPool:
-    """Workers for plain or for async functions, each with a thread of this process. A worker that ends is replaced.
+    """Workers for plain or for async functions, on an event loop in a thread of this process.
 
-    If a worker ends after it began one row, that row fails. A row that it had not begun goes to another worker. If an
-    async worker had begun several rows, any of them may have ended it: each is run again alone.
+    A plain worker has one row at a time. If a worker ends while it has several async rows, each is run again alone.
     """
 
     def __init__(self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool):
-        self.functions, self.timeout, self.asynchronous = functions, timeout, asynchronous
-        self._queue, self._alone = TaskQueue(), TaskQueue()  # alone: rows that are run again
-        self._keys, self._lock = itertools.count(), threading.Lock()
-        self._open: dict[int, Task] = {}
-        self._error: BaseException | None = None  # why no row can be scored any more
-        self._closing = os.eventfd(0)
-        self._threads: list[threading.Thread] = []
-        for queue in [self._queue] * workers + [self._alone] * asynchronous:
-            # a daemon: a run that failed exits without closing the scorer. Linux kills a worker when its thread ends.
-            self._threads.append(threading.Thread(target=self._run, args=(queue,), name="rewards", daemon=True))
-            self._threads[-1].start()
+        self._functions, self._start = functions, partial(Worker, functions, timeout, asynchronous=asynchronous)
+        self._workers: list[Worker] = []
+        self._alone: list[Worker] = []  # one, when it is needed
+        self._free = asyncio.Semaphore(sys.maxsize if asynchronous else workers)
+        self._one = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        # a daemon: a run that failed exits without closing the scorer. Linux kills the workers when the thread ends.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(workers), self._loop).result()
+
+    async def _open(self, workers: int) -> None:
+        self._workers += [self._start() for _ in range(workers)]
 
     def submit(self, function: str, row: dict[str, Any]) -> Future[Outcome]:
         """Has a worker apply the function to the row. The future raises UserError if a worker can't import it."""
-        task = Task(next(self._keys), function, row, Future())
-        with self._lock:
-            if self._error:
-                task.outcome.set_exception(self._error)
-            else:
-                self._open[task.key] = task
-                self._queue.put(task)
-        return task.outcome
+        return asyncio.run_coroutine_threadsafe(self._score(self._functions.index(function), row), self._loop)
+
+    async def _score(self, index: int, row: dict[str, Any]) -> Outcome:
+        async with self._free:
+            worker = min(self._workers, key=lambda worker: (worker.rows, not worker.loaded.done()))
+            outcome, sure = await worker.apply(index, row)
+        if not sure:
+            async with self._one:
+                self._alone = self._alone or [self._start()]
+                outcome, _ = await self._alone[0].apply(index, row)
+        return outcome
 
     def close(self) -> None:
-        """Ends the workers. Rows that have no score yet get none."""
-        self._fail(RuntimeError("the scorer was closed before these rows were scored"))
-        for thread in self._threads:
-            thread.join()
+        """Ends the workers. Rows that have no score yet are cancelled."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _run(self, queue: TaskQueue) -> None:
-        """A worker's thread."""
-        try:
-            if queue is self._alone:
-                wait([queue.ready, self._closing])
-            while not self._error:
-                worker = Worker(self.timeout + (_CANCEL if self.asynchronous else 0))
-                try:
-                    worker.load(self._closing, self.functions, self.timeout, asynchronous=self.asynchronous)
-                    self._serve(worker, queue)
-                finally:
-                    end = worker.end()
-                self._clear(worker, end)
-        except BaseException as error:
-            self._fail(error)
-
-    def _serve(self, worker: Worker, queue: TaskQueue) -> None:
-        """Sends tasks and reads outcomes until the worker ends, has to end, or this pool closes."""
-        ends, all_at_once = (worker.ended, self._closing), self.asynchronous and queue is not self._alone
-        with suppress(EOFError, OSError):
-            while True:
-                # an async worker begins a row when it has read it; a stuck one must not be sent more
-                has_room = len(worker.tasks) == (len(worker.limits) if all_at_once else 0)
-                left = max(0.0, min(worker.limits.values()) - time.monotonic()) if worker.limits else None
-                found = wait([worker.connection, *ends, *([queue.ready] if has_room else [])], left)
-                self._read(worker)  # before the limits count: what has arrived came in time
-                if worker.is_late() or set(ends) & set(found):
-                    return
-                if queue.ready in found and (task := queue.get()):
-                    task.tries += 1
-                    worker.tasks[task.key] = task
-                    worker.connection.send((task.key, self.functions.index(task.function), task.row))
-
-    def _read(self, worker: Worker) -> None:
-        """Reads the messages that have arrived."""
-        while worker.connection.poll():
-            key, *outcome = worker.connection.recv()
-            if outcome:
-                del worker.limits[key]
-                self._settle(worker.tasks.pop(key), outcome[0])
-            else:
-                worker.limits[key] = time.monotonic() + worker.limit
-
-    def _clear(self, worker: Worker, end: str) -> None:
-        """Fails the tasks of a worker that ended, or queues them again."""
-        begun = worker.limits.keys()
-        for key, task in worker.tasks.items():
-            if key not in begun and (begun or task.tries < _TRIES):  # another row ended the worker
-                self._queue.put(task)
-            elif len(begun) > 1:
-                self._alone.put(task)
-            elif worker.late and begun:
-                self._settle(task, timeout_failure(task.function, self.timeout, blocks=self.asynchronous))
-            else:
-                self._settle(task, Failure(task.function, "crash", end))
-
-    def _settle(self, task: Task, outcome: Outcome) -> None:
-        with self._lock:
-            if self._open.pop(task.key, None):
-                task.outcome.set_result(outcome)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all workers' threads; rows without an outcome get the error, the first one."""
-        with self._lock:
-            if not self._error:
-                self._error = error
-                os.eventfd_write(self._closing, 1)
-                for task in self._open.values():
-                    task.outcome.set_exception(error)
-                self._open.clear()
+    async def _close(self) -> None:
+        workers = [worker for worker in (*self._workers, *self._alone) if worker.process.returncode is None]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for worker in workers:
+            worker.disconnect()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        limit = time.monotonic() + _GRACE
+        for worker in workers:
+            wait([worker.ended], max(0.0, limit - time.monotonic()))
+            worker.end()

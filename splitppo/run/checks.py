@@ -27,9 +27,7 @@ def check_inputs(config: Config) -> None:
     files, held_out = config.data.files, config.data.validation_files
     if not any(file.startswith("hf://") for file in (*files, *held_out)):
         data.check_files(config.data)
-    if not files:
-        data.check_task(config.data.task)
-    elif config.log.validate_every and not held_out:
+    if files and config.log.validate_every and not held_out:
         raise UserError(
             f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
             "give them, or set it to 0"

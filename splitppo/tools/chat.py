@@ -64,7 +64,7 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
-        prompts, wrong = tokenize(config.data, [Row("the prompt", line, "", "", {})], tokenizer)
+        prompts, wrong = tokenize(config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer)
         if wrong:
             raise wrong[0]
         ids, found = prompts[0].tokens, []

@@ -3,14 +3,13 @@
 # torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import parse, read_flags
+from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
 from splitppo.tools.timeline import read_columns
 
@@ -18,36 +17,34 @@ from splitppo.tools.timeline import read_columns
 SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")
 
 
-@dataclass(frozen=True)
-class Export:
-    """Writes DIR/policy and DIR/value, which `AutoModelForCausalLM.from_pretrained` and, where the library has that
-    class of the model's type, `AutoModelForTokenClassification.from_pretrained` (one label: the value of each
-    position) load. `value.path` takes DIR/value of any type."""
+def export(
+    run: Annotated[Path, tyro.conf.Positional],
+    step: int | None = None,
+    out: Path | None = None,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+) -> Path:
+    """Write DIR/policy and DIR/value as Hugging Face folders. `AutoModelForCausalLM.from_pretrained` loads the policy;
+    `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the model's type, the value
+    model (one label: the value of each position). `value.path` takes DIR/value of any type.
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
-    step: int | None = None
-    """The checkpoint's step. Unset: the newest."""
-    out: Path | None = None
-    """Where to write. Unset: RUN/export/step_N."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the written weights."""
-
-
-def export(options: Export) -> Path:
-    """Writes the models; returns the folder. A missing or damaged checkpoint is a UserError."""
+    Args:
+        run: The run's folder.
+        step: The checkpoint's step. Unset: the newest.
+        out: DIR. Unset: RUN/export/step_N.
+        dtype: Precision of the written weights.
+    """
     import torch
     from transformers import AutoTokenizer
 
     from splitppo.models.weights import save
 
-    run, (step, saved) = options.run, find_checkpoint(options.run, options.step)
-    out = options.out or run / "export" / f"step_{step:06d}"
+    step, saved = find_checkpoint(run, step)
+    out = out or run / "export" / f"step_{step:06d}"
     config = parse(["--config", str(run / "config.toml")])
     own_code = config.policy.trust_remote_code
     for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
         folder, source = out / (f"{kind}_{number}" if number else kind), started_from(config, run, kind)
-        save(load_model(config, run, kind, saved, number).to(getattr(torch, options.dtype)), folder)
+        save(load_model(config, run, kind, saved, number).to(getattr(torch, dtype)), folder)
         AutoTokenizer.from_pretrained(source, trust_remote_code=own_code).save_pretrained(folder)
         for pattern in ["*.py"] * own_code + ["generation_config.json"] * (kind == "policy"):
             for file in source.glob(pattern):
@@ -136,9 +133,9 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 
 
 @command
 def main() -> None:
-    options = read_flags(Export, "splitppo export", words())
+    call = read_call(export, "splitppo export", words())
     import transformers
 
     transformers.logging.disable_progress_bar()
-    out = export(options)
+    out = call()
     print(f"policy: {out / 'policy'}\nvalue: {out / 'value'}")

@@ -353,9 +353,9 @@ def python_blocks(page: str) -> list[str]:
 def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[0])
     functions = [f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge")]
-    scorer = Scorer(functions, [1.0, 0.2, 0.5], set(), workers=1, timeout=20, failed_score=-1.0)
+    scorer = Scorer(functions, [1.0, 0.2, 0.5], {"gsm8k"}, workers=1, timeout=20, failed_score=-1.0)
     prompt = Prompt("", [1], "gsm8k", "7", {"longest": 10})
-    found = scorer.submit([(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")]).result()
+    found = scorer.submit([(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")])()
     scorer.close()
     # judge raises on the last row, and on it alone
     assert [row.score for row in found] == pytest.approx([1 + 0.2 + 0.5, 0.2 * (1 - 0.6), 1 + 0.2 * (1 - 0.2) - 0.5])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 import pyarrow.ipc
@@ -16,10 +16,11 @@ import pytest
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
-from splitppo.data import PromptSet, Split, check_files, check_task, load_prompts, prompt_index
+from splitppo.data import PromptSet, Split, check_files, load_prompts, prompt_index
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rewards import check_prompts, rules
+from splitppo.rewards import rules
+from splitppo.rewards.functions import check_prompts
 from splitppo.rollout import Prompt
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
@@ -227,7 +228,7 @@ def test_a_message_list_the_template_refuses_names_its_row(tmp_path: Path, chat:
 
 @pytest.mark.parametrize(("task", "digits", "count"), [("addition", 1, 100), ("addition", 9, 4000), ("echo", 1, 64)])
 def test_generated_splits_are_disjoint_seeded_and_a_fifth(task: str, digits: int, count: int, plain: Any) -> None:
-    config = DataConfig(task=task, digits=digits, validation_rows=4000)
+    config = replace(DataConfig(task=cast(Any, task)), digits=digits, validation_rows=4000)
     train = _load(config, plain, seed=5).prompts
     held_out = _load(config, plain, seed=5, split="validation").prompts
     assert (len(train), len(held_out)) == (count - count // 5, count // 5)
@@ -250,15 +251,6 @@ def test_generated_rows_ask_what_they_score(plain: Any, chat: Any) -> None:
     first = _load(DataConfig(task="addition"), chat).prompts[0]
     assert first.text.startswith("(user)What is ")
     assert first.text.endswith("?\n(assistant)")
-
-
-def test_unknown_task_and_digits_are_refused(plain: Any) -> None:
-    check_task("echo")
-    with pytest.raises(UserError, match=r"data\.task=sums: .*use echo or addition"):
-        check_task("sums")
-    for digits in (0, -1, 10):
-        with pytest.raises(UserError, match=rf"data\.digits={digits}: operands have 1 to 9 digits"):
-            _load(DataConfig(task="addition", digits=digits), plain)
 
 
 def batch_indices(n: int, per_step: int, step: int, seed: int) -> list[int]:
@@ -303,7 +295,6 @@ def three_files(tmp_path: Path) -> DataConfig:
 
 def test_max_rows_draws_of_each_file_its_share_in_order(three_files: DataConfig, plain: Any) -> None:
     everything = _texts(three_files, plain)
-    assert _load(three_files, plain).sizes == [50, 30, 20]
     assert _texts(replace(three_files, max_rows=100), plain) == everything
     assert _texts(replace(three_files, max_rows=1000), plain) == everything
     ten = replace(three_files, max_rows=10)
@@ -313,8 +304,8 @@ def test_max_rows_draws_of_each_file_its_share_in_order(three_files: DataConfig,
         indices = [everything.index(prompt.text) for prompt in prompts.prompts]
         assert indices == sorted(set(indices))
         assert len(indices) == 10
-        assert prompts.sizes == [sum(low <= i < high for i in indices) for low, high in ((0, 50), (50, 80), (80, 100))]
-        assert all(abs(size - wanted) <= 1 for size, wanted in zip(prompts.sizes, (5, 3, 2), strict=True))
+        sizes = [sum(low <= i < high for i in indices) for low, high in ((0, 50), (50, 80), (80, 100))]
+        assert all(abs(size - wanted) <= 1 for size, wanted in zip(sizes, (5, 3, 2), strict=True))
         places.update(indices)
     assert _load(ten, plain, seed=7) == drawn[7]
     assert drawn[7] != drawn[8]
@@ -326,8 +317,7 @@ def test_a_file_may_be_trained_on_twice_but_not_held_out_too(three_files: DataCo
     first, second, third = three_files.files
     twice = replace(three_files, files=(first, first), validation_files=(third, third))
     check_files(twice)
-    assert _load(twice, plain).sizes == [50, 50]
-    assert _load(twice, plain, split="validation").sizes == [20, 20]
+    assert [len(_load(twice, plain, split=split).prompts) for split in ("train", "validation")] == [100, 40]
     link = Path(first).with_name("link.jsonl")
     link.symlink_to(first)
     for held_out in (first, str(Path(first).parent / ".." / Path(first).parent.name / "a.jsonl"), str(link)):
@@ -339,7 +329,7 @@ def test_held_out_files_go_with_a_generated_task_too(three_files: DataConfig, pl
     config = DataConfig(validation_files=three_files.files[:1], answer_key="", validation_rows=3)
     assert _load(config, plain).prompts[0].data_source == "echo"
     assert [prompt.text for prompt in _load(config, plain, split="validation").prompts] == ["0a", "1a", "2a"]
-    assert _load(three_files, plain, split="validation") == PromptSet([], [], [])
+    assert _load(three_files, plain, split="validation") == PromptSet([], [])
 
 
 def test_system_message_goes_before_prompts_without_one(tmp_path: Path, chat: Any) -> None:
@@ -365,8 +355,9 @@ def test_chat_arguments_reach_the_template(chat: Any, tmp_path: Path) -> None:
     assert _texts(on, tokenizer) == ["(think)(user)3=\n(assistant)", "(think)(user)4=\n(assistant)"]
     assert _texts(replace(config, chat_kwargs='{"think": false}'), tokenizer)[0] == "(user)3=\n(assistant)"
     assert _texts(replace(config, chat_kwargs='{"add_generation_prompt": false}'), tokenizer)[0] == "(user)3=\n"
-    with pytest.raises(UserError, match=r"rows\.jsonl row 1: the chat template refuses .*fix .*data\.chat_kwargs"):
-        _load(replace(config, chat_kwargs='{"continue_final_message": true}'), tokenizer)
+    for wrong in ('{"continue_final_message": true}', '{"tokenize": true}'):
+        with pytest.raises(UserError, match=r"rows\.jsonl row 1: the chat template refuses .*fix .*data\.chat_kwargs"):
+            _load(replace(config, chat_kwargs=wrong), tokenizer)
 
 
 @pytest.mark.parametrize("setting", [{"system": "Be brief."}, {"chat_kwargs": '{"think": true}'}])
@@ -379,8 +370,8 @@ def test_what_is_for_the_template_needs_one(setting: dict[str, Any], plain: Any,
     assert _load(DataConfig(**setting), chat).prompts
 
 
-@pytest.mark.parametrize("given", ['{"tokenize": true}', '{"x": 1, "return_tensors": "pt"}', "[]", "{think: 1}"])
-def test_chat_arguments_are_an_object_for_the_template_alone(given: str) -> None:
+@pytest.mark.parametrize("given", ["[]", "{think: 1}"])
+def test_chat_arguments_are_an_object(given: str) -> None:
     with pytest.raises(UserError, match=r"^data\.chat_kwargs="):
         check(parse([f"--data.chat-kwargs={given}"]))
     check(parse(['--data.chat-kwargs={"enable_thinking": false}']))
@@ -403,7 +394,6 @@ def test_rows_over_the_limit_are_left_out_or_cut_and_noted(split: Split, tmp_pat
         prompts = _load(replace(config, overlong=overlong), plain, 4, split=split)
         assert [prompt.text for prompt in prompts.prompts] == texts
         assert [plain.decode(prompt.tokens) for prompt in prompts.prompts] == texts
-        assert prompts.sizes == [len(texts)]
         assert prompts.notes == [
             f"data.overlong={overlong}: 2 of 4 rows of {setting} have prompts over rollout.max_prompt_tokens=4 and "
             f"{fate}; the first is {file} row 2 (10 tokens)"
@@ -451,7 +441,6 @@ def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tm
     check_files(config)
     arguments: dict[str, Any] = {"max_prompt_tokens": 64, "seed": 0, "split": split, "check": _gsm8k}
     found = load_prompts(config, chat, **arguments)
-    assert found.sizes == [3, 3]
     assert [prompt.extra_info["index"] for prompt in found.prompts] == [0, 1, 2, 0, 1, 2]
     (note,) = found.notes
     assert note.startswith(f"data.invalid=filter: 6 of 12 rows of data.{field} ")
@@ -504,11 +493,11 @@ def test_max_rows_counts_what_is_left(tmp_path: Path, plain: Any) -> None:
     file = _write(tmp_path / "rows.jsonl", rows)
     config = DataConfig(files=(file, file), answer_key="", overlong="filter", max_rows=15)
     prompts = _load(config, plain, 4)
-    assert sum(prompts.sizes) == len(prompts.prompts) == 15
+    assert len(prompts.prompts) == 15
     assert {prompt.text for prompt in prompts.prompts} == {"11"}
     everything_else = _write(tmp_path / "long.jsonl", [{"prompt": "999999"}])
     gone = replace(config, files=(file, everything_else), max_rows=None)
-    assert _load(gone, plain, 4).sizes == [10, 0]
+    assert len(_load(gone, plain, 4).prompts) == 10
 
 
 def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, chat: Any) -> None:

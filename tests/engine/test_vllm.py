@@ -839,7 +839,7 @@ def train_rank(rank: int, argv: list[str]) -> int:
 def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
     assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
-    folder = export.export(export.Export(tmp_path / "run", dtype="float32")) / "policy"
+    folder = export.export(tmp_path / "run", dtype="float32") / "policy"
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-c", GENERATE, str(folder)]
     done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False)

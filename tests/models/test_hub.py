@@ -435,7 +435,7 @@ def test_two_ranks_train_a_model_with_code_of_its_own_by_name(hub, cache, files,
     assert models["value"]["folder"].endswith(commit)
     hub.close()  # the tools need the cache alone
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    out = export.export(export.Export(tmp_path / "run"))
+    out = export.export(tmp_path / "run")
     for kind in ("policy", "value"):
         assert (out / kind / "own.py").read_text() == OWN
         assert f"acme/own@{commit}" in (out / kind / "README.md").read_text()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def wait_until(true: Any, seconds: float = 10) -> bool:
 
 def test_a_float_a_dict_and_their_weighted_sum(file: Path) -> None:
     with scorer(f"{file}:as_float", f"{file}:as_dict", "exact_match", weights=[1, 0.5, 10]) as both:
-        first, second = both.submit(rows("abc", "314")).result()
+        first, second = both.submit(rows("abc", "314"))()
     pid = first.figures.pop("as_dict/pid")
     assert pid != os.getpid()
     assert second.figures.pop("as_dict/pid") == pid
@@ -125,14 +126,14 @@ def test_a_float_a_dict_and_their_weighted_sum(file: Path) -> None:
 
 def test_one_function_keeps_the_names_of_its_figures(file: Path) -> None:
     with scorer(f"{file}:as_dict") as one:
-        (row,) = one.submit(rows("abc")).result()
+        (row,) = one.submit(rows("abc"))()
     assert row.score == 2
     assert row.figures.keys() == {"acc", "pid"}
 
 
 def test_rules_alone_start_no_process_and_fail_alike() -> None:
     with scorer("exact_match", "last_number") as rules:
-        good, bad = rules.submit(rows("314") + rows("314", truth="blue")).result()
+        good, bad = rules.submit(rows("314") + rows("314", truth="blue"))()
         assert not worker_pids(os.getpid())
     assert good == Scored(2.0, {"exact_match/score": 1.0, "last_number/score": 1.0}, ())
     assert (bad.score, bad.figures) == (0 - 1, {"exact_match/score": 0.0, "last_number/score": -1.0})
@@ -142,21 +143,21 @@ def test_rules_alone_start_no_process_and_fail_alike() -> None:
 
 def test_none_scores_nothing() -> None:
     with scorer("none") as nothing:
-        assert nothing.submit(rows("314", "x")).result() == [Scored(0.0, {}, ())] * 2
-        assert nothing.submit([]).result() == []
+        assert nothing.submit(rows("314", "x"))() == [Scored(0.0, {}, ())] * 2
+        assert nothing.submit([])() == []
 
 
 def test_auto_sends_mathematics_to_a_worker_and_the_rest_nowhere() -> None:
     made = Scorer(["auto"], [], {"echo", "HuggingFaceH4/MATH-500"}, workers=1, timeout=60, failed_score=-1)
     with contextlib.closing(made):
         given = rows("314") + rows(r"\boxed{0.5}", r"\boxed{2}", source="HuggingFaceH4/MATH-500", truth=r"\frac12")
-        assert [row.score for row in made.submit(given).result()] == [1, 1, 0]
+        assert [row.score for row in made.submit(given)()] == [1, 1, 0]
 
 
 def test_each_failure_is_named_and_costs_no_other_row_its_score(file: Path) -> None:
     texts = ["a", "sleep", "bb", "raise", "exit", "ccc", "die", "killed", "nan", "text", "none", "empty", "dddd"]
     with scorer(f"{file}:trouble", timeout=0.5) as one:
-        scored = one.submit(rows(*texts)).result()
+        scored = one.submit(rows(*texts))()
     expected = ["1", "timeout", "2", "error", "error", "3", "crash", "crash"]
     assert kinds(scored) == [*expected, "invalid", "invalid", "invalid", "invalid", "4"]
     messages = {text: row.failures[0].text for text, row in zip(texts, scored, strict=True) if row.failures}
@@ -181,13 +182,13 @@ def test_what_a_function_started_ends_with_its_worker(file: Path) -> None:
         return found
 
     with scorer(f"{file}:trouble", timeout=0.5) as one:
-        assert kinds(one.submit(rows("child", "a")).result()) == ["timeout", "1"]
+        assert kinds(one.submit(rows("child", "a"))()) == ["timeout", "1"]
         assert wait_until(lambda: not sleepers())
 
 
 def test_a_crash_is_seen_though_a_fork_holds_the_socket(file: Path) -> None:
     with scorer(f"{file}:trouble", timeout=60) as one:
-        assert kinds(one.submit(rows("fork and die", "a")).result()) == ["crash", "1"]
+        assert kinds(one.submit(rows("fork and die", "a"))()) == ["crash", "1"]
 
 
 def test_order_is_kept_by_several_workers(file: Path) -> None:
@@ -197,8 +198,8 @@ def test_order_is_kept_by_several_workers(file: Path) -> None:
         first, second = three.submit(rows(*texts)), three.submit(rows("a", "bb"))
         expected = [str(n) for n in range(60)]
         expected[1] = "timeout"
-        assert kinds(second.result()) == ["1", "2"]
-        assert kinds(first.result()) == expected
+        assert kinds(second()) == ["1", "2"]
+        assert kinds(first()) == expected
         assert wait_until(lambda: len(worker_pids(os.getpid())) == 3)  # the killed one's place is filled
         pids = worker_pids(os.getpid())
     assert not worker_pids(os.getpid())
@@ -207,18 +208,18 @@ def test_order_is_kept_by_several_workers(file: Path) -> None:
 
 def test_async_rows_wait_at_the_same_time(file: Path) -> None:
     with scorer(f"{file}:waits", workers=2) as one:
-        one.submit(rows("a")).result()  # the workers have started
+        one.submit(rows("a"))()  # the workers have started
         start = time.monotonic()
         first, second = one.submit(rows(*["x" * n for n in range(100)])), one.submit(rows("a", "bb"))
-        assert [row.score for row in first.result()] == list(range(100))
-        assert [row.score for row in second.result()] == [1, 2]
+        assert [row.score for row in first()] == list(range(100))
+        assert [row.score for row in second()] == [1, 2]
         assert time.monotonic() - start < 10  # one after the other: 100 * 0.2 s / 2
 
 
 def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -> None:
     texts = ["a", "sleep", "bb", "raise", "cancelled", "die", "ccc", "block", "dddd", "stubborn"]
     with scorer(f"{file}:waits", timeout=0.7) as one:
-        scored = one.submit(rows(*texts)).result()
+        scored = one.submit(rows(*texts))()
     expected = ["1", "timeout", "2", "error", "error", "crash", "3", "timeout", "4", "timeout"]
     assert kinds(scored) == expected
     assert "TimeoutError: mine" in scored[3].failures[0].text
@@ -227,14 +228,14 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
 
 def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path) -> None:
     with scorer(f"{file}:waits", timeout=0.8) as one:
-        scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 4)).result()
+        scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 4))()
     assert kinds(scored) == ["timeout", "1", "2", "3"] * 4
 
 
 def test_a_row_that_fills_the_pipe_to_a_blocked_worker_does_not_stop_the_others(file: Path) -> None:
     with scorer(f"{file}:waits", timeout=0.5) as one:
-        scored = one.submit(rows("block", "x" * 2_000_000, "a")).result()
-    assert kinds(scored) == ["timeout", "2e+06", "1"]
+        scored = one.submit(rows("block", "x" * 2_000_000, "x" * 2_000_000, "a"))()
+    assert kinds(scored) == ["timeout", "2e+06", "2e+06", "1"]
 
 
 def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
@@ -247,18 +248,9 @@ def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
 
 def test_async_and_other_functions_side_by_side(file: Path) -> None:
     with scorer(f"{file}:judge", f"{file}:as_float", "echo") as mixed:
-        (row,) = mixed.submit(rows("31")).result()
+        (row,) = mixed.submit(rows("31"))()
     assert row.figures == {"judge/score": 7.0, "as_float/score": 2.0, "echo/score": pytest.approx(2 / 3)}
     assert row.score == pytest.approx(9 + 2 / 3)
-
-
-def test_functions_of_one_name_get_longer_names(tmp_path: Path) -> None:
-    names = ("a", "b")
-    for name in names:
-        (tmp_path / f"{name}.py").write_text("def score(**row): return 1\n")
-    with scorer(*(f"{tmp_path}/{name}.py:score" for name in names)) as two:
-        (row,) = two.submit(rows("x")).result()
-    assert row.figures == {"a.score/score": 1.0, "b.score/score": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -271,9 +263,9 @@ def test_a_file_that_fails_in_the_worker_alone_ends_the_run(code: str, message: 
     with scorer(f"{path}:score", workers=2) as broken:
         pending = broken.submit(rows("x"))
         with pytest.raises(UserError, match=message):
-            pending.result()
+            pending()
         with pytest.raises(UserError, match=message):  # and it stays so
-            broken.submit(rows("x")).result()
+            broken.submit(rows("x"))()
     assert not worker_pids(os.getpid())
 
 
@@ -282,8 +274,17 @@ def test_close_ends_a_worker_that_is_busy_and_rows_that_wait(file: Path) -> None
         pending = busy.submit(rows("sleep", "a"))
         assert wait_until(lambda: worker_pids(os.getpid()))
     assert not worker_pids(os.getpid())
-    with pytest.raises(RuntimeError, match="closed"):
-        pending.result()
+    with pytest.raises(CancelledError):
+        pending()
+
+
+def test_a_worker_that_ends_between_rows_costs_no_row_its_score(file: Path) -> None:
+    with scorer(f"{file}:trouble") as one:
+        assert kinds(one.submit(rows("a"))()) == ["1"]
+        (first,) = worker_pids(os.getpid())
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: worker_pids(os.getpid()) - {first})
+        assert kinds(one.submit(rows("bb"))()) == ["2"]
 
 
 def test_workers_do_not_see_the_ranks_variables_but_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +295,7 @@ def test_workers_do_not_see_the_ranks_variables_but_the_rest(tmp_path: Path, mon
         monkeypatch.setenv(name, "1")
     monkeypatch.syspath_prepend(str(tmp_path))
     with scorer(f"{tmp_path}/env.py:score") as one:
-        assert kinds(one.submit(rows("x")).result()) == ["6"]
+        assert kinds(one.submit(rows("x"))()) == ["6"]
 
 
 @pytest.mark.parametrize("text", ["a", "sleep"])
@@ -305,7 +306,7 @@ from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
 scorer = Scorer(["{file}:trouble"], [], {{"echo"}}, workers=2, timeout=60, failed_score=0)
 pending = scorer.submit([(Prompt("", [1], "echo", "1", {{}}), "{text}")])
-print("asked" if "{text}" == "sleep" else pending.result()[0].score, flush=True)
+print("asked" if "{text}" == "sleep" else pending()[0].score, flush=True)
 signal.pause()
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -328,7 +329,7 @@ def test_a_worker_starts_without_torch(file: Path) -> None:
 def test_infinities_do_not_reach_the_sum(tmp_path: Path) -> None:
     (tmp_path / "inf.py").write_text("def score(**row): return {'score': 1, 'extra': float('inf')}\n")
     with scorer(f"{tmp_path}/inf.py:score") as one:
-        (row,) = one.submit(rows("x")).result()
+        (row,) = one.submit(rows("x"))()
     assert kinds([row]) == ["invalid"]
     assert "'extra' is not a finite number" in row.failures[0].text
     assert row.score == -1

@@ -14,7 +14,6 @@ from splitppo.rewards.functions import (
     InvalidResult,
     check_prompts,
     check_rewards,
-    check_sources,
     display_names,
     find_function,
     read_result,
@@ -58,7 +57,6 @@ def _prompt(data_source: str = "echo", truth: Any = "314") -> Prompt:
 )
 def test_last_number(text: str, truth: Any, expected: float) -> None:
     assert rules.last_number("x", text, truth, {}) == expected
-    assert rules.addition("addition", text, truth, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,14 +162,15 @@ def test_exact_match_strips_both_ends() -> None:
 
 
 def test_auto_names_the_data_source_without_a_rule() -> None:
+    some, mine = {0: _prompt("echo"), 1: _prompt("addition")}, {2: _prompt("mine")}
     with pytest.raises(
         UserError, match=r"reward\.function=auto: no rule for data_source 'mine'.*set --reward\.function"
     ):
-        check_sources(["exact_match", "auto"], {"echo", "mine"})
-    with pytest.raises(UserError, match=r"--reward\.validation"):
-        check_sources(["auto"], {"mine"}, "reward.validation")
-    check_sources(["auto"], {"echo", "addition", "openai/gsm8k", "gsm8k", "lighteval/MATH"})
-    check_sources(["exact_match"], {"mine"})
+        check_prompts(["exact_match", "auto"], some | mine)
+    with pytest.raises(UserError, match=r"reward\.validation=auto: .*--reward\.validation"):
+        check_prompts(["auto"], mine, "reward.validation")
+    for functions, prompts in ((["auto"], some), (["exact_match"], mine)):
+        assert check_prompts(functions, prompts) == {}
 
 
 @pytest.mark.parametrize("function", ["auto", "gsm8k", "gsm8k_flexible", "last_number"])
@@ -181,8 +180,6 @@ def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) 
     assert list(errors) == [8, 9]
     assert str(errors[8]).startswith("ground truth 'blue' of data_source 'gsm8k'")
     assert check_prompts(["exact_match"], prompts) == {}
-    with pytest.raises(UserError, match=r"reward\.validation=auto: no rule for data_source 'mine'"):
-        check_prompts(["auto"], {1: _prompt("mine", "7")}, "reward.validation")
 
 
 def test_mathematics_needs_a_truth() -> None:
@@ -196,8 +193,8 @@ def test_mathematics_names_its_library_before_anything_starts(monkeypatch: pytes
     with pytest.raises(UserError, match=r"reward\.function=math: .*pip install math-verify"):
         check_rewards(["exact_match", "math"])
     with pytest.raises(UserError, match="pip install math-verify"):
-        check_sources(["auto"], {"echo", "lighteval/MATH"})
-    check_sources(["auto"], {"echo"})
+        check_prompts(["auto"], {0: _prompt("lighteval/MATH", "1")})
+    assert check_prompts(["auto"], {0: _prompt("echo")}) == {}
 
 
 def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
     answers = chat.load(due, None, 0.0, None)("1+2=", 1)
     assert len(answers) == 2  # with the values of the layers that there are
     if name == "ensemble":
-        out = export.export(export.Export(due, dtype="float32"))
+        out = export.export(due, dtype="float32")
         first, second = (load_file(out / folder / "model.safetensors") for folder in ("value", "value_1"))
         assert first.keys() == second.keys()
         assert not any(".layers.1." in weight for weight in first)
@@ -277,7 +277,7 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
     next((checkpoint.step_folder(tmp_path / "run", 4) / "critic").glob("__0_*")).write_bytes(b"")
     with pytest.raises(UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"):
-        export.export(export.Export(tmp_path / "run"))
+        export.export(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def shown(*flags: str, start: int = 0) -> dict[str, str]:
     placement = place(config.placement, world=3, local_world=3)
     resolved = resolve(config, placement, 3, torch.device("cpu"), probe=False)
     prompts = [Prompt("", [1] * n, "", "", {}, None) for n in (3, 9)]
-    text = opening(resolved, Path("runs/a"), start, PromptSet(prompts, [2], []), PromptSet(prompts[:1], [1], []))
+    text = opening(resolved, Path("runs/a"), start, PromptSet(prompts, []), PromptSet(prompts[:1], []))
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 13

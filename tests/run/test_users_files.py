@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo import train
-from splitppo.tools.export import Export, export
+from splitppo.tools.export import export
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0", "--log.samples=8")
 PLAIN = ("--data.prompt-key=question", "--data.answer-key=answer")  # columns
@@ -437,7 +437,7 @@ def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     start = load_file(folder / "tiny" / "model.safetensors")
     steps: dict[str, list[dict[str, Any]]] = {"policy": [], "value": []}
     for step in (1, 2, 3):
-        out = export(Export(folder, step=step, out=tmp_path / f"export_{step}", dtype="float32"))
+        out = export(folder, step=step, out=tmp_path / f"export_{step}", dtype="float32")
         for kind, weights in steps.items():
             weights.append(load_file(out / kind / "model.safetensors"))
 

@@ -16,7 +16,7 @@ from splitppo.config.cli import parse
 from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rewards import check_prompts
+from splitppo.rewards.functions import check_prompts
 from splitppo.tools import prepare
 from splitppo.tools.prepare import DATA, answer_of, prepare_data, write_folder
 
