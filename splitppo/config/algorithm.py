@@ -38,8 +38,7 @@ class PolicyConfig:
     trust_remote_code: bool = False
     """Run the Python code that a model's folder or repository brings, of all models of the run. Read it first."""
     random_init: bool = False
-    """Draw the weights at random from the seed instead of reading them, also the reward model's. For benchmarks on a
-    real shape."""
+    """Draw the weights at random from the seed instead of reading them. For benchmarks on a real shape."""
     freeze: tuple[str, ...] = ()
     """What is not trained: `attention` (linear attention, too), `embeddings` (and an output layer tied to them), `body`
     (all but the output layer), or regular expressions that are searched in a weight's Hugging Face name."""
@@ -182,8 +181,12 @@ class RewardConfig:
     """Folder or hub name of a reward model: sequence classification with one label. Runs on the critic ranks."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
+    model_random_init: bool = False
+    """Draw the reward model's weights at random from the seed. For benchmarks on a real shape."""
     model_offload: bool = False
     """Keep the reward model's shards in pinned host memory between uses."""
+    model_chat: bool = True
+    """Render prompt and response with the reward model's own chat template, if it has one. Else: as plain text."""
     tensor_parallel: int | None = None
     """Ranks that share each of the reward model's layers: a multiple of the value model's. Unset: as many as these."""
     validation: tuple[str, ...] = ()

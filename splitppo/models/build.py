@@ -30,8 +30,9 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 
 
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. With
-    `own_code` the folder's Python code runs, here and where the model is built; `auto_map` names it.
+    """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
+    model has the configuration of the plain one, since its weights are read as floats. With `own_code` the folder's
+    Python code runs, here and where the model is built; `auto_map` names it.
 
     Raises:
         UserError: the folder has no readable config.json, or holds a model that can't be read.
@@ -47,9 +48,12 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
         problem = f"config.json is of no model that transformers knows: {cause}"
         raise folder_error(folder, problem, "use another model") from error
-    if getattr(config, "quantization_config", None):
-        remedy = "load it with transformers, dequantize() it and save_pretrained that"
-        raise folder_error(folder, "its weights are quantized (quantization_config)", remedy)
+    if quantized := getattr(config, "quantization_config", None):
+        method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        if method != "fp8":
+            problem = f"its weights are quantized ({method}), only fp8 is read"
+            raise folder_error(folder, problem, "load it with transformers, dequantize() it and save_pretrained that")
+        delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
     for name in vars(config):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
 from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
@@ -24,6 +25,7 @@ from splitppo.models.tensor import parts_of
 
 Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 
 
 def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
@@ -190,7 +192,7 @@ class _Weights:
         merges = [part for part in conversions if isinstance(part, WeightConverter)]
         renames = [part for part in conversions if part not in merges]
         prefix: Any = model.base_model_prefix
-        harmless = re.compile("|".join(["inv_freq$", *ignored]))
+        harmless = re.compile("|".join([f"{SCALE}$", "inv_freq$", *ignored]))
         parameters = [hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
         known = dict.fromkeys([*parameters, *persistent_buffers(model)], True)
         modules = {part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{prefix}."))}
@@ -230,7 +232,7 @@ class _Weights:
         if shape != due:
             problem = f"weight {stored} is {shape}, but {due} by config.json"
             raise folder_error(self.folder, problem, "take both from one model")
-        if trained and kind not in FLOATS:
+        if trained and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
             problem = f"weight {stored} is stored as {kind}, so it is quantized"
             raise folder_error(self.folder, problem, f"use a folder of {', '.join(FLOATS)} weights")
 
@@ -244,8 +246,13 @@ class _Weights:
                 raise folder_error(self.folder, problem, remedy)
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
-        """A part of a weight, or all of it."""
-        return self._slice(self.names[name])[where or ...]
+        """A part of a weight, or all of it, FP8 as float32."""
+        stored = self.names[name]
+        if stored + SCALE not in self.files:
+            part = self._slice(stored)
+            return part[where or ...]
+        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
+        return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][where]
 
     def read_buffers(self) -> None:
         for name, buffer in persistent_buffers(self.model).items():

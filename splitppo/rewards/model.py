@@ -15,14 +15,16 @@ class RewardText:
     """Turns a prompt and its response into the reward model's token ids.
 
     With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text is tokenised again:
-    as a conversation if the reward model has a chat template, else as plain text, prompt and response. `tokenizer` is
-    the reward model's. A text of more than `longest` tokens, the most that the model can read, loses its beginning.
+    with `chat` and a chat template of the reward model, as a conversation; else as plain text, prompt and response.
+    `tokenizer` is the reward model's. A text of more than `longest` tokens, the most that the model can read, loses its
+    beginning.
     """
 
-    def __init__(self, tokenizer: Any, policy: Any, *, longest: int):
+    def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
         self.tokenizer, self.policy, self.longest = tokenizer, policy, longest
-        self.chat, policys = (getattr(each, "chat_template", None) for each in (tokenizer, policy))
-        self.same = tokenizer.get_vocab() == policy.get_vocab() and self.chat == policys
+        template = getattr(tokenizer, "chat_template", None)
+        self.same = tokenizer.get_vocab() == policy.get_vocab() and template == getattr(policy, "chat_template", None)
+        self.chat = chat and template is not None
         tokenizer.truncation_side = "left"
 
     @property
@@ -42,13 +44,14 @@ class RewardText:
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
             messages = [*messages, {"role": "assistant", "content": response}]
             ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        else:
-            contents = [message["content"] + "\n" for message in prompt.messages or []]
-            text = "".join(contents or [prompt.text]) + response
-            ids = self.tokenizer(text)["input_ids"]
-            if len(ids) > self.longest:  # the tokenizer cuts, and so keeps the special tokens at both ends
-                return self.tokenizer(text, truncation=True, max_length=self.longest)["input_ids"], True
-        return ids[-self.longest :], len(ids) > self.longest
+            return ids[-self.longest :], len(ids) > self.longest
+        contents = [message["content"] + "\n" for message in prompt.messages or []]
+        text = "".join(contents or [prompt.text]) + response
+        ids = self.tokenizer(text)["input_ids"]
+        if len(ids) <= self.longest:
+            return ids, False
+        # the tokenizer cuts, and so keeps the special tokens at both ends
+        return self.tokenizer(text, truncation=True, max_length=self.longest)["input_ids"], True
 
 
 class RewardModel(Frozen):

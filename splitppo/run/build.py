@@ -207,7 +207,7 @@ class Builder:
         model = self.resolved.models["reward"]
         tokenizer = read_tokenizer(model.path, own_code=self.config.policy.trust_remote_code)
         longest = longest_text(model.config, tokenizer)
-        text = RewardText(tokenizer, self.resolved.tokenizer, longest=longest)
+        text = RewardText(tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest)
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)

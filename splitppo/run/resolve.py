@@ -179,9 +179,10 @@ def model_paths(config: Config) -> dict[str, str]:
 
 
 def _is_drawn(config: Config, name: str) -> bool:
-    """Whether a model's weights are drawn at random. A value model or reference without a folder of its own, and a
-    reward model, start as the policy does."""
-    own = {"value": config.value.path, "reference": config.reference.path}.get(name)
+    """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
+    if name == "reward":
+        return config.reward.model_random_init
+    own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
     return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
 
 

@@ -189,6 +189,33 @@ def configure(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+def in_fp8(weights: dict[str, torch.Tensor]) -> None:
+    """As the published FP8 models are: matrices of layers in blocks, each with the inverse of its scale."""
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        blocks = weights[name].view(2, weights[name].shape[0] // 2, 2, weights[name].shape[1] // 2)
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        weights[f"{name}_scale_inv"] = scale
+        weights[name] = (blocks / scale[:, None, :, None]).view_as(weights[name]).to(torch.float8_e4m3fn)
+
+
+def dequantized(weights: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in weights if name.endswith("_scale_inv")]:
+        main, scale = name.removesuffix("_scale_inv"), weights.pop(name)
+        blocks = weights[main].float().view(2, weights[main].shape[0] // 2, 2, weights[main].shape[1] // 2)
+        weights[main] = (blocks * scale[:, None, :, None]).view(weights[main].shape)
+
+
+def test_fp8_is_read_as_the_floats_that_it_stands_for(mesh: Any, tmp_path: Path) -> None:
+    for folder in (tmp_path / "fp8", tmp_path / "plain"):
+        written(folder, configured("qwen3", {}))
+        edited(folder, in_fp8)
+    edited(tmp_path / "plain", dequantized)
+    configure(tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    preflown(tmp_path / "fp8")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    check_rows(tmp_path / "fp8", plain, mesh, packs=True)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "olmo"])
 def test_a_value_model_is_written_and_read_again(kind: str, mesh: Any, tmp_path: Path) -> None:
     """As the library's token classification where there is one, else as body and head."""

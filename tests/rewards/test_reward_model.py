@@ -99,7 +99,7 @@ def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: 
     parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
     weights.fill(model, str(folder), device=CPU)
     own = read_tokenizer(str(folder))
-    text = RewardText(own, tokenizer, longest=longest_text(config, own))
+    text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
     found = RewardModel(model, Runner(Group.of(mesh), CPU, 24), text, offload=offload)
     prompts, samples = some_rows(tokenizer)
     mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]  # a rank without rows takes part
@@ -132,13 +132,13 @@ def test_scores_are_the_librarys(folders: dict[str, Path], kind: str, world: int
 
 def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, Path]) -> None:
     tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder"))
-    text = RewardText(own, tokenizer, longest=8)
+    text = RewardText(own, tokenizer, chat=True, longest=8)
     prompts, samples = some_rows(tokenizer)
     ids, cut = text.encode(prompts[1], samples[1])
     assert cut
     assert ids == own("123123")["input_ids"]
     assert text.encode(prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
-    same = RewardText(tokenizer, tokenizer, longest=5)
+    same = RewardText(tokenizer, tokenizer, chat=True, longest=5)
     assert same.reads == "the policy's token ids"
     assert same.encode(prompts[1], samples[1]) == ((samples[1].prompt + samples[1].response)[-5:], True)
 
@@ -147,15 +147,14 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder"))
     own.chat_template = "{% for m in messages %}{{ m['role'][0] + '!' + m['content'] + '?' }}{% endfor %}"
     prompts, samples = some_rows(tokenizer)
-    text = RewardText(own, tokenizer, longest=99)
+    text = RewardText(own, tokenizer, chat=True, longest=99)
     assert text.reads == "the text in its own chat template"
     spoken = text.encode(prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
     system = Prompt("x", prompts[0].tokens, "echo", "", {}, messages=[{"role": "system", "content": "hi"}])
     spoken = text.encode(system, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
-    own.chat_template = None
-    plain = RewardText(own, tokenizer, longest=99)
+    plain = RewardText(own, tokenizer, chat=False, longest=99)
     assert plain.reads == "plain text, the response behind the prompt"
     assert plain.encode(system, samples[0])[0] == own("hi\n12")["input_ids"]
 

@@ -334,7 +334,7 @@ EARLY = [
     (["--reward.model={d}/model"], ["reward.model={d}/model: it gives 2 numbers a text", "num_labels 1 in its"]),
     (["--reward.model={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
     (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; load it"]),
-    (["--reward.model={d}/judge", "--policy.random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
+    (["--reward.model={d}/judge", "--reward.model-random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
     # reward functions
     (["--reward.function=none"], ["reward.function=none needs a reward.model, or nothing scores the rows"]),
     (
