@@ -25,8 +25,8 @@ class Footprint:
     Attributes:
         layer: parameters of the largest layer. root: those outside the layers, tied ones once. layers: how many.
         vocabulary: ids that the output layer knows; 0 without an output layer.
-        saved: what autograd keeps of all layers. largest: of the layer that keeps the most. hidden: a hidden state.
-        widest: the widest result of a matrix product in a layer.
+        saved: what autograd keeps of a layer. hidden: a hidden state. widest: the widest input or output of a layer's
+            matrices.
     """
 
     layer: int
@@ -34,9 +34,8 @@ class Footprint:
     vocabulary: int
     layers: int
     saved: float
-    largest: float
-    hidden: float
-    widest: float
+    hidden: int
+    widest: int
 
 
 def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool) -> Footprint:
@@ -45,40 +44,27 @@ def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compi
     config = deepcopy(shorten(config, min(whole, TRACED_LAYERS), ""))
     config._attn_implementation = TRACED
     model: Any = build(config, kind, dtype).to("meta")
-    layers, at = transformer_layers(model), [0]
-    noted: list[tuple[int, Tensor]] = []  # the layer that ran, and what autograd keeps
-    for i, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, i=i: at.__setitem__(0, i))
-    layers[-1].register_forward_hook(lambda *_: at.__setitem__(0, len(layers)))
     body, ids = getattr(model, model.base_model_prefix), torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    hidden, failed = config.hidden_size * dtype.itemsize, False
+    layers, saved, hidden = transformer_layers(model), [], config.hidden_size * dtype.itemsize
     try:
-        with trace, torch.autograd.graph.saved_tensors_hooks(lambda x: noted.append((at[0], x)) or x, lambda x: x):
+        with trace, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             body(input_ids=ids, use_cache=False)
+        if compiled and dtype != torch.float32:
+            saved = [trace.cast_from.get(_key(x), x) for x in saved if _key(x) in trace.kept | trace.cast_from.keys()]
+        known = {_key(x) for x in (*model.parameters(), *model.buffers())}
+        sizes = {key: x.untyped_storage().nbytes() for x in saved if (key := _key(x)) not in known}
+        a_layer = sum(sizes.values()) / TOKENS / len(layers)
     except Exception:  # a model's own code may ask for values, and meta tensors have none
-        failed = True
-    seen, sizes = {_key(x) for x in (*model.parameters(), *model.buffers())}, [0.0] * (len(layers) + 1)
-    for i, tensor in noted:
-        if compiled and dtype != torch.float32 and i < len(layers):
-            source = trace.cast_from.get(_key(tensor))
-            if source is None and _key(tensor) not in trace.kept:
-                continue
-            tensor = tensor if source is None else source
-        if _key(tensor) not in seen:
-            seen.add(_key(tensor))
-            sizes[i] += tensor.untyped_storage().nbytes() / TOKENS
-    if failed:
-        sizes, trace.widest = [TYPICAL * hidden] * len(layers) + [0.0], 4 * hidden * TOKENS
-    inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
+        a_layer = TYPICAL * hidden
+    inside = {id(p): p for layer in layers for p in layer.parameters()}
     return Footprint(
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-        root=sum(p.numel() for p in model.parameters()) - sum(inside.values()),
+        root=sum(p.numel() for p in model.parameters() if id(p) not in inside),
         vocabulary=model.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
         layers=whole,
-        saved=sum(sizes[:-1]) * whole / len(layers) + sizes[-1],
-        largest=max(sizes[:-1]),
+        saved=a_layer,
         hidden=hidden,
-        widest=trace.widest / TOKENS,
+        widest=max(max(p.shape) for p in inside.values() if p.ndim == 2) * dtype.itemsize,
     )
 
 
@@ -100,7 +86,6 @@ class _Trace(TorchDispatchMode):
         self.kept: set[int] = set()
         self.cast_from: dict[int, Tensor] = {}
         self.alive: list[Tensor] = []  # so that no storage's number is given to another
-        self.widest = 0
         AttentionInterface.register(TRACED, self._attend)
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -115,7 +100,6 @@ class _Trace(TorchDispatchMode):
             self.alive.append(out)
             if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
                 self.kept |= {_key(x) for x in (*args, out) if isinstance(x, Tensor)}
-                self.widest = max(self.widest, out.nbytes)
             if name == "_to_copy" and args[0].nbytes < out.nbytes:
                 self.cast_from[_key(out)] = args[0]
         return out
