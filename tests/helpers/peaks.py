@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from splitppo.actor import Actor
 from splitppo.critic import Critic
-from splitppo.models.offload import MOMENTS, HostShards, HostState
-from splitppo.models.sharding import local
+from splitppo.models.offload import Offloaded
 from splitppo.run import memory
 from splitppo.run.resolve import Resolved
 
@@ -27,11 +26,8 @@ def live_bytes() -> int:
     objects, storages, waiting = gc.get_objects(), {}, set()
     gc.freeze()
     for found in objects:
-        if type(found) is HostShards:
-            waiting |= {copy.data_ptr() for _, copy in found.held}
-        elif type(found) is HostState:
-            states = found.optimizer.state.values()
-            waiting |= {local(state[kind]).untyped_storage().data_ptr() for state in states for kind in MOMENTS}
+        if issubclass(type(found), Offloaded):
+            waiting |= {copy.untyped_storage().data_ptr() for _, copy in found.pairs}
         elif issubclass(type(found), torch.Tensor) and not isinstance(found, DTensor) and found.device.type == "cpu":
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
