@@ -209,9 +209,7 @@ class _Link:
 
     def _recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
         """`Wire.recv` for all ranks of a set."""
-        header, payload = self.wire.recv(hop, dtype, check) if self.group.speaks else (None, None)
-        numbers = self.group.broadcast(None if header is None else torch.tensor(header), torch.int64)
-        return numbers.tolist(), self.group.broadcast(payload, dtype)
+        return self.group.of_first(lambda: self.wire.recv(hop, dtype, check))
 
 
 class RolloutLink(_Link):

@@ -23,7 +23,7 @@ from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.models.build import count_parameters
 from splitppo.models.tokenizer import vocabulary_size
-from splitppo.placement import Placement
+from splitppo.placement import Placement, check_cut
 
 EngineKind = Literal["hf", "vllm"]
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
@@ -69,7 +69,13 @@ def check_engine(
             raise UserError(f"{name}={value} is not in vLLM's range; use a value from {COLDEST} to {HOTTEST}")
     if device == "cpu" and config.engine.sleep not in ("auto", "off"):
         raise UserError(f"engine.sleep={config.engine.sleep} needs a GPU; use auto or off")
-    _check_tensor_parallel(config.engine.tensor_parallel, placement.groups["actor"], local_world, model_config)
+    size, text = config.engine.tensor_parallel, model_config.get_text_config(decoder=True)
+    check_cut("the engine's", "engine", size, "actor", placement, local_world=local_world)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
+        raise UserError(f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size")
 
 
 def _check_hf(config: Config, device: str) -> None:
@@ -80,25 +86,6 @@ def _check_hf(config: Config, device: str) -> None:
             if engine.kind == "auto" and device == "cuda":
                 remedy = f"vLLM is not installed: {_installation(device)}, or use {default}"
             raise UserError(f"engine.{name}={value} is for vLLM only; {remedy}")
-
-
-def _check_tensor_parallel(size: int, ranks: tuple[int, ...], local_world: int, model_config: PretrainedConfig) -> None:
-    if len(ranks) % size:
-        fitting = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
-        raise UserError(f"engine.tensor_parallel={size} does not divide {len(ranks)} actor ranks; use one of {fitting}")
-    for first in range(0, len(ranks), size):
-        members = ranks[first : first + size]
-        if len({rank // local_world for rank in members}) > 1:
-            raise UserError(
-                f"engine.tensor_parallel={size}: actor ranks {list(members)} are on several nodes; "
-                "use a size that divides the actor ranks of each node"
-            )
-    text = model_config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
-        raise UserError(f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size")
 
 
 def _installation(device: str) -> str:

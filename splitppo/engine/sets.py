@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any, cast
 
 from splitppo.engine import RolloutEngine, Sampling
@@ -28,20 +29,14 @@ class _Joined:
     ) -> Generator[list[Sample], None, None]:
         """Yields the rows of all engines of the set, in the same order on all of its ranks. The order is that of the
         engines' own, in turn, so it does not depend on which of them is the faster."""
-        own = requests[self.group.set_rank :: self.group.set_size]
-        return self._exchange(self.engine.generate(own, sampling, **cast(Any, noise)))
-
-    def _exchange(self, own: Generator[list[Sample], None, None]) -> Generator[list[Sample], None, None]:
-        waiting: list[deque[Sample]] = [deque() for _ in range(self.group.set_size)]
-        try:
-            while True:
-                found, ready = self.group.gather_set(next(own, None)), []
+        group, found = self.group, []
+        waiting: list[deque[Sample]] = [deque() for _ in range(group.set_size)]
+        own = self.engine.generate(requests[group.set_rank :: group.set_size], sampling, **cast(Any, noise))
+        with closing(own):
+            while found != [None] * group.set_size:
+                found, ready = group.gather_set(next(own, None)), []
                 for rows, part in zip(waiting, found, strict=True):
                     rows.extend(part or ())
                 while any(waiting) and all(rows or part is None for rows, part in zip(waiting, found, strict=True)):
                     ready += [rows.popleft() for rows in waiting if rows]
                 yield ready
-                if all(part is None for part in found):
-                    return
-        finally:
-            own.close()

@@ -151,7 +151,7 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
     where, own, shape = [Shard(parts.axes[name]), *parameter.placements], local(parameter), [*parameter.shape]
     shape[parts.axes[name]] *= parts.ranks.size
     whole: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(own, mesh_of(own, parts.ranks.grid), where, run_check=False, **whole)
+    return DTensor.from_local(own, mesh_of(own, parts.ranks.mesh), where, run_check=False, **whole)
 
 
 def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:

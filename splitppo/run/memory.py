@@ -27,6 +27,7 @@ CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
 GPU = 80 * 2**30  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
+MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}  # offload -> the next kind of it
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
@@ -138,29 +139,22 @@ def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
 
 
 def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
-    """The flags of each way to need less memory, cheapest first, and the change of a resolved configuration."""
+    """The flags of each way that may need less memory, cheapest first, and the change of a resolved configuration."""
     config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
-    has, half = resolved.models, config.compute.micro_batch_tokens // 2
+    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
+    half, least = config.compute.micro_batch_tokens // 2, max(_longest(config), FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
     movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
-    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
-    policy, value = resolved.offload("policy"), resolved.offload("value")
-    for possible, table, name, setting in (
-        (half >= max(_longest(config), FEWEST), "compute", "micro_batch_tokens", half),
-        (not config.compute.activation_checkpointing, "compute", "activation_checkpointing", True),
-        ("reference" in has and movable, "placement", "reference", other),
-        ("reference" in has and not config.reference.offload, "reference", "offload", True),
-        ("reward" in has and not config.reward.model_offload, "reward", "model_offload", True),
-        (policy in ("auto", "none"), "policy", "offload", "optimizer"),
-        (value in ("auto", "none"), "value", "offload", "optimizer"),
-        (policy == "optimizer", "policy", "offload", "all"),
-        (value == "optimizer", "value", "offload", "all"),
-        (resolved.engine == "vllm" and sizes[0] % engine == 0, "engine", "tensor_parallel", engine),
-        (all(size % trainer == 0 for size in sizes), "fsdp", "tensor_parallel", trainer),
-    ):
-        if possible:
-            flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
-            yield flag, partial(with_setting, table=table, name=name, setting=setting)
+    found: list[tuple[str, str, Any]] = [("compute", "micro_batch_tokens", half)] * (half >= least)
+    found += [("compute", "activation_checkpointing", True)] + [("placement", "reference", other)] * movable
+    found += [("reference", "offload", True), ("reward", "model_offload", True)]
+    more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
+    found += [(model, "offload", kind) for kind in ("optimizer", "all") for model in more if more[model] == kind]
+    found += [("engine", "tensor_parallel", engine)] * (resolved.engine == "vllm" and sizes[0] % engine == 0)
+    found += [("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes)
+    for table, name, setting in found:
+        flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
+        yield flag, partial(with_setting, table=table, name=name, setting=setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many
 
 

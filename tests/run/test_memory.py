@@ -16,12 +16,13 @@ import torch.distributed as dist
 from peaks import count_peaks, estimated
 from ranks import run_ranks
 from runs import SMALL, figures, main_rank
-from transformers import Qwen2Config
+from transformers import FalconConfig, Qwen2Config
 
 from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
+from splitppo.models.footprint import footprint
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.placement import place
 from splitppo.run import checks, memory
@@ -164,7 +165,7 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     every = {flags for flags, _ in memory.ways(tight)}
     assert every - need.keys() == {
         "--placement.reference critic", "--reference.offload", "--policy.offload optimizer",
-        "--engine.tensor-parallel 2",
+        "--engine.tensor-parallel 2", "--reward.model-offload",
     }  # fmt: skip
     actor = resolved_of("--placement.actor=2", "--placement.critic=6", "--compute.activation-checkpointing")
     told = memory.remedies(actor, 80 * 2**30)
@@ -229,6 +230,13 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     assert "by itself" not in capfd.readouterr().out
     for role in ("actor", "critic"):
         assert figures(tmp_path / "offloaded", role) == figures(tmp_path / "plain", role)
+
+
+def test_a_model_with_its_own_attention_is_estimated_too():
+    shape = FalconConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    found = footprint(shape, "policy", torch.bfloat16, compiled=True)
+    assert (found.layers, found.hidden, found.widest) == (2, 128, 512)
+    assert 10 * found.hidden <= found.saved <= 40 * found.hidden
 
 
 def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeypatch, capfd):
