@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from splitppo import algo, channel
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.engine import Sampling
-from splitppo.engine.sets import over_set
+from splitppo.engine.build import over_set
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime

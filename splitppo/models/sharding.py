@@ -1,6 +1,6 @@
 """One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -96,35 +96,34 @@ def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) 
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
     cut = {name: full for name, full in found.items() if name in parts.axes}
-    for (name, full), pieces in zip(
-        cut.items(), _all_gather([*cut.values()], parts.ranks and parts.ranks.group), strict=True
-    ):
-        found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
+    if parts.ranks and cut:
+        gathered = _all_gather(torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group)
+        split = gathered.split([full.numel() for full in cut.values()], dim=1)
+        for (name, full), pieces in zip(cut.items(), split, strict=True):
+            found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
     return found.items()
 
 
 def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Tensor]:
     """The full tensors, in one message, of parameters that are sharded over the last axis of one mesh."""
-    ranks, shards = mesh.size(mesh.ndim - 1), []
+    parameters, ranks = list(named.values()), mesh.size(mesh.ndim - 1)
     if ranks == 1:
         return {name: local(parameter).to(dtype) for name, parameter in named.items()}
-    for parameter in named.values():
-        rows, own = -(-parameter.shape[0] // ranks), local(parameter)  # the last shards may have fewer rows
-        shards.append(own.new_zeros(rows, *own.shape[1:], dtype=dtype))
-        shards[-1][: len(own)].copy_(own)
-    gathered = _all_gather(shards, mesh.get_group(mesh.ndim - 1))
-    full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(gathered, named.values(), strict=True)]
+    rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
+    sizes = [count * parameter.shape[1:].numel() for count, parameter in zip(rows, parameters, strict=True)]
+    shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
+    for part, parameter in zip(shards.split(sizes), parameters, strict=True):
+        part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
+    parts = _all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
+    full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
     return dict(zip(named, full, strict=True))
 
 
-def _all_gather(tensors: list[Tensor], group: Any) -> Sequence[Tensor]:
-    """What all ranks of a group have of each tensor, `[ranks, numbers]`, in one message."""
-    if not tensors:
-        return []
-    own = torch.cat([tensor.flatten() for tensor in tensors])
+def _all_gather(own: Tensor, group: Any) -> Tensor:
+    """What all ranks of a group have, `[ranks, n]`."""
     gathered = own.new_empty(dist.get_world_size(group) * len(own))
     dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(-1, len(own)).split([tensor.numel() for tensor in tensors], dim=1)
+    return gathered.view(-1, len(own))
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -164,18 +163,18 @@ def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
-    parts, mesh = parts_of(model), getattr(model, "mesh", None)
+    parts, ranks, mesh = parts_of(model), parts_of(model).ranks, getattr(model, "mesh", None)
     named = {hf_name(name): parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     grads = [local(cast(Tensor, parameter.grad)) for parameter in named.values()]
-    if parts.ranks and (partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]):
+    if ranks and (partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]):
         flat = torch.cat([grad.flatten() for grad in partial])
-        dist.all_reduce(flat, group=parts.ranks.group)
+        dist.all_reduce(flat, group=ranks.group)
         for grad, total in zip(partial, flat.split([grad.numel() for grad in partial]), strict=True):
             grad.copy_(total.view_as(grad))
     squares = torch.stack(torch._foreach_norm(grads)).square()
-    for i, (name, parameter) in enumerate(named.items() if parts.ranks else ()):
-        if name not in parts.axes and cast(DTensor, parameter).device_mesh == parts.ranks.line:
-            squares[i] /= parts.ranks.size  # what each rank of a set holds, such as norms, counts once
+    for i, (name, parameter) in enumerate(named.items()):
+        if ranks and name not in parts.axes and cast(DTensor, parameter).device_mesh == ranks.line:
+            squares[i] /= ranks.size  # what each rank of a set holds, such as norms, counts once
     total = squares.sum()
     if mesh is not None:
         dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))

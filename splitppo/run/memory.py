@@ -3,9 +3,9 @@
 Activations are those of the largest micro-batch that a rank can get: its rows at their full length.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from splitppo.placement import Role, place, replicas
 from splitppo.run.resolve import Model, Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
-Change = Callable[[Resolved], Resolved]
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
 GPU = 80 * 2**30  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
@@ -95,7 +94,7 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
 def remedies(resolved: Resolved, memory: float) -> str:
     """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
     need, *_ = highest(resolved, memory)
-    alone = {flags: highest(change(resolved), memory)[0] for flags, change in ways(resolved)}
+    alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
     found = ", ".join(f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need)
     together, chosen = fitted(resolved, memory, ("--", f"{2 * resolved.placement.world} GPUs"))
     if (least := highest(together, memory)[0]) <= memory < min(alone.values()):
@@ -108,8 +107,8 @@ def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple
     not fit. Returns the changed run, and the flags by setting."""
     chosen: dict[str, str] = {}
     while (need := highest(resolved, memory)[0]) > memory:
-        for flags, change in ways(resolved):
-            if flags.startswith(allowed) and highest(changed := change(resolved), memory)[0] < need:
+        for flags, changed in ways(resolved):
+            if flags.startswith(allowed) and highest(changed, memory)[0] < need:
                 resolved, chosen[flags.partition(" ")[0]] = changed, flags
                 break
         else:
@@ -138,8 +137,8 @@ def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
     return max((needed(parts), phase, parts) for phase, parts in phases(resolved, memory).items())
 
 
-def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
-    """The flags of each way that may need less memory, cheapest first, and the change of a resolved configuration."""
+def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
+    """The flags of each way that may need less memory, cheapest first, and the run with them."""
     config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
     engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
     half, least = config.compute.micro_batch_tokens // 2, max(_longest(config), FEWEST)
@@ -154,8 +153,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
     found += [("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes)
     for table, name, setting in found:
         flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
-        yield flag, partial(with_setting, table=table, name=name, setting=setting)
-    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many
+        yield flag, with_setting(resolved, table, name, setting)
+    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:

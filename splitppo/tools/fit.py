@@ -31,9 +31,10 @@ def model_config(name: str) -> PretrainedConfig:
         UserError: there is none, or of no model that can be trained.
     """
     folder = name
-    if not Path(name).is_dir() and (match := hub.MODEL.fullmatch(name)):
+    if not Path(name).is_dir():
+        repository, _, revision = name.partition("@")
         try:
-            folder = str(Path(hf_hub_download(match[1], "config.json", revision=match[2])).parent)
+            folder = str(Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent)
         except hub.FAILURES as error:
             problem = f"no such folder, and its config.json can't be fetched from the hub ({type(error).__name__})"
             raise UserError(f"{name}: {problem}; name a folder with a config.json") from error
