@@ -18,6 +18,8 @@ from splitppo.config import ShardSize
 from splitppo.job.launch import Launch
 from splitppo.placement import Placement, Role, replicas
 
+SHARDED = ("replica", "shard")  # axes over which weights are sharded; the second alone if there is one replica
+
 
 @dataclass(frozen=True)
 class Group:
@@ -155,16 +157,12 @@ class _Maker:
         return Group.of(mesh, whole) if mesh else None
 
     def tensor_set(self, held: Tensor, size: int, least: int) -> TensorSet | None:
-        """The set of `size` ranks that holds this rank. `held`: ranks of the role's replicas `[replicas, ranks]`; the
+        """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or `[replicas, ranks]`; the
         sets of its group have `least`."""
-        lines, names = held.unflatten(1, (-1, size)).movedim(2, 0), _axes(held)
-        mesh = self.mesh(lines[None] if len(held) > 1 else lines[None, :, 0], "set", *names)
+        names = SHARDED[-held.ndim :]
+        mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "set", *names)
         peers = self.group(held.reshape(-1, size), least) if size > least else None
         return TensorSet(mesh, mesh[names], peers) if mesh else None
-
-
-def _axes(held: Tensor) -> tuple[str, ...]:
-    return ("replica", "shard") if len(held) > 1 else ("shard",)
 
 
 def make_groups(
@@ -190,9 +188,9 @@ def make_groups(
     groups, shards, sets, saving = {}, {}, {}, {}
     for role, ranks in placement.groups.items():
         own, *_ = sizes = set_sizes.get(role, [1])
-        held = torch.tensor(replicas(role, placement, shard_size, local_world=launch.local_world))
+        held = torch.tensor(replicas(role, placement, shard_size, local_world=launch.local_world)).squeeze(0)
         group = maker.group(torch.tensor([ranks]), own)
-        mesh = maker.mesh(held[None] if len(held) > 1 else held, *_axes(held))
+        mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
         made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
         if group and mesh:
             groups[role], shards[role] = group, mesh
