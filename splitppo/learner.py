@@ -85,7 +85,8 @@ class Learner:
         """AdamW's state of a parameter: the tensors themselves, not copies."""
         if self.host_state:
             self.host_state.finish()
-        return state_of(self.optimizer, parameter, on_host=self.host_state is not None)
+            return self.host_state.state[parameter]
+        return state_of(self.optimizer, parameter)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""

@@ -3,7 +3,7 @@ rank computes for itself."""
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -116,11 +116,6 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
         raise UserError(f"{wrong}; use one of {fits}")
-    return in_sets(ranks, size)
-
-
-def in_sets(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Neighbouring ranks, `size` at a time."""
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
@@ -146,15 +141,22 @@ def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
     """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a replica."""
     for model, role in _holders(config).items():
-        ranks, size = placement.groups[role], config.tensor_parallel(model)
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
-        counts = [*Counter(rank // local_world for rank in ranks).values(), len(held)]
-        if any(count % size for count in counts):
-            own = "fsdp" if model == "policy" else model
-            fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
-            where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
-            wrong = f"the {model}'s tensor_parallel={size} does not cut the {where}, into whole sets"
-            raise UserError(f"{wrong}; set {own}.tensor_parallel to one of {fits}")
+        size, setting = config.tensor_parallel(model), "fsdp" if model == "policy" else model
+        check_cut(f"the {model}'s", setting, size, role, placement, local_world=local_world, replica=len(held))
+
+
+def check_cut(
+    owner: str, setting: str, size: int, role: Role, placement: Placement, *, local_world: int, replica: int = 0
+) -> None:
+    """Raises a UserError if sets of `size` ranks don't fill a role's group, or don't fit into a node or a replica."""
+    ranks = placement.groups[role]
+    counts = [*Counter(rank // local_world for rank in ranks).values(), replica or len(ranks)]
+    if any(count % size for count in counts):
+        fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
+        where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
+        wrong = f"{owner} tensor_parallel={size} does not cut the {where}, into whole sets"
+        raise UserError(f"{wrong}; set {setting}.tensor_parallel to one of {fits}")
 
 
 def _keeps_nodes(size: int, on_node: list[int]) -> bool:

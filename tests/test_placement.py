@@ -6,18 +6,7 @@ import pytest
 
 from splitppo.config import Config, FsdpConfig, PlacementConfig, ReferenceConfig, ValueConfig
 from splitppo.errors import UserError
-from splitppo.placement import (
-    Ownership,
-    Role,
-    check_sets,
-    chunk_sizes,
-    data_parallel,
-    in_sets,
-    own,
-    place,
-    replicas,
-    set_sizes,
-)
+from splitppo.placement import Ownership, Role, check_sets, chunk_sizes, data_parallel, own, place, replicas, set_sizes
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
@@ -231,7 +220,6 @@ def test_sets_of_a_group_and_of_its_frozen_models(config, due):
 def test_rows_belong_to_sets():
     placement = place(PlacementConfig(actor=6, critic=2), world=8, local_world=8)
     assert data_parallel(config_of(3, 1), placement) == {"actor": 2, "critic": 2}
-    assert in_sets([0, 1, 4, 5], 2) == [[0, 1], [4, 5]]
 
 
 @pytest.mark.parametrize(

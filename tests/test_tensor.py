@@ -10,13 +10,12 @@ from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitppo import algo, channel
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.engine import Sampling
-from splitppo.engine.sets import over_set
+from splitppo.engine.build import over_set
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -24,7 +23,7 @@ from splitppo.learner import Learner
 from splitppo.models.build import build, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.runner import Runner
-from splitppo.models.sharding import bounds, described, parallelize
+from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
@@ -129,13 +128,10 @@ def case_rank(folders, runtime, role, packed, cases):
         learner = make_learner(folder, kind, runtime, role, packed=packed, checkpointing=checkpointing)
         learner.gather_once = number % 3 == 1
         rollout, *_ = rows_of(learner)
-        for weight, parameter in learner.sharded().items():  # a checkpoint says the same of it as the folder's reader
-            whole: Any = described(learner.model, weight, parameter)
-            shape, at = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
-            rows, *columns = bounds(learner.model, weight, parameter)
-            assert (rows.stop - rows.start, *(c.stop - c.start for c in columns)) == shape[: 1 + len(columns)]
-            assert rows.start == rows.stop or (rows.start, *(c.start for c in columns)) == at[: 1 + len(columns)]
         before = full_weights(learner)
+        for weight, parameter in learner.sharded().items():
+            due = before[weight][bounds(learner.model, weight, parameter)]
+            assert torch.equal(local(parameter).view_as(due), due)
         (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind), fields=1)
         by_row = dict(zip(rollout.rows, [x.tolist() for x in rollout.split(out)], strict=True))
         found[case] = by_row, train(learner, kind), before, full_weights(learner)

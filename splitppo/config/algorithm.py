@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Offload = Literal["none", "optimizer", "all"]
+Offload = Literal["auto", "none", "optimizer", "all"]
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class PolicyConfig:
     freeze: tuple[str, ...] = ()
     """What is not trained: `attention` (linear attention, too), `embeddings` (and an output layer tied to them), `body`
     (all but the output layer), or regular expressions that are searched in a weight's Hugging Face name."""
-    offload: Offload = "none"
+    offload: Offload = "auto"
     """What is in pinned host memory while it is not needed. `optimizer`: AdamW's two moments, but in its step. `all`:
-    the weights' shards, too, between the policy's turns. Changes no result."""
+    the weights' shards, too, between the policy's turns. `auto`: none; but in a colocated run what makes it fit, by the
+    estimated memory. Changes no result."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
@@ -86,7 +87,7 @@ class ValueConfig:
     """Passes over the rollout in each of these steps."""
     pretrain_patience: int = 5
     """Pretraining ends early after this many steps without a new highest explained variance on fresh rows. 0: never."""
-    offload: Offload = "none"
+    offload: Offload = "auto"
     """As `policy.offload`."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 

@@ -2,10 +2,13 @@
 
 import functools
 import os
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -23,7 +26,8 @@ from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.models.build import count_parameters
 from splitppo.models.tokenizer import vocabulary_size
-from splitppo.placement import Placement
+from splitppo.placement import Placement, check_cut
+from splitppo.rollout import Request, Sample
 
 EngineKind = Literal["hf", "vllm"]
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
@@ -69,7 +73,13 @@ def check_engine(
             raise UserError(f"{name}={value} is not in vLLM's range; use a value from {COLDEST} to {HOTTEST}")
     if device == "cpu" and config.engine.sleep not in ("auto", "off"):
         raise UserError(f"engine.sleep={config.engine.sleep} needs a GPU; use auto or off")
-    _check_tensor_parallel(config.engine.tensor_parallel, placement.groups["actor"], local_world, model_config)
+    size, text = config.engine.tensor_parallel, model_config.get_text_config(decoder=True)
+    check_cut("the engine's", "engine", size, "actor", placement, local_world=local_world)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
+        raise UserError(f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size")
 
 
 def _check_hf(config: Config, device: str) -> None:
@@ -80,25 +90,6 @@ def _check_hf(config: Config, device: str) -> None:
             if engine.kind == "auto" and device == "cuda":
                 remedy = f"vLLM is not installed: {_installation(device)}, or use {default}"
             raise UserError(f"engine.{name}={value} is for vLLM only; {remedy}")
-
-
-def _check_tensor_parallel(size: int, ranks: tuple[int, ...], local_world: int, model_config: PretrainedConfig) -> None:
-    if len(ranks) % size:
-        fitting = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
-        raise UserError(f"engine.tensor_parallel={size} does not divide {len(ranks)} actor ranks; use one of {fitting}")
-    for first in range(0, len(ranks), size):
-        members = ranks[first : first + size]
-        if len({rank // local_world for rank in members}) > 1:
-            raise UserError(
-                f"engine.tensor_parallel={size}: actor ranks {list(members)} are on several nodes; "
-                "use a size that divides the actor ranks of each node"
-            )
-    text = model_config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
-        raise UserError(f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size")
 
 
 def _installation(device: str) -> str:
@@ -223,6 +214,38 @@ def finish_start(engine: RolloutEngine) -> str:
     parts += [f"{facts['graphs']} CUDA graphs"] if facts["graphs"] else []
     parts += [] if facts["steady"] else ["vLLM's own scheduling"]
     return f"engine: {', '.join(parts)}, KV cache for {facts['kv_tokens']:,} tokens"
+
+
+def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
+    """This rank's engine, joined with those of its tensor-parallel set, if it has one."""
+    return engine if group.set_size == 1 else cast(RolloutEngine, _Joined(engine, group))
+
+
+class _Joined:
+    """This rank's engine, but for `generate`, which all ranks of the set call with the same requests."""
+
+    def __init__(self, engine: RolloutEngine, group: Group):
+        self.engine, self.group = engine, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, **noise: int
+    ) -> Generator[list[Sample], None, None]:
+        """Yields the rows of all engines of the set, in the same order on all of its ranks. The order is that of the
+        engines' own, in turn, so it does not depend on which of them is the faster."""
+        group, found = self.group, []
+        waiting: list[deque[Sample]] = [deque() for _ in range(group.set_size)]
+        own = self.engine.generate(requests[group.set_rank :: group.set_size], sampling, **cast(Any, noise))
+        with closing(own):
+            while found != [None] * group.set_size:
+                found, ready = group.gather_set(next(own, None)), []
+                for rows, part in zip(waiting, found, strict=True):
+                    rows.extend(part or ())
+                while any(waiting) and all(rows or part is None for rows, part in zip(waiting, found, strict=True)):
+                    ready += [rows.popleft() for rows in waiting if rows]
+                yield ready
 
 
 def most_rows(config: Config, ranks: int) -> int:

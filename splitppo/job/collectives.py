@@ -1,7 +1,7 @@
 """The process groups, and what the ranks of a group exchange: sums, maxima, small objects, all through host memory."""
 
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo.algo import Moments, merge_moments
 from splitppo.config import ShardSize
 from splitppo.job.launch import Launch
-from splitppo.placement import Placement, Role, in_sets, replicas
+from splitppo.placement import Placement, Role, replicas
+
+SHARDED = ("replica", "shard")  # axes over which weights are sharded; the second alone if there is one replica
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,24 @@ class TensorSet:
     """Ranks that run each layer of a model together, as one of them sees them.
 
     Attributes:
-        group: their process group. rank: this rank's place in it. size: how many they are.
+        mesh: its first axis is the set, the others are those of `line`. A part of a weight belongs to each place.
         line: the mesh over which this rank's part of a layer is sharded; as in `Runtime.shards`.
-        grid: mesh of set x line. It says which rank holds which part of a weight; nothing communicates over it.
         peers: sets of the role's group that are joined in this set, as a group whose ranks have different rows. None if
             the set is one of the group's own.
     """
 
-    group: Any
-    rank: int
-    size: int
+    mesh: DeviceMesh
     line: DeviceMesh
-    grid: DeviceMesh
     peers: Group | None
+
+    @property
+    def group(self) -> Any:
+        """The process group of the set."""
+        return self.mesh.get_group(0)
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size(0)
 
 
 class _Maker:
@@ -139,43 +146,32 @@ class _Maker:
         self.rank, self.device, self.new_group = rank, device, new_group
         self.made: dict[str, Any] = {}
 
-    def line(self, lines: Iterable[Sequence[int]]) -> Any:
-        """Makes a process group of each of these lines of ranks; returns the one that holds this rank, or None."""
-        lines = [list(ranks) for ranks in lines]
-        if (key := str(lines)) not in self.made:
-            groups = [self.new_group(ranks) for ranks in lines]
+    def line(self, lines: Tensor) -> Any:
+        """Makes a process group of each row of `[groups, ranks]`; returns the one that holds this rank, or None."""
+        if (key := str(lines.tolist())) not in self.made:
+            groups = [self.new_group(ranks) for ranks in lines.tolist()]
             self.made[key] = next((g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None)
         return self.made[key]
 
-    def mesh(self, blocks: Sequence[Sequence[Sequence[int]]], *names: str) -> DeviceMesh | None:
-        """The mesh of the block, some rows of ranks, that holds this rank. With one name a block has one row."""
-        rows = self.line(row for block in blocks for row in block)
-        columns = self.line(row for block in blocks for row in zip(*block, strict=True)) if len(names) > 1 else None
-        for block in blocks:
-            if any(self.rank in row for row in block):
-                groups, ranks = ([columns, rows], [*map(list, block)]) if len(names) > 1 else (rows, list(block[0]))
-                return DeviceMesh.from_group(groups, self.device, mesh=cast(Any, ranks), mesh_dim_names=names)
-        return None
+    def mesh(self, blocks: Tensor, *names: str) -> DeviceMesh | None:
+        """The mesh of the block, of these `[blocks, ...]` of ranks, that holds this rank."""
+        groups = [self.line(blocks.movedim(axis + 1, -1).flatten(0, -2)) for axis in range(len(names))]
+        own: Any = [block for block in blocks if self.rank in block]
+        return DeviceMesh.from_group(groups, self.device, mesh=own[0], mesh_dim_names=names) if own else None
 
-    def groups(self, wholes: Sequence[Sequence[int]], size: int) -> Group | None:
-        """The group, of those with these ranks, that holds this rank; its sets have `size` of them."""
-        whole = self.line(wholes)
-        blocks = [in_sets(ranks, size) if size > 1 else [ranks] for ranks in wholes]
-        mesh = self.mesh(blocks, *(("rows", "set") if size > 1 else ("rows",)))
+    def group(self, wholes: Tensor, size: int) -> Group | None:
+        """The group, of these `[groups, ranks]`, that holds this rank; its sets have `size` of them."""
+        whole, blocks = self.line(wholes), wholes.unflatten(1, (-1, size)) if size > 1 else wholes
+        mesh = self.mesh(blocks, *("rows", "set")[: blocks.ndim - 1])
         return Group.of(mesh, whole) if mesh else None
 
-    def tensor_set(self, replicas: Sequence[Sequence[int]], size: int, least: int) -> "TensorSet | None":
-        """The set of `size` ranks that holds this rank; the sets of its role's group have `least` ranks."""
-        sets = [part for ranks in replicas for part in in_sets(ranks, size)]
-        lines = [[ranks[i::size] for ranks in replicas] for i in range(size)]
-        names = ("replica", "shard") if len(replicas) > 1 else ("shard",)
-        group, line = self.line(sets), self.mesh(lines, *names)
-        peers = self.groups(sets, least) if size > least else None
-        if line is None:
-            return None
-        grid: Any = lines if len(replicas) > 1 else [ranks for (ranks,) in lines]
-        where = DeviceMesh(self.device, grid, mesh_dim_names=("set", *names), _init_backend=False)
-        return TensorSet(group, dist.get_rank(group), size, line, where, peers)
+    def tensor_set(self, held: Tensor, size: int, least: int) -> TensorSet | None:
+        """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or `[replicas, ranks]`; the
+        sets of its group have `least`."""
+        names = SHARDED[-held.ndim :]
+        mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "set", *names)
+        peers = self.group(held.reshape(-1, size), least) if size > least else None
+        return TensorSet(mesh, mesh[names], peers) if mesh else None
 
 
 def make_groups(
@@ -201,9 +197,9 @@ def make_groups(
     groups, shards, sets, saving = {}, {}, {}, {}
     for role, ranks in placement.groups.items():
         own, *_ = sizes = set_sizes.get(role, [1])
-        held = replicas(role, placement, shard_size, local_world=launch.local_world)
-        names = ("replica", "shard") if len(held) > 1 else ("shard",)
-        group, mesh = maker.groups([ranks], own), maker.mesh([held], *names)
+        held = torch.tensor(replicas(role, placement, shard_size, local_world=launch.local_world)).squeeze(0)
+        group = maker.group(torch.tensor([ranks]), own)
+        mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
         made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
         if group and mesh:
             groups[role], shards[role] = group, mesh

@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from splitppo.models.build import Kind, build, shorten
 from splitppo.models.sharding import transformer_layers
 
 TRACED = "splitppo_traced"
+PRODUCTS = [torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm]
+PRODUCTS += [torch.ops.aten.convolution]
 TOKENS = 64  # of the traced row
 TRACED_LAYERS = 8
 TYPICAL = 20  # hidden states that a layer keeps of a token, for models that can't be traced
@@ -25,8 +27,8 @@ class Footprint:
     Attributes:
         layer: parameters of the largest layer. root: those outside the layers, tied ones once. layers: how many.
         vocabulary: ids that the output layer knows; 0 without an output layer.
-        saved: what autograd keeps of all layers. largest: of the layer that keeps the most. hidden: a hidden state.
-        widest: the widest result of a matrix product in a layer.
+        saved: what autograd keeps of a layer. hidden: a hidden state. widest: the widest input or output of a layer's
+            matrices.
     """
 
     layer: int
@@ -34,90 +36,64 @@ class Footprint:
     vocabulary: int
     layers: int
     saved: float
-    largest: float
-    hidden: float
-    widest: float
+    hidden: int
+    widest: int
 
 
 def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool) -> Footprint:
     """Of a model that runs in `dtype`. In lower precision, compiled layers make again what no matrix product needs."""
-    trace, whole = _Trace(), config.num_hidden_layers
+    whole = config.num_hidden_layers
     config = deepcopy(shorten(config, min(whole, TRACED_LAYERS), ""))
-    config._attn_implementation = TRACED
     model: Any = build(config, kind, dtype).to("meta")
-    layers, at = transformer_layers(model), [0]
-    noted: list[tuple[int, Tensor]] = []  # the layer that ran, and what autograd keeps
-    for i, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, i=i: at.__setitem__(0, i))
-    layers[-1].register_forward_hook(lambda *_: at.__setitem__(0, len(layers)))
+    layers, hidden = transformer_layers(model), config.hidden_size * dtype.itemsize
+    saved, read, products = [], [], _Products()  # what autograd keeps; what modules without parts, as norms, read
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Stands for a kernel that keeps its inputs, its result and a number a token and head."""
+        out, sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), q.new_empty(q.shape[:3]).float()
+        saved.extend([q, k, v, out, sums])
+        products.seen.extend([q, k, v, out, sums])
+        return out, None
+
+    AttentionInterface.register(TRACED, attend)
+    model.config._attn_implementation = TRACED
+    for module in (module for module in model.modules() if not [*module.children()]):
+        module.register_forward_pre_hook(lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor)))
     body, ids = getattr(model, model.base_model_prefix), torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    hidden, failed = config.hidden_size * dtype.itemsize, False
     try:
-        with trace, torch.autograd.graph.saved_tensors_hooks(lambda x: noted.append((at[0], x)) or x, lambda x: x):
+        with products, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             body(input_ids=ids, use_cache=False)
+        if compiled and dtype != torch.float32:
+            needed = {_key(x) for x in products.seen if isinstance(x, Tensor)}
+            saved = [x for x in saved if _key(x) in needed] + read
+        known = {_key(x) for x in (*model.parameters(), *model.buffers())}
+        sizes = {key: x.untyped_storage().nbytes() for x in saved if (key := _key(x)) not in known}
+        a_layer = sum(sizes.values()) / TOKENS / len(layers)
     except Exception:  # a model's own code may ask for values, and meta tensors have none
-        failed = True
-    seen, sizes = {_key(x) for x in (*model.parameters(), *model.buffers())}, [0.0] * (len(layers) + 1)
-    for i, tensor in noted:
-        if compiled and dtype != torch.float32 and i < len(layers):
-            source = trace.cast_from.get(_key(tensor))
-            if source is None and _key(tensor) not in trace.kept:
-                continue
-            tensor = tensor if source is None else source
-        if _key(tensor) not in seen:
-            seen.add(_key(tensor))
-            sizes[i] += tensor.untyped_storage().nbytes() / TOKENS
-    if failed:
-        sizes, trace.widest = [TYPICAL * hidden] * len(layers) + [0.0], 4 * hidden * TOKENS
-    inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
+        a_layer = TYPICAL * hidden
+    inside = {id(p): p for layer in layers for p in layer.parameters()}
     return Footprint(
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-        root=sum(p.numel() for p in model.parameters()) - sum(inside.values()),
+        root=sum(p.numel() for p in model.parameters() if id(p) not in inside),
         vocabulary=model.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
         layers=whole,
-        saved=sum(sizes[:-1]) * whole / len(layers) + sizes[-1],
-        largest=max(sizes[:-1]),
+        saved=a_layer,
         hidden=hidden,
-        widest=trace.widest / TOKENS,
+        widest=max(max(p.shape) for p in inside.values() if p.ndim == 2) * dtype.itemsize,
     )
 
 
-class _Attention(torch.autograd.Function):
-    """Stands for a kernel that keeps its inputs, its result and a number a token and head. It runs forward alone."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.mark_dirty(tensors[3])
-        return tensors[3]
-
-
-class _Trace(TorchDispatchMode):
-    """Notes which storages matrix products read and write, and from which one a wider cast was made."""
+class _Products(TorchDispatchMode):
+    """Notes what matrix products read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: set[int] = set()
-        self.cast_from: dict[int, Tensor] = {}
-        self.alive: list[Tensor] = []  # so that no storage's number is given to another
-        self.widest = 0
-        AttentionInterface.register(TRACED, self._attend)
-
-    def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        out, sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), q.new_empty(q.shape[:3]).float()
-        self.kept |= {_key(x) for x in (q, k, v, out, sums)}
-        return cast(Tensor, _Attention.apply(q, k, v, out, sums)), None
+        self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if isinstance(out, Tensor):
-            self.alive.append(out)
-            if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
-                self.kept |= {_key(x) for x in (*args, out) if isinstance(x, Tensor)}
-                self.widest = max(self.widest, out.nbytes)
-            if name == "_to_copy" and args[0].nbytes < out.nbytes:
-                self.cast_from[_key(out)] = args[0]
+        if func.overloadpacket in PRODUCTS:
+            self.seen += [*args, out]
         return out
 
 

@@ -1,7 +1,7 @@
 """Tensors that wait in host memory, pinned for a GPU. Copies run on streams of their own, while the GPU goes on."""
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, cycle, groupby
 from typing import Any
 
 import torch
@@ -25,50 +25,69 @@ def host_copy(tensor: Tensor) -> Tensor:
     return DTensor.from_local(copy, mesh_of(copy, tensor.device_mesh), tensor.placements, run_check=False, **whole)
 
 
-class HostShards:
-    """A sharded model's weights, in host memory between uses.
+class Offloaded:
+    """Tensors whose memory on the device is given back while they are not needed. All that refers to them stays as it
+    is, as where FSDP gives back gathered weights.
 
-    All that refers to a shard stays as it is. Only its memory on the device is given back meanwhile, as FSDP gives back
-    gathered weights.
+    Args:
+        pairs: each tensor, which has its storage alone, and its copy in host memory.
+        stream: for the copies.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.model, self.stream = model, _stream(device)
-        self.held: list[tuple[torch.UntypedStorage, Tensor]] = []  # of each shard, and its bytes in host memory
-        self.here = True
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None):
+        self.pairs, self.stream, self.here = pairs, stream, True
 
     def fetch(self) -> None:
-        """Brings the shards to the device, unless they are there."""
-        if self.here:
-            return
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
-        for storage, copy in self.held:
-            storage.resize_(copy.nbytes)
-            _copy(_bytes(storage), copy, None)
+        """Begins to bring the tensors to the device, unless they are there; `arrive` comes before their use."""
+        if not self.here:
+            for tensor, _ in self.pairs:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+            self._copy(to_host=False)
         self.here = True
 
+    def arrive(self) -> None:
+        """What the device does from here on waits for the copies."""
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
     def release(self, *, changed: bool) -> None:
-        """Gives back the shards' memory on the device; `changed`: whether the weights may differ from the copy."""
-        if not self.here:
-            return
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves the root's weights gathered
-        if not self.held:
-            pinned, changed = self.stream is not None, True
-            storages = {x.data_ptr(): x for p in self.model.parameters() if (x := local(p).untyped_storage()).nbytes()}
-            for storage in storages.values():
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                self.held.append((storage, copy))
+        """Gives back the memory on the device; `changed`: whether the tensors may differ from the copies."""
+        if self.here and changed:
+            self._copy(to_host=True)
+        for tensor, _ in self.pairs:
+            tensor.untyped_storage().resize_(0)
+        self.here = False
+
+    def _copy(self, *, to_host: bool) -> None:
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
-        for storage, copy in self.held:
-            if changed:
-                with torch.cuda.stream(self.stream):
-                    _copy(copy, _bytes(storage), self.stream)
-            storage.resize_(0)
-        self.here = False
+        with torch.cuda.stream(self.stream):
+            for tensor, copy in self.pairs:
+                to, source = (copy, tensor) if to_host else (tensor, copy)
+                to.copy_(source, non_blocking=True)
+                if self.stream and to_host:
+                    tensor.record_stream(self.stream)  # its memory is not given to others before the copy has ended
+
+
+class HostShards(Offloaded):
+    """A sharded model's weights, in host memory between uses."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        storages = {x.data_ptr(): x for p in model.parameters() if (x := local(p).untyped_storage()).nbytes()}
+        shards = [torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in storages.values()]
+        super().__init__([(shard, host_copy(shard)) for shard in shards], _stream(device))
+        self.model = model
+        self._copy(to_host=True)
+
+    def fetch(self) -> None:
+        super().fetch()
+        self.arrive()
+
+    def release(self, *, changed: bool) -> None:
+        for module in self.model.modules() if self.here else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves the root's weights gathered
+        super().release(changed=changed)
 
 
 class HostState:
@@ -76,76 +95,51 @@ class HostState:
     one comes and the last one goes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.optimizer, self.coming, self.going = optimizer, _stream(device), _stream(device)
+        self.optimizer, self.parts = optimizer, []
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}  # as `state_of`, with the moments in host memory
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ends = accumulate(2 * local(parameter).nbytes for parameter in parameters)
+        streams = cycle([_stream(device) for _ in range(3)])  # of the parts that come, are used, and go
+        for _, part in groupby(zip(ends, parameters, strict=True), key=lambda pair: pair[0] // PART):
+            pairs, own = [], [parameter for _, parameter in part]
+            for parameter in own:
+                state = state_of(optimizer, parameter)
+                hosts = {kind: host_copy(state[kind]) for kind in MOMENTS}
+                self.state[parameter] = state | hosts
+                pairs += [(local(state[kind]), local(copy).zero_()) for kind, copy in hosts.items()]
+            moments = Offloaded(pairs, next(streams))
+            moments.release(changed=False)
+            self.parts.append((own, moments))
 
     def step(self) -> None:
         """The optimizer's step. Each part is a step of the optimizer, in which its parameters alone have gradients."""
-        gradients = {p: p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
-        sizes = accumulate([2 * local(parameter).nbytes for parameter in gradients])
-        parts = groupby([*zip(sizes, gradients, strict=True)], key=lambda pair: pair[0] // PART)
-        for parameter in gradients:
-            parameter.grad = None
-        if self.coming and self.going:
-            self.coming.wait_stream(self.going)
-        arriving = (self._fetch([parameter for _, parameter in part]) for _, part in parts)
-        following = next(arriving, None)
-        while following:
-            (part, arrived), following = following, next(arriving, None)
-            if arrived:
-                torch.cuda.current_stream().wait_event(arrived)
-            hosts = {parameter: dict(self.optimizer.state[parameter]) for parameter in part}
-            for parameter, moments in part.items():
+        gradients = {parameter: parameter.grad for parameter in self.state}
+        self.optimizer.zero_grad()
+        for (part, moments), (_, following) in zip(self.parts, self.parts[1:] + self.parts[-1:], strict=True):
+            moments.fetch()
+            following.fetch()
+            moments.arrive()
+            for parameter in part:
                 parameter.grad = gradients.pop(parameter)
-                self.optimizer.state[parameter] |= moments
             self.optimizer.step()
-            if self.going:
-                self.going.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.going):
-                for parameter, moments in part.items():
-                    for kind, tensor in moments.items():
-                        _copy(local(hosts[parameter][kind]), local(tensor), self.going)
-                    self.optimizer.state[parameter] |= hosts[parameter]
-                    parameter.grad = None
+            self.optimizer.zero_grad()
+            moments.release(changed=True)
 
     def finish(self) -> None:
         """Waits until all moments are in host memory."""
-        if self.going:
-            self.going.synchronize()
-
-    def _fetch(self, parameters: Sequence[nn.Parameter]) -> tuple[dict[nn.Parameter, dict[str, Tensor]], Any]:
-        """The moments of some parameters on the device, and the event of their arrival."""
-        part = {p: {kind: torch.empty_like(p.detach()) for kind in MOMENTS} for p in parameters}
-        if self.coming:
-            self.coming.wait_stream(torch.cuda.current_stream())  # their memory may have been in use till now
-        with torch.cuda.stream(self.coming):
-            for parameter, moments in part.items():
-                state = state_of(self.optimizer, parameter, on_host=True)
-                for kind, tensor in moments.items():
-                    _copy(local(tensor), local(state[kind]), None)
-        return part, self.coming.record_event() if self.coming else None
+        for stream in {moments.stream for _, moments in self.parts if moments.stream}:
+            stream.synchronize()
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, on_host: bool) -> dict[str, Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """AdamW's state of a parameter, as its first step would make it; the tensors themselves, not copies."""
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         for kind in MOMENTS:
-            state[kind] = host_copy(parameter.detach()) if on_host else torch.empty_like(parameter.detach())
-            local(state[kind]).zero_()
+            state[kind] = torch.zeros_like(parameter.detach())
     return state
-
-
-def _copy(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> None:
-    """Copies while the host goes on; on a stream of its own the source's memory is not given to others before."""
-    to.copy_(source, non_blocking=True)
-    if stream:
-        source.record_stream(stream)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

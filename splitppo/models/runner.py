@@ -14,7 +14,7 @@ from splitppo.models.balance import gather_samples
 from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
-from splitppo.models.sharding import set_of
+from splitppo.models.tensor import parts_of
 from splitppo.rollout import Rollout, Sample
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
@@ -78,8 +78,8 @@ class Frozen:
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner = model, runner
         self.shards = HostShards(model, runner.device) if offload else None
-        tensor = set_of(model)
-        self.peers = tensor.peers if tensor else None
+        ranks = parts_of(model).ranks
+        self.peers = ranks.peers if ranks else None
         self.release_memory()
 
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:

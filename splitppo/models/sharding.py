@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from splitppo.job.collectives import TensorSet
 from splitppo.models.build import hf_name
@@ -41,8 +42,7 @@ def parallelize(
     """
     cast(Any, model).mesh = mesh
     if tensor:
-        cut_layers(model, tensor.size, tensor.group.group_name)
-        cast(Any, model).tensor = tensor
+        cut_layers(model, tensor.size, tensor)
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
@@ -92,23 +92,21 @@ def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) 
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
     them all, or one a mesh; all ranks call it. The tensors may share memory with the parameters (in a group of one) or
     with each other."""
-    parts, tensor, found = parts_of(model), set_of(model), {}
+    parts, found = parts_of(model), {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
-    if tensor and (cut := {name: full for name, full in found.items() if name in parts.axes}):
-        sizes = [full.numel() for full in cut.values()]
-        own = torch.cat([full.reshape(-1) for full in cut.values()])
-        gathered = own.new_empty(tensor.size * len(own))
-        dist.all_gather_into_tensor(gathered, own, group=tensor.group)
-        for (name, full), pieces in zip(cut.items(), gathered.view(tensor.size, -1).split(sizes, dim=1), strict=True):
+    cut = {name: full for name, full in found.items() if name in parts.axes}
+    if parts.ranks and cut:
+        gathered = _all_gather(torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group)
+        split = gathered.split([full.numel() for full in cut.values()], dim=1)
+        for (name, full), pieces in zip(cut.items(), split, strict=True):
             found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
     return found.items()
 
 
 def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Tensor]:
     """The full tensors, in one message, of parameters that are sharded over the last axis of one mesh."""
-    parameters, axis = list(named.values()), mesh.ndim - 1
-    ranks = mesh.size(axis)
+    parameters, ranks = list(named.values()), mesh.size(mesh.ndim - 1)
     if ranks == 1:
         return {name: local(parameter).to(dtype) for name, parameter in named.items()}
     rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
@@ -116,11 +114,16 @@ def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtyp
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
-    gathered = shards.new_empty(ranks * len(shards))
-    dist.all_gather_into_tensor(gathered, shards, group=mesh.get_group(axis))
-    parts = gathered.view(ranks, -1).split(sizes, dim=1)
+    parts = _all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
     full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
     return dict(zip(named, full, strict=True))
+
+
+def _all_gather(own: Tensor, group: Any) -> Tensor:
+    """What all ranks of a group have, `[ranks, n]`."""
+    gathered = own.new_empty(dist.get_world_size(group) * len(own))
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    return gathered.view(-1, len(own))
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -130,32 +133,24 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def bounds(model: nn.Module, name: str, parameter: Tensor) -> tuple[slice, ...]:
-    """Which rows, and perhaps columns, of a full weight this rank has: fully_shard cuts axis 0 of the weight, or of a
-    set's part of it, as torch.chunk does."""
-    if not isinstance(parameter, DTensor):
+    """Which part of the full weight this rank has, axis by axis; () for all of it."""
+    whole = described(model, name, parameter)
+    if not isinstance(whole, DTensor):
         return ()
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    step = -(-rows // size)
-    first, last = min(rank * step, rows), min((rank + 1) * step, rows)
-    axis, tensor = parts_of(model).axes.get(name), set_of(model)
-    at = tensor.rank * parameter.shape[axis] if tensor and axis is not None else 0
-    if axis == 1:
-        return slice(first, last), slice(at, at + parameter.shape[1])
-    return (slice(at + first, at + last),)
+    shape, at = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return tuple(slice(first, first + length) for first, length in zip(at, shape, strict=True))
 
 
 def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    """A parameter, or a tensor sharded as it is, as a part of the full weight (for checkpoints). It shares memory."""
-    parts, tensor = parts_of(model), set_of(model)
-    if not tensor or name not in parts.axes or not isinstance(parameter, DTensor):
+    """A parameter, or a tensor sharded as it is, as a part of the full weight. It shares memory."""
+    parts = parts_of(model)
+    if not parts.ranks or name not in parts.axes or not isinstance(parameter, DTensor):
         return parameter
     # in the order in which they cut: first the set, then fully_shard (after an axis of replicas, which don't)
-    where = [Shard(parts.axes[name]), *[Replicate()] * (tensor.grid.ndim - 2), Shard(0)]
-    shape = torch.Size(parts.whole(name, parameter))
-    whole: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    own = local(parameter)
-    return DTensor.from_local(own, mesh_of(own, tensor.grid), where, run_check=False, **whole)
+    where, own, shape = [Shard(parts.axes[name]), *parameter.placements], local(parameter), [*parameter.shape]
+    shape[parts.axes[name]] *= parts.ranks.size
+    whole: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(own, mesh_of(own, parts.ranks.mesh), where, run_check=False, **whole)
 
 
 def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:
@@ -168,25 +163,19 @@ def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
-    parts, tensor = parts_of(model), set_of(model)
-    named = {hf_name(name): local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    if tensor and (partial := [named[name] for name in parts.partial if name in named]):
+    parts, ranks, mesh = parts_of(model), parts_of(model).ranks, getattr(model, "mesh", None)
+    named = {hf_name(name): parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = [local(cast(Tensor, parameter.grad)) for parameter in named.values()]
+    if ranks and (partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]):
         flat = torch.cat([grad.flatten() for grad in partial])
-        dist.all_reduce(flat, group=tensor.group)
+        dist.all_reduce(flat, group=ranks.group)
         for grad, total in zip(partial, flat.split([grad.numel() for grad in partial]), strict=True):
             grad.copy_(total.view_as(grad))
-    squares = torch.stack(torch._foreach_norm([*named.values()])).square()
-    if tensor:  # what each rank of a set holds, such as norms, counts once
-        meshes = {hf_name(name): cast(DTensor, p).device_mesh for name, p in model.named_parameters()}
-        held = [name not in parts.axes and meshes[name] == tensor.line for name in named]
-        for i in (i for i, copied in enumerate(held) if copied):
-            squares[i] /= tensor.size
-    total, mesh = squares.sum(), getattr(model, "mesh", None)
+    squares = torch.stack(torch._foreach_norm(grads)).square()
+    for i, (name, parameter) in enumerate(named.items()):
+        if ranks and name not in parts.axes and cast(DTensor, parameter).device_mesh == ranks.line:
+            squares[i] /= ranks.size  # what each rank of a set holds, such as norms, counts once
+    total = squares.sum()
     if mesh is not None:
         dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
     return total.sqrt()
-
-
-def set_of(model: nn.Module) -> TensorSet | None:
-    """The ranks that share the layers of a model, if `parallelize` got a set."""
-    return getattr(model, "tensor", None)

@@ -11,6 +11,7 @@ The parts are plain tensors, so fully_shard, optimizer and compiler treat them a
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from splitppo.errors import UserError
+from splitppo.job.collectives import TensorSet
 from splitppo.models.build import Kind, build
 
 AXES = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
@@ -29,18 +31,14 @@ class Parts:
     """What a set has cut of a model, by Hugging Face names.
 
     Attributes:
-        axes: weight -> the axis along which it is cut. size: ranks of the set.
+        ranks: the set; None if layers are whole.
+        axes: weight -> the axis along which it is cut.
         partial: weights that are whole on all ranks, of whose gradient each has a part.
     """
 
-    size: int = 1
+    ranks: TensorSet | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
-
-    def whole(self, name: str, tensor: Tensor) -> list[int]:
-        """The shape of the weight of which a rank of the set holds `tensor`."""
-        axis = self.axes.get(name)
-        return [length * (self.size if i == axis else 1) for i, length in enumerate(tensor.shape)]
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -50,38 +48,38 @@ def parts_of(model: nn.Module) -> Parts:
 def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) -> None:
     """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size` parts."""
     try:
-        cut_layers(build(config, kind), size, "")
+        cut_layers(build(config, kind), size)
     except ValueError as error:
         raise UserError(f"{setting} with tensor_parallel={size}: {error}; use another size or model") from error
 
 
-def cut_layers(model: nn.Module, size: int, group: str) -> None:
+def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> None:
     """Leaves each layer of a model on the meta device one of `size` parts of its weights, in place. Which part a rank
-    holds is decided by what its weights are filled with (weights.py).
-
-    Args:
-        group: name of the set's process group.
+    holds is decided by what its weights are filled with (weights.py). Without `ranks` it can't run.
 
     Raises:
         ValueError: the model has no plan, one that is not in this version, or parts of different sizes.
     """
-    styles, axes = _styles(model, size), {}
+    styles, axes, group = _styles(model, size), {}, ranks.group.group_name if ranks else ""
     for name, style in styles.items():
         module = model.get_submodule(name)
         for part, axis in AXES.get(style, {}).items():
             if (weight := getattr(module, part)) is not None:
                 if weight.shape[axis] % size:
                     raise ValueError(f"axis {axis} of {name}.{part} has length {weight.shape[axis]}, no multiple of it")
-                shape = [length // (size if i == axis else 1) for i, length in enumerate(weight.shape)]
-                setattr(module, part, nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad))
+                own = nn.Parameter(weight.detach().chunk(size, axis)[0].clone(), weight.requires_grad)
+                setattr(module, part, own)
                 axes[f"{name}.{part}"] = axis
         if style == "rowwise":
             module.__class__, cast(Any, module).group = _RowLinear, group
     for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
-        _check_covered(model, name, styles)
-        model.get_submodule(name).register_forward_pre_hook(_Enter(group), with_kwargs=True)
-    partial = [name for name, _ in model.named_parameters() if styles.get(name.rpartition(".")[0]) == PARTIAL]
-    cast(Any, model).parts = Parts(size, axes, tuple(partial))
+        parent = model.get_submodule(name)
+        for weight, _ in parent.named_parameters(prefix=name):
+            if weight.rpartition(".")[0] not in styles:  # parts of the module are cut, and it may need a part of this
+                raise ValueError(f"transformers' plan does not speak of {weight}")
+        parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
+    shared = [name for name, _ in model.named_parameters() if styles.get(name.rpartition(".")[0]) == PARTIAL]
+    cast(Any, model).parts = Parts(ranks, axes, tuple(shared))
 
 
 def _styles(model: nn.Module, size: int) -> dict[str, str]:
@@ -103,13 +101,6 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     return found
 
 
-def _check_covered(model: nn.Module, parent: str, styles: Mapping[str, str]) -> None:
-    """The modules of which parts are cut must hold no weight of which the plan does not speak."""
-    for name, _ in model.get_submodule(parent).named_parameters(prefix=parent):
-        if name.rpartition(".")[0] not in styles:
-            raise ValueError(f"transformers' plan does not speak of {name}")
-
-
 class _RowLinear(nn.Linear):
     """Inputs and weight are parts; the output is whole."""
 
@@ -120,16 +111,11 @@ class _RowLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-@dataclass(frozen=True)
-class _Enter:
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: str) -> tuple[Any, Any]:
     """Hook of an attention or MLP: its input is whole, and what reads it has parts."""
-
-    group: str
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (_Copy.apply(args[0], self.group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _Copy.apply(kwargs["hidden_states"], self.group)}
+    if args:
+        return (_Copy.apply(args[0], group), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _Copy.apply(kwargs["hidden_states"], group)}
 
 
 def _all_reduce(tensor: Tensor, group: str) -> Tensor:

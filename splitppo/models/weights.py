@@ -20,8 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
 from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
-from splitppo.models.sharding import bounds, local
-from splitppo.models.tensor import parts_of
+from splitppo.models.sharding import bounds, described, local
 
 Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -147,7 +146,7 @@ def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float)
     if name.endswith("bias") or parameter.ndim < 2:
         return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
     generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.randn(parts_of(model).whole(name, parameter), generator=generator, device=own.device) * std
+    full = torch.randn(described(model, name, parameter).shape, generator=generator, device=own.device) * std
     return full[bounds(model, name, parameter)]
 
 
@@ -217,7 +216,7 @@ class _Weights:
         optional = {*buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
         for name, tensor in (parameters | buffers).items():
             if name in self.names:
-                whole = parts_of(self.model).whole(name, tensor)
+                whole = [*described(self.model, name, tensor).shape]
                 self._check_stored(self.names[name], whole, trained=name in parameters)
             elif name not in optional:
                 remedy = "it is another model's: take config.json and weights from one"

@@ -15,8 +15,7 @@ from splitppo.channel import Links, Wire
 from splitppo.context import Context, ownership
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import finish_start, start_engine
-from splitppo.engine.sets import over_set
+from splitppo.engine.build import finish_start, over_set, start_engine
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime

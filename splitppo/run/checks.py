@@ -54,7 +54,7 @@ def preflight(resolved: Resolved) -> None:
     device, policy = resolved.device.type, resolved.models["policy"].config
     check_engine(config, placement, device, resolved.local_world, policy)
     if gpu := memory.gpu_memory(resolved):
-        memory.check_memory(resolved, gpu)
+        memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config, config.resume)
     elif config.run_dir is None and config.checkpoint.every:

@@ -28,13 +28,14 @@ def dry_run(config: Config, launch: Launch) -> str:
     placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
     check_inputs(config)
     resolved = resolve(config, placement, local_world, device, probe=True)
-    config = resolved.config
     preflight(resolved)
+    resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
+    config = resolved.config
     data = _data(resolved)  # before anything that takes long: most mistakes are in here
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [to_toml(config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
-    parts += [f"warning: {warning}" for warning in warnings(resolved)]
+    parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
     counts = [f"{name} {f'{m.number} x ' * (m.number > 1)}{m.parameters:,}" for name, m in resolved.models.items()]
     return "\n".join([*parts, *data, f"parameters: {', '.join(counts)}", *memory.table(resolved)])
 

@@ -13,7 +13,7 @@ import transformers
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.engine.build import launch_engine
-from splitppo.errors import to_user_error
+from splitppo.errors import say, to_user_error
 from splitppo.job.device import pick_device
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -21,10 +21,10 @@ from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
+from splitppo.run import memory
 from splitppo.run.checks import check_inputs, finished, preflight
 from splitppo.run.dry_run import dry_run
 from splitppo.run.life import Run, open_run
-from splitppo.run.memory import out_of_memory
 from splitppo.run.resolve import Resolved, resolve
 
 
@@ -90,7 +90,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     if runtime.stop.before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
-    run = rank.run = open_run(agree_on_packing(resolved, runtime), runtime, engine)
+    run = rank.run = open_run(agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
     signals.close()
@@ -100,11 +100,17 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     return RESUMABLE if run.progress.stopped else 0
 
 
-def agree_on_packing(resolved: Resolved, runtime: Runtime) -> Resolved:
-    """The same, with rank 0's answers: it alone has tried which models run on packed rows."""
+def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
+    """The same, with rank 0's answers: it alone has tried which models run on packed rows; and with what must be
+    offloaded to fit the smallest GPU."""
     own = {name: model.packed for name, model in resolved.models.items()}
     packed = json.loads(runtime.broadcast("packed", lambda: json.dumps(own)))
-    return replace(resolved, models={n: replace(model, packed=packed[n]) for n, model in resolved.models.items()})
+    models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
+    sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))
+    resolved, line = memory.offloaded(replace(resolved, models=models), min(map(float, sizes)))
+    if line and runtime.launch.rank == 0:
+        say(line)
+    return resolved
 
 
 def _interrupted(rank: Rank) -> int:
@@ -125,7 +131,7 @@ def _failed(rank: Rank, error: Exception) -> int:
             users.add_note(f"on {rank.runtime.status.describe(rank.launch.rank)}")
         error = users
     if isinstance(error, torch.OutOfMemoryError) and rank.run:
-        for line in out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
+        for line in memory.out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
             error.add_note(line)
     if rank.run and (saved := rank.run.progress.last_checkpoint()):
         error.add_note(f"the last good checkpoint is {saved}")

@@ -3,9 +3,9 @@
 Activations are those of the largest micro-batch that a rank can get: its rows at their full length.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from splitppo.placement import Role, place, replicas
 from splitppo.run.resolve import Model, Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
-Change = Callable[[Resolved], Resolved]
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
 GPU = 80 * 2**30  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
+MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}  # offload -> the next kind of it
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
@@ -41,7 +41,7 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
         for phase, names, work in _turns(resolved, role, memory):
             turn = {part: size for name in names for part, (size, _) in held[name].items()}
             before = found.get(f"{role} {phase}", {})
-            parts = context | _engine_rest(resolved, role) | idle | turn | work
+            parts = context | idle | turn | work
             found[f"{role} {phase}"] = max(before, parts, key=needed)
     return found
 
@@ -72,13 +72,12 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
     Raises:
         UserError: the shortest rows would not fit either.
     """
-    phase, parts = highest(resolved, memory)
-    if needed(parts) <= memory:
+    need, phase, parts = highest(resolved, memory)
+    if need <= memory:
         return None
-    sure = SURE * sum(size for part, size in parts.items() if not part.startswith("activations"))
-    of = f"{_gib(needed(parts))} of a GPU of {_gib(memory)}"
+    of = f"{_gib(need)} of a GPU of {_gib(memory)}"
     text = f"{phase} needs about {of}: {_listed(parts)}; {remedies(resolved, memory)}"
-    if sure > memory:
+    if SURE * sum(size for part, size in parts.items() if not part.startswith("activations")) > memory:
         raise UserError(text)
     return f"with rows of full length, {text}"
 
@@ -86,7 +85,7 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
 def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4 update`)."""
     memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
-    parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[1]
+    parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
     used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
     held = f"estimated {_gib(needed(parts))} of {_gib(memory)}: {_listed(parts)}{used}"
     return [f"memory ran out in {phase!r}", held, remedies(resolved, memory)]
@@ -94,52 +93,68 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
 
 def remedies(resolved: Resolved, memory: float) -> str:
     """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
-    need, alone, together, chosen = _most(resolved, memory), [], resolved, []
-    least = need
-    for flags, change in ways(resolved):
-        if (less := _most(change(resolved), memory)) < need:
-            alone.append(f"{flags} {_gib(less)}")
-        if least > memory and (less := _most(change(together), memory)) < least:
-            least, together = less, change(together)
-            chosen.append(flags)
-    enough = f"; all of {' '.join(chosen)} {_gib(least)}" if least <= memory and len(chosen) > 1 else ""
-    return f"ways to need less: {', '.join(alone)}{enough}"
+    need, *_ = highest(resolved, memory)
+    alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
+    found = ", ".join(f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need)
+    together, chosen = fitted(resolved, memory, ("--", f"{2 * resolved.placement.world} GPUs"))
+    if (least := highest(together, memory)[0]) <= memory < min(alone.values()):
+        found += f"; enough: {' '.join(chosen.values())} {_gib(least)}"
+    return f"ways to need less: {found}"
 
 
-def highest(resolved: Resolved, memory: float) -> tuple[str, Parts]:
-    """The phase that needs most."""
-    return max(phases(resolved, memory).items(), key=lambda item: needed(item[1]))
+def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple[Resolved, dict[str, str]]:
+    """The cheapest of the ways that make a run fit, of those whose flags begin with `allowed`; all that help if it does
+    not fit. Returns the changed run, and the flags by setting."""
+    chosen: dict[str, str] = {}
+    while (need := highest(resolved, memory)[0]) > memory:
+        for flags, changed in ways(resolved):
+            if flags.startswith(allowed) and highest(changed, memory)[0] < need:
+                resolved, chosen[flags.partition(" ")[0]] = changed, flags
+                break
+        else:
+            break
+    return resolved, chosen
 
 
-def _most(resolved: Resolved, memory: float) -> float:
-    return needed(highest(resolved, memory)[1])
+def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
+    """The run with what `auto` offloads: in a colocated run what makes it fit into `memory` bytes of each GPU, else
+    nothing. Also returns a line that says so, or ""."""
+    automatic = [name for name in ("policy", "value") if resolved.offload(name) == "auto"]
+    for name in automatic:
+        resolved = with_setting(resolved, name, "offload", "none")
+    if not memory or not resolved.placement.colocated:
+        return resolved, ""
+    (before, *_), flags = highest(resolved, memory), tuple(f"--{name}.offload" for name in automatic)
+    resolved, chosen = fitted(resolved, memory, flags)
+    need = f"{_gib(before)} of a GPU of {_gib(memory)}, with it {_gib(highest(resolved, memory)[0])}"
+    off = " ".join(f"{flag} none" for flag in chosen)
+    line = f"{' '.join(chosen.values())} by itself: the run would need about {need}; {off} turns it off"
+    return resolved, line if chosen else ""
 
 
-def ways(resolved: Resolved) -> Iterator[tuple[str, Change]]:
-    """The flags of each way to need less memory, cheapest first, and the change of a resolved configuration."""
+def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
+    """The phase that needs most: its bytes, its name, and what is held."""
+    return max((needed(parts), phase, parts) for phase, parts in phases(resolved, memory).items())
+
+
+def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
+    """The flags of each way that may need less memory, cheapest first, and the run with them."""
     config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
-    has, half = resolved.models, config.compute.micro_batch_tokens // 2
+    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
+    half, least = config.compute.micro_batch_tokens // 2, max(_longest(config), FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
     movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
-    policy, value, to = config.policy.offload, config.value.offload, "offload"
-    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
-    for possible, table, name, setting in (
-        (half >= max(_longest(config), FEWEST), "compute", "micro_batch_tokens", half),
-        (not config.compute.activation_checkpointing, "compute", "activation_checkpointing", True),
-        ("reference" in has and movable, "placement", "reference", other),
-        ("reference" in has and not config.reference.offload, "reference", to, True),
-        ("reward" in has and not config.reward.model_offload, "reward", "model_offload", True),
-        (policy == "none", "policy", to, "optimizer"),
-        (value == "none", "value", to, "optimizer"),
-        (policy == "optimizer", "policy", to, "all"),
-        (value == "optimizer", "value", to, "all"),
-        (resolved.engine == "vllm" and sizes[0] % engine == 0, "engine", "tensor_parallel", engine),
-        (all(size % trainer == 0 for size in sizes), "fsdp", "tensor_parallel", trainer),
-    ):
-        if possible:
-            flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
-            yield flag, partial(with_setting, table=table, name=name, setting=setting)
-    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many
+    found: list[tuple[str, str, Any]] = [("compute", "micro_batch_tokens", half)] * (half >= least)
+    found += [("compute", "activation_checkpointing", True)] + [("placement", "reference", other)] * movable
+    found += [("reference", "offload", True), ("reward", "model_offload", True)]
+    more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
+    found += [(model, "offload", kind) for kind in ("optimizer", "all") for model in more if more[model] == kind]
+    found += [("engine", "tensor_parallel", engine)] * (resolved.engine == "vllm" and sizes[0] % engine == 0)
+    found += [("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes)
+    for table, name, setting in found:
+        flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
+        yield flag, with_setting(resolved, table, name, setting)
+    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
@@ -149,12 +164,11 @@ def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Res
 
 
 def _twice_as_many(resolved: Resolved) -> Resolved:
-    placed, world, local = resolved.config.placement, 2 * resolved.placement.world, 2 * resolved.local_world
     actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
-    if resolved.placement.colocated:
-        actor = critic = world
-    placed = replace(placed, mode=resolved.placement.mode, actor=actor, critic=critic)
-    return replace(resolved, placement=place(placed, world=world, local_world=local, gpu=True), local_world=local)
+    sizes = replace(resolved.config.placement, mode=resolved.placement.mode, actor=actor, critic=critic)
+    local_world = 2 * resolved.local_world
+    placement = place(sizes, world=2 * resolved.placement.world, local_world=local_world)
+    return replace(resolved, placement=placement, local_world=local_world)
 
 
 @cache
@@ -165,22 +179,19 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
 def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
     """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut. Embeddings
     and output layer are not cut."""
-    ranks = replicas(
-        resolved.role_of(name), resolved.placement, resolved.config.fsdp.shard_size, local_world=resolved.local_world
-    )
+    size, local_world = resolved.config.fsdp.shard_size, resolved.local_world
+    ranks = replicas(resolved.role_of(name), resolved.placement, size, local_world=local_world)[0]
     found = _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward")
-    return found, len(ranks[0]), resolved.config.tensor_parallel(name)
+    return found, len(ranks), resolved.config.tensor_parallel(name)
 
 
 def _held(resolved: Resolved, name: str) -> dict[str, tuple[float, bool]]:
     """What a rank holds of a model in its turns: bytes, and whether they stay there between its turns."""
-    config, model, (_, ranks, _) = resolved.config, resolved.models[name], _of(resolved, name)
+    model, (_, ranks, _), offload = resolved.models[name], _of(resolved, name), resolved.offload(name)
     if name in ("reference", "reward"):
-        offload = config.reference.offload if name == "reference" else config.reward.model_offload
-        return {name: (model.parameters * resolved.dtype.itemsize / ranks, not offload)}
-    offload = config.policy.offload if name == "policy" else config.value.offload
+        return {name: (model.parameters * resolved.dtype.itemsize / ranks, offload != "all")}
     held = {f"{name}'s weights": (model.number * model.parameters * 4 / ranks, offload != "all")}
-    if offload == "none":
+    if offload in ("auto", "none"):
         held[f"{name}'s optimizer"] = (model.number * model.trained * 8 / ranks, True)
     return held
 
@@ -188,41 +199,35 @@ def _held(resolved: Resolved, name: str) -> dict[str, tuple[float, bool]]:
 def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
     """A role's phases: name, the models whose turn it is, and what is held beside the models."""
     others = [name for name in ("reference", "reward") if name in resolved.models and resolved.role_of(name) == role]
-    own = "policy" if role == "actor" else "value"
-    if role == "actor":
-        yield from _engine_turns(resolved, memory)
+    own, engine = "policy" if role == "actor" else "value", {}
+    if role == "actor" or resolved.placement.colocated:
+        engine, sync, rollout = _engine(resolved, memory)
+        if role == "actor":
+            yield "sync", ("policy",), engine | sync
+            yield "rollout", (), engine | rollout
     for name in (own, *others):  # all of them are released when the last one has run
-        yield "logprobs" if role == "actor" else "score", (own, *others), _forward(resolved, name, role)
-    yield "update", (own,), _update(resolved, own, role)
+        phase = "logprobs" if role == "actor" else "score"
+        yield phase, (own, *others), engine | _forward(resolved, name, role)
+    yield "update", (own,), engine | _update(resolved, own, role)
 
 
-def _engine_turns(resolved: Resolved, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
+def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
+    """What the engine holds throughout, and beside that in the sync and in the rollout. Of vLLM the first is what it
+    keeps asleep, and the trainer's buckets."""
     config, model, size = resolved.config, resolved.models["policy"], resolved.config.engine.tensor_parallel
     found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
     rows = min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"]))) * size
     row = (-(-_longest(config) // BLOCK) + 1) * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
-    message = min(model.parameters * width, max(found.vocabulary * found.hidden, GATHER_BYTES))
-    gathered = {"gathered weights": 2.0 * message}
-    if resolved.engine == "vllm":
-        weights = {f"{VLLM}weights": model.parameters * width / size}
-        room = memory * config.engine.memory_fraction - weights[f"{VLLM}weights"] - RESERVE
-        rollout = weights | {f"{VLLM}cache": max(row, min(room, max(rows, 2) * row))}
-    else:  # generate() runs all prompts at once
-        weights, prompts = {}, rows * config.rollout.max_prompt_tokens
+    weights, embedding = model.parameters * width / size, found.vocabulary * found.hidden
+    sync = {"gathered weights": 2.0 * min(model.parameters * width, max(embedding, GATHER_BYTES))}
+    if resolved.engine == "hf":  # generate() runs all prompts at once
+        prompts = rows * config.rollout.max_prompt_tokens
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
-        rollout = {"engine's cache": float(rows * row), "activations of the engine": states}
-    yield "sync", ("policy",), weights | gathered
-    yield "rollout", (), rollout
-
-
-def _engine_rest(resolved: Resolved, role: Role) -> Parts:
-    """What the engine holds throughout; of vLLM, what it keeps asleep, and the trainer's buckets."""
-    found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
-    if role == "critic" and not resolved.placement.colocated:
-        return {}
-    if resolved.engine == "vllm":
-        return {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(found.vocabulary * found.hidden, BUCKET["cuda"])}
-    return {"engine's weights": float(resolved.models["policy"].parameters * width)}
+        return {"engine's weights": weights}, sync, {"engine's cache": rows * row, "activations of the engine": states}
+    room = memory * config.engine.memory_fraction - weights - RESERVE
+    awake, cache = {f"{VLLM}weights": weights}, max(row, min(room, max(rows, 2) * row))
+    rest = {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(embedding, BUCKET["cuda"])}
+    return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
 
 def _longest(config: Config) -> int:
@@ -252,12 +257,11 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
 
 def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
     """A piece of the logits, and what is computed from it in float32, of which compiled code keeps little."""
-    if not found.vocabulary:
-        return 0.0
     rollout, width = resolved.config.rollout, resolved.dtype.itemsize
     responses = tokens * rollout.max_new_tokens // _longest(resolved.config)
     numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
-    return min(responses, LOGIT_PIECE) * (found.vocabulary * width + resolved.vocabulary_size * 4 * numbers)
+    ids = resolved.vocabulary_size if found.vocabulary else 0
+    return min(responses, LOGIT_PIECE) * (found.vocabulary * width + ids * 4 * numbers)
 
 
 def _update(resolved: Resolved, name: str, role: Role) -> Parts:
@@ -268,9 +272,9 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
     whole = 4 * found.hidden  # of a layer, what tensor parallelism does not cut: residual stream and norms
-    kept, again = found.layers * whole + (found.saved - found.layers * whole) / cut, 0.0
+    kept, again = whole + (found.saved - whole) / cut, 0.0  # of each layer; of the one whose backward pass runs
     if config.compute.activation_checkpointing:
-        kept, again = found.layers * found.hidden, whole + (found.largest - whole) / cut
+        kept, again = found.hidden, kept
     head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
     inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + 2 * found.layer * width / cut
@@ -279,7 +283,8 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     if once:
         held = found.root + (model.parameters - found.root) / cut
         gathered, gradients = held * width, held * 4 * model.trained / model.parameters
-    first = {"gathered weights": gathered, f"activations of {tokens:,} tokens": tokens * kept + max(begin, inside)}
+    activations = {f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside)}
+    first = {"gathered weights": gathered} | activations
     reduced = found.root * (8 if shards == 1 else width + 4)
     last = {"gathered weights": gathered + reduced, "gradients": gradients}
     if count > 1 or once:

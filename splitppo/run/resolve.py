@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.utils import WeakFileLock
 from transformers import PretrainedConfig, dynamic_module_utils
 
-from splitppo.config import Config, DataConfig
+from splitppo.config import Config, DataConfig, Offload
 from splitppo.config.cli import map_paths
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
@@ -61,7 +61,7 @@ class Model:
 class Resolved:
     """What a run is, the same on every rank but for `device`."""
 
-    config: Config  # the settings; a hub name has the commit that is used
+    config: Config  # the settings; a hub name has the commit that is used, `offload` what `auto` came to
     local: Mapping[str, str]  # hub name -> its path in the cache
     placement: Placement
     local_world: int  # ranks of a node
@@ -84,6 +84,13 @@ class Resolved:
             return self.config.placement.reference
         return "actor" if model == "policy" else "critic"
 
+    def offload(self, model: str) -> Offload:
+        """What of a model is in host memory while it is not needed."""
+        if model in ("policy", "value"):
+            return self.config.policy.offload if model == "policy" else self.config.value.offload
+        on = self.config.reference.offload if model == "reference" else self.config.reward.model_offload
+        return "all" if on else "none"
+
     def to_json(self) -> str:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
         models = {
@@ -96,6 +103,7 @@ class Resolved:
                 "random_init": model.random_init,
                 "packed": model.packed,
                 "tensor_parallel": self.config.tensor_parallel(name),
+                "offload": self.offload(name),
             }
             for name, model in self.models.items()
         }
@@ -115,7 +123,7 @@ class Resolved:
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
     """Fetches what is named on the hub. Reads and checks each model's folder. With `probe` it tries on a small copy of
     each model whether it can run on packed rows. That takes a second or two, so one rank does it for all; the others
-    take its answer (`agree_on_packing`). Raises UserError if a model can't be read, or not be run."""
+    take its answer (`main.agree`). Raises UserError if a model can't be read, or not be run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32

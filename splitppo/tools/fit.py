@@ -1,19 +1,18 @@
 """Which placements and settings fit a model on some GPUs, and a step's time: from the model's configuration alone."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
 from transformers import PretrainedConfig
 
-from splitppo.config import Config
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.models import hub
-from splitppo.models.build import Kind, check_type, read_config
+from splitppo.models.build import check_type, read_config
 from splitppo.placement import place
-from splitppo.run.memory import highest, needed, ways
-from splitppo.run.resolve import Model, Resolved
+from splitppo.run.memory import fitted, highest
+from splitppo.run.resolve import KINDS, Model, Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
 ROWS, MINI_BATCHES = 512, 4  # of a step
@@ -32,9 +31,10 @@ def model_config(name: str) -> PretrainedConfig:
         UserError: there is none, or of no model that can be trained.
     """
     folder = name
-    if not Path(name).is_dir() and (match := hub.MODEL.fullmatch(name)):
+    if not Path(name).is_dir():
+        repository, _, revision = name.partition("@")
         try:
-            folder = str(Path(hf_hub_download(match[1], "config.json", revision=match[2])).parent)
+            folder = str(Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent)
         except hub.FAILURES as error:
             problem = f"no such folder, and its config.json can't be fetched from the hub ({type(error).__name__})"
             raise UserError(f"{name}: {problem}; name a folder with a config.json") from error
@@ -53,59 +53,44 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         UserError: nothing fits.
     """
     config, found, least = model_config(name), [], []
-    kinds: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value"}
-    models = {role: Model(kind, name, name, config, True, packed=True) for role, kind in kinds.items()}
+    models = {role: Model(KINDS[role], name, name, config, True, packed=True) for role in KINDS if role != "reward"}
     for split in splits(gpus, movable=True):
         resolved, flags = _resolved(models, split, length)
-        while True:
-            phase, parts = highest(resolved, memory * 2**30)
-            need = needed(parts) / 2**30
-            way = next((way for way in ways(resolved) if way[0].startswith(TRIED)), None)
-            if need <= memory or way is None:
-                break
-            resolved = way[1](resolved)
-            flags[way[0].partition(" ")[0]] = way[0]
-        if need <= memory:
-            work = _work(resolved, split)
-            found.append((predict(work, split), split, columns(work, split), need, phase, flags.values()))
+        resolved, chosen = fitted(resolved, memory * 2**30, TRIED)
+        need, phase, _ = highest(resolved, memory * 2**30)
+        if need <= memory * 2**30:
+            work = _work(resolved)
+            why = "actor column {:.1f} s, critic column {:.1f} s".format(*columns(work, split))
+            step = f"  {split}: {predict(work, split):.1f} s a step ({why}), {need / 2**30:.0f} GiB at most ({phase})"
+            found.append((predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}"))
         else:
-            least.append((need, f"{split} does not fit: the {phase} needs {need:.0f} GiB at least"))
+            least.append((need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least"))
     if not found:
-        raise UserError(
-            f"{name} on {gpus} GPUs of {memory:g} GiB: {min(least)[1]}; use more GPUs, or a smaller --length"
-        )
+        where = f"{name} on {gpus} GPUs of {memory:g} GiB"
+        raise UserError(f"{where}: {min(least)[1]}; use more GPUs, or a smaller --length")
     parameters = f"{models['policy'].parameters:,} parameters each for policy, reference and value model"
     how = f"{ROWS} rows a step, responses a quarter of the longest on average"
     lines = [
         f"{name}: {parameters}; rows of {length:,} tokens",
         f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
     ]
-    for seconds, split, (actor, critic), need, phase, chosen in sorted(found, key=lambda one: one[0])[:SHOWN]:
-        why = f"actor column {actor:.1f} s, critic column {critic:.1f} s"
-        lines.append(f"  {split}: {seconds:.1f} s a step ({why}), {need:.0f} GiB at most ({phase})")
-        lines.append(f"    {' '.join(chosen)}")
-    return lines + [f"  {line}" for _, line in sorted(least)[:1]]
+    best = [line for _, *both in sorted(found)[:SHOWN] for line in both]
+    return lines + best + [f"  {line}" for _, line in sorted(least)[:1]]
 
 
-def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, dict[str, str]]:
+def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, list[str]]:
     """A run with a placement, and the flags of the placement."""
-    base, prompt, world = Config(), length // 4, split.actor + split.critic
-    mode, flags = "colocated", {"mode": "--placement.mode colocated"}
-    if split.critic:
-        mode, flags = "per_node", {"actor": f"--placement.actor {split.actor}"}
-    if split.reference == "critic":
-        flags["reference"] = "--placement.reference critic"
-    placed = replace(
-        base.placement, mode=mode, actor=split.actor, critic=split.critic or world, reference=split.reference
-    )
-    rollout = replace(base.rollout, batch_size=ROWS, max_prompt_tokens=prompt, max_new_tokens=length - prompt)
-    ppo = replace(base.ppo, kl_coef=0.01, mini_batches=MINI_BATCHES)
-    config, device = replace(base, placement=placed, rollout=rollout, ppo=ppo), torch.device("cuda")
-    placement, ids = place(placed, world=world, local_world=world, gpu=True), models["policy"].config.vocab_size
+    flags = [f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated"]
+    flags += ["--placement.reference critic"] if split.reference == "critic" else []
+    argv = f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} --rollout.batch-size {ROWS}"
+    argv += f" --rollout.max-prompt-tokens {length // 4} --rollout.max-new-tokens {length - length // 4}"
+    config, world = parse([*argv.split(), *" ".join(flags).split()]), split.actor + split.critic
+    placement, device = place(config.placement, world=world, local_world=world, gpu=True), torch.device("cuda")
+    ids = models["policy"].config.vocab_size
     return Resolved(config, {}, placement, world, device, torch.bfloat16, True, "vllm", models, None, ids), flags
 
 
-def _work(resolved: Resolved, split: Split) -> Work:
+def _work(resolved: Resolved) -> Work:
     """The seconds of a step's phases."""
     config, models = resolved.config, resolved.models
     longest = config.rollout.max_new_tokens
@@ -117,7 +102,7 @@ def _work(resolved: Resolved, split: Split) -> Work:
         return ROWS * row * (2 * models[name].parameters + attention) / rate
 
     def update(name: str, offload: str) -> float:
-        moved = {"none": 0, "optimizer": 8, "all": 12}[offload] * models[name].parameters * MINI_BATCHES / HOST
+        moved = {"optimizer": 8, "all": 12}.get(offload, 0) * models[name].parameters * MINI_BATCHES / HOST
         return forward(name) * (4 if config.compute.activation_checkpointing else 3) + moved
 
     return Work(

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from splitppo.actor import Actor
 from splitppo.critic import Critic
-from splitppo.models.offload import MOMENTS, HostShards, HostState
-from splitppo.models.sharding import local
+from splitppo.models.offload import Offloaded
 from splitppo.run import memory
 from splitppo.run.resolve import Resolved
 
@@ -23,19 +22,17 @@ VERBS |= {"critic score": (Critic, "score")}
 
 def live_bytes() -> int:
     """Of all tensors on the CPU that Python sees, but for those in which offloaded ones wait."""
+
     def subclasses(kind: type) -> set[type]:
         return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
-    wanted = {HostShards, HostState} | subclasses(torch.Tensor) - subclasses(DTensor)
+    wanted = subclasses(Offloaded) | subclasses(torch.Tensor) - subclasses(DTensor)
     gc.unfreeze()
     objects, storages, waiting = [found for found in gc.get_objects() if type(found) in wanted], {}, set()
     gc.freeze()
     for found in objects:
-        if type(found) is HostShards:
-            waiting |= {copy.data_ptr() for _, copy in found.held}
-        elif type(found) is HostState:
-            states = found.optimizer.state.values()
-            waiting |= {local(state[kind]).untyped_storage().data_ptr() for state in states for kind in MOMENTS}
+        if isinstance(found, Offloaded):
+            waiting |= {copy.untyped_storage().data_ptr() for _, copy in found.pairs}
         elif found.device.type == "cpu":
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

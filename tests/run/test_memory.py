@@ -15,18 +15,20 @@ import torch
 import torch.distributed as dist
 from peaks import count_peaks, estimated
 from ranks import run_ranks
-from transformers import Qwen2Config
+from runs import SMALL, figures, main_rank
+from transformers import FalconConfig, Qwen2Config
 
 from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
+from splitppo.models.footprint import footprint
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.placement import place
 from splitppo.run import checks, memory
 from splitppo.run import main as run_main
 from splitppo.run.build import Builder
-from splitppo.run.resolve import Model, Resolved
+from splitppo.run.resolve import Model, Resolved, resolve
 
 PROMPT, RESPONSE = 48, 16
 BASE = ["--engine.kind=hf", "--policy.random-init", f"--rollout.max-prompt-tokens={PROMPT}", "--checkpoint.no-last"]
@@ -147,22 +149,23 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     assert told
     assert told.startswith("with rows of full length, critic update needs about ")
     assert "of a GPU of 80 GiB: activations of 16,384 tokens " in told
-    ways = re.findall(r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB", re.split("ways to need less: |; all of", told)[1])
+    ways = re.findall(r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB", re.split("ways to need less: |; enough", told)[1])
     assert [flags for flags, _ in ways] == [
         "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "--value.offload optimizer",
         "--fsdp.tensor-parallel 2", "16 GPUs",
     ], "the actor's do not help the critic, and the reference would be more for it"  # fmt: skip
-    before = memory.needed(memory.highest(tight, 80 * 2**30)[1]) / 2**30
+    before = memory.highest(tight, 80 * 2**30)[0] / 2**30
     need = {flags: int(size) for flags, size in ways}
     for flags in ("--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "16 GPUs"):
         assert need[flags] < before - 10
     assert need["--value.offload optimizer"] == pytest.approx(before - 8 * 7.07e9 / 2 / 2**30, abs=2)
-    both = "--compute.micro-batch-tokens 8192 --compute.activation-checkpointing"
-    assert re.search(rf"; all of {both} \d\d GiB$", told)
+    assert "enough" not in told, "one way alone is"
+    more = "--compute.micro-batch-tokens 4096 --compute.activation-checkpointing --value.offload optimizer"
+    assert re.search(rf"; enough: {more} \d\d GiB$", memory.remedies(tight, 45 * 2**30))
     every = {flags for flags, _ in memory.ways(tight)}
     assert every - need.keys() == {
         "--placement.reference critic", "--reference.offload", "--policy.offload optimizer",
-        "--engine.tensor-parallel 2",
+        "--engine.tensor-parallel 2", "--reward.model-offload",
     }  # fmt: skip
     actor = resolved_of("--placement.actor=2", "--placement.critic=6", "--compute.activation-checkpointing")
     told = memory.remedies(actor, 80 * 2**30)
@@ -174,6 +177,66 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     phases = memory.phases(held)
     assert not any("policy" in part for phase, parts in phases.items() if phase.startswith("critic") for part in parts)
     assert all("optimizer" not in part for parts in phases.values() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("gib", "flags", "due"),
+    [
+        (120, [], {}),
+        (102, [], {"policy": "optimizer"}),
+        (95, [], {"policy": "optimizer", "value": "optimizer"}),
+        (102, ["--policy.offload=none"], {"value": "optimizer"}),
+        (80, [], {"policy": "optimizer", "value": "all"}),
+        (80, ["--value.offload=none"], {"policy": "optimizer"}),
+        (80, ["--policy.offload=none", "--value.offload=optimizer"], {"value": "optimizer"}),
+    ],
+)
+def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
+    """The least that fits, cheapest first; never against a setting that was given."""
+    every = {"policy": "none", "value": "none"} | due
+    found, line = memory.offloaded(resolved_of("--placement.mode=colocated", *flags), gib * 2**30)
+    models = json.loads(found.to_json())["models"]
+    assert {name: model["offload"] for name, model in models.items()} == every | {"reference": "none"}
+    given = {flag.partition("=")[0] for flag in flags}
+    on = [f"--{name}.offload {kind}" for name, kind in due.items() if f"--{name}.offload" not in given]
+    assert line.partition(" by itself")[0] == " ".join(on)
+    for elsewhere, size in (("--placement.actor=6", gib), ("--placement.mode=colocated", None)):
+        found, line = memory.offloaded(resolved_of(elsewhere), size and size * 2**30)
+        assert (found.offload("policy"), found.offload("value"), line) == ("none", "none", "")
+
+
+def stated_rank(rank: int, argv: list[str], sizes: tuple[float, ...]) -> None:
+    setattr(memory, "gpu_memory", lambda _: sizes[rank])  # noqa: B010 -- not a function of ours
+    main_rank(rank, argv)
+
+
+def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
+    """With other memory the run resumes, and nothing that it computes is different."""
+    argv = [*SMALL, "--placement.mode=colocated", "--checkpoint.every=2"]
+    placement = place(parse(argv).placement, world=2, local_world=2)
+    plain = resolve(parse(argv), placement, 2, torch.device("cpu"), probe=False)
+    both = memory.with_setting(memory.with_setting(plain, "policy", "offload", "optimizer"), "value", "offload", "all")
+    ample, enough = memory.highest(plain, 0)[0], memory.highest(both, 0)[0]
+    folders = [f"--run-dir={tmp_path / name}" for name in ("plain", "offloaded")]
+    run_ranks(2, main_rank, [*argv, folders[0]])
+    run_ranks(2, stated_rank, [*argv, folders[1], "--steps=2"], (ample, enough))
+    said = capfd.readouterr().out
+    assert said.count("--policy.offload optimizer --value.offload all by itself: ") == 1
+    models = json.loads((tmp_path / "offloaded/resolved.json").read_text())["models"]
+    assert {name: model["offload"] for name, model in models.items()} == {
+        "policy": "optimizer", "value": "all", "reference": "none",
+    }  # fmt: skip
+    run_ranks(2, stated_rank, [*argv, folders[1]], (ample, ample))
+    assert "by itself" not in capfd.readouterr().out
+    for role in ("actor", "critic"):
+        assert figures(tmp_path / "offloaded", role) == figures(tmp_path / "plain", role)
+
+
+def test_a_model_with_its_own_attention_is_estimated_too():
+    shape = FalconConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    found = footprint(shape, "policy", torch.bfloat16, compiled=True)
+    assert (found.layers, found.hidden, found.widest) == (2, 128, 512)
+    assert 10 * found.hidden <= found.saved <= 40 * found.hidden
 
 
 def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeypatch, capfd):
