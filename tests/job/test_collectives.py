@@ -24,6 +24,9 @@ def asked(group: Group) -> dict:
         "max": group.all_max([group.dp_rank, place, -5]),
         "gathered": group.all_gather(("row", group.dp_rank)),
         "moments": whole,
+        "ids": group.broadcast(torch.arange(3) + 10 * group.dp_rank if group.speaks else None, torch.int64),
+        "floats": group.broadcast(torch.tensor([0.5]) if group.speaks else None, torch.float32),
+        "nothing": group.broadcast(torch.zeros(0) if group.speaks else None, torch.float32),
         "of first": group.of_first(lambda: (place, 10 * group.dp_rank)),
     }
 
@@ -41,6 +44,10 @@ def check(parts: list[dict], width: int) -> None:
         count, mean, variance = (float(part) for part in vars(found["moments"]).values())
         assert (count, mean, variance) == pytest.approx((3, 4 / 3, 1 / 3))  # of 1, 1, 2
         assert isinstance(found["moments"], Moments)
+        assert found["ids"].tolist() == [10 * rank + i for i in range(3)]
+        assert (found["ids"].dtype, found["floats"].dtype) == (torch.int64, torch.float32)
+        assert found["floats"].tolist() == [0.5]
+        assert found["nothing"].tolist() == []
         assert found["of first"] == (0, 10 * rank)
 
 
