@@ -71,7 +71,7 @@ class Builder:
     Args:
         folder: the run's.
         engine: the process of this rank's engine (`launch_engine`), if it has one.
-        allocate: takes the learners whose checkpoints will be written (`Progress.allocate`).
+        allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
 
     Attributes:
         context: what both roles know of the run.
