@@ -32,8 +32,8 @@ from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
+from splitppo.run.files import write_rows
 from splitppo.run.resolve import Resolved
-from splitppo.run.samples import write_rows
 from splitppo.validation import Validator
 
 LONG_PHASE = 3.0  # seconds after which a phase of the start is named on the screen

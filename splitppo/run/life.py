@@ -16,10 +16,10 @@ from splitppo.learner import Learner
 from splitppo.placement import Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
+from splitppo.run.files import write_rows
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
 from splitppo.run.resolve import Resolved
-from splitppo.run.samples import write_rows
 from splitppo.run.saver import Saver, load
 from splitppo.run.screen import opening, summary
 from splitppo.run.start import begin_folder
