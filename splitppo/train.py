@@ -30,7 +30,7 @@ from splitppo.run.main import run_rank
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:
     """Generates and sends finished rows, receives advantages, updates the policy."""
     log = run.log("actor")
-    for step in run.progress.steps():
+    for step in run.steps():
         with log.span("sync"):
             actor.sync()
         samples = []
@@ -57,14 +57,14 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
-            run.progress.save("actor", step, actor)
+            run.save("actor", step, actor)
         run.finish("actor", step, metrics)
 
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
     """Scores rows as they arrive, sends advantages, updates the value model during the actor's next rollout."""
     log = run.log("critic")
-    for step in run.progress.steps():
+    for step in run.steps():
         parts = []
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
@@ -86,14 +86,14 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             metrics |= critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.progress.save("critic", step, critic)
+            run.save("critic", step, critic)
         run.finish("critic", step, metrics)
 
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
     """The same algorithm on ranks that play both roles, one after the other."""
     log, critic_log = run.log("actor"), run.log("critic")
-    for step in run.progress.steps():
+    for step in run.steps():
         with log.span("sync"):
             actor.sync()
         with log.span("rollout"):
@@ -120,8 +120,8 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
             run.write_samples(step, critic.samples(step, scored))
-            run.progress.save("actor", step, actor)
-            run.progress.save("critic", step, critic)
+            run.save("actor", step, actor)
+            run.save("critic", step, critic)
         run.finish("actor", step, metrics)
         run.finish("critic", step, critic_metrics)
 

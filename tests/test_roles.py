@@ -253,9 +253,9 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
     run.links = SimpleNamespace(wire=wire)
     run.config, run.start = parse([]), 0
-    run.progress = SimpleNamespace(finish=lambda role, step, metrics: done.append(("counts", role, step, metrics)))
+    run.savers, run.bad = {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))}, {}
     run.finish("critic", 3, {"x": 1.0})
-    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", "critic", 3, {"x": 1.0})]
+    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
 
 
 def test_the_critics_state_goes_through_json():

@@ -13,7 +13,7 @@ CRITIC = ["critic.score", "critic.release_frozen", "critic.advantages", "critic.
 def calls(loop: str) -> list[str]:
     """The verbs of a step, in order."""
     every = MagicMock()
-    every.run.progress.steps.return_value = [1]
+    every.run.steps.return_value = [1]
     every.actor.generate.return_value = iter([[]])
     every.actor.logprobs.return_value = ["old"], {}
     every.critic.advantages.return_value = "advantages", "returns", {}

@@ -20,7 +20,7 @@ from splitppo.engine import Sampling, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import Prompt, Sample
-from splitppo.run.samples import shown, table, write_rows
+from splitppo.run.files import shown, table, write_rows
 from splitppo.validation import Response, Validator, answer, majority_score, metrics, pass_at_k
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)

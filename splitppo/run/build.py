@@ -31,8 +31,8 @@ from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
+from splitppo.run.files import write_rows
 from splitppo.run.resolve import Resolved
-from splitppo.run.samples import write_rows
 from splitppo.validation import Validator
 
 LONG_PHASE = 3.0  # seconds after which a phase of the start is named on the screen
@@ -70,7 +70,7 @@ class Builder:
     Args:
         folder: the run's.
         engine: the process of this rank's engine (`launch_engine`), if it has one.
-        allocate: takes the learners whose checkpoints will be written (`Progress.allocate`).
+        allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
 
     Attributes:
         context: what both roles know of the run.

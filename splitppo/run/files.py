@@ -1,12 +1,23 @@
-"""Reads and writes small files. After a crash a file has its old or its new content, never a part of it."""
+"""Small files of a run: whole ones, JSON lines (RUN/metrics: one record a step; RUN/samples) and tables of rows.
 
+After a crash a file that `write_whole` writes has its old or its new content, never a part of it. Without torch, so
+that the tools start fast.
+"""
+
+import json
+import math
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitppo.errors import UserError
 
+T = TypeVar("T")
+TABLE_ROWS = 16  # rows of a table at most
+CELL = 120  # characters of a table's cell at most, before escapes
 # what reading a damaged or hand-made JSON or TOML file may raise
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -42,3 +53,82 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line holds none."""
+    try:
+        found = json.loads(line)
+    except BROKEN as error:
+        raise UserError(f"{where}: {line[:40]!r} is no JSON, and each line must be; fix or remove that line") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line")
+    return found
+
+
+def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
+    """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and end in Unix seconds)
+    and what else is in the line. Raises UserError if the line holds no such record."""
+    record = parse_line(line, where)
+    try:
+        spans = [(str(n), float(a), float(b)) for n, a, b in record.get("spans", [])]
+        if not all(math.isfinite(end - start) for _, start, end in spans):
+            raise ValueError("a span that never begins or ends")
+        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        record |= numbers | {"step": int(record["step"]), "spans": spans}
+    except BROKEN as error:
+        rule = "a record has `step`, numbers and `spans` of [name, start, end]"
+        raise UserError(f"{where}: {line[:40]!r} is no record of a step; {rule}; fix or remove that line") from error
+    return record
+
+
+def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Iterator[T]:
+    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be writing it, or was
+    killed while it wrote it. Another line that can't be parsed is a UserError."""
+    # not splitlines(): a text may hold Unicode's line separators
+    *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*whole, torn] if torn else whole, 1):
+        try:
+            found = parse(line, f"{path}:{number}")
+        except UserError:
+            if number <= len(whole):
+                raise
+            print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
+            return
+        yield found
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of a row: the question in place of the rendered prompt, and no figures of single tokens."""
+    hidden = {"tokens", *(["prompt"] if "question" in row else [])}
+    return {name: value for name, value in row.items() if name not in hidden}
+
+
+def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md); older files are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    path.with_suffix(".md").write_text(table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table whose columns are the first row's keys.
+
+    A cell shows the beginning and the end of what is longer than 120 characters, and `↵` for a new line.
+    """
+    names = list(rows[0]) if rows else []
+    cells = [names, ["---"] * len(names)] if names else []
+    cells += [[_cell(row[name]) for name in names] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _cell(value: Any) -> str:
+    text = str(value)
+    if len(text) > CELL:
+        half = (CELL - 3) // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    text = "".join(char if char.isprintable() else " " for char in "↵".join(text.splitlines()))
+    # what Markdown, or the HTML in it, would take for its own
+    return re.sub(r"([\\`*_<>\[\]|~&$])", r"\\\1", text)

@@ -14,7 +14,6 @@ from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.engine.build import launch_engine
 from splitppo.errors import say, to_user_error
-from splitppo.job.device import pick_device
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import facts_of
@@ -25,7 +24,7 @@ from splitppo.run import memory
 from splitppo.run.checks import check_inputs, finished, preflight
 from splitppo.run.dry_run import dry_run
 from splitppo.run.life import Run, open_run
-from splitppo.run.resolve import Resolved, resolve
+from splitppo.run.resolve import Resolved, pick_device, resolve
 
 
 @dataclass
@@ -94,10 +93,10 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     play(run)
     run.end()
     signals.close()
-    if run.progress.stopped and launch.rank == 0:
+    if run.stopped and launch.rank == 0:
         mark_saved()
     runtime.close()
-    return RESUMABLE if run.progress.stopped else 0
+    return RESUMABLE if run.stopped else 0
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
@@ -116,8 +115,8 @@ def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
 def _interrupted(rank: Rank) -> int:
     state = "before the run began"
     if rank.run:
-        rank.run.progress.commit_written()
-        saved = rank.run.progress.last_checkpoint()
+        rank.run.commit_written()
+        saved = rank.run.last_checkpoint()
         state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
     print(f"interrupted: {state}", file=sys.stderr)
     return 128 + signal.SIGINT
@@ -125,7 +124,7 @@ def _interrupted(rank: Rank) -> int:
 
 def _failed(rank: Rank, error: Exception) -> int:
     if rank.run:
-        rank.run.progress.commit_written()
+        rank.run.commit_written()
     if (users := to_user_error(error)) and users is not error:
         if rank.runtime and rank.run:
             users.add_note(f"on {rank.runtime.status.describe(rank.launch.rank)}")
@@ -133,6 +132,6 @@ def _failed(rank: Rank, error: Exception) -> int:
     if isinstance(error, torch.OutOfMemoryError) and rank.run:
         for line in memory.out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
             error.add_note(line)
-    if rank.run and (saved := rank.run.progress.last_checkpoint()):
+    if rank.run and (saved := rank.run.last_checkpoint()):
         error.add_note(f"the last good checkpoint is {saved}")
     return report_failure(error, rank.runtime, rank.launch)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from splitppo.placement import Role
-from splitppo.run.files import write_whole
-from splitppo.run.records import parse_record, read_lines
+from splitppo.run.files import parse_record, read_lines, write_whole
 from splitppo.run.screen import Screen
 
 

@@ -16,7 +16,7 @@ from splitppo.data import PromptSet
 from splitppo.errors import say
 from splitppo.job.nodes import installed
 from splitppo.placement import ROLES, Role
-from splitppo.run.records import parse_record, read_lines
+from splitppo.run.files import parse_record, read_lines
 from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most

@@ -18,9 +18,7 @@ from typing import Any, get_args
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import Role
-from splitppo.run.files import read_file
-from splitppo.run.records import parse_record, read_lines
-from splitppo.run.samples import shown, table
+from splitppo.run.files import parse_record, read_file, read_lines, shown, table
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100

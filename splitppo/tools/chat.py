@@ -35,13 +35,13 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     from splitppo.data.prompts import tokenize
     from splitppo.engine import Sampling
     from splitppo.engine.hf import HFEngine
-    from splitppo.job.device import dtype_of
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import build, read_config
     from splitppo.models.heads import value_outputs
     from splitppo.models.tokenizer import read_tokenizer, token_figures
     from splitppo.models.weights import fill
     from splitppo.rollout import Request, Rollout
+    from splitppo.run.resolve import dtype_of
 
     _, saved = find_checkpoint(run, step)
     config, cpu = parse(["--config", str(run / "config.toml")]), torch.device("cpu")

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from splitppo.config import Config
-from splitppo.run.files import read_if_there
-from splitppo.run.records import read_lines
-from splitppo.run.samples import shown
+from splitppo.run.files import read_if_there, read_lines, shown
 from splitppo.tools.compare import Run, differences, flat, read_settings, results_table, settings_table
 from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, Column, Timeline, build_timeline, curves, timed_steps
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitppo.errors import UserError
-from splitppo.run.records import parse_record, read_lines
+from splitppo.run.files import parse_record, read_lines
 
 Span = tuple[str, float, float]  # name, start and end in seconds
 

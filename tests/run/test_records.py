@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from splitppo.errors import UserError
-from splitppo.run.records import read_lines
+from splitppo.run.files import read_lines
 from splitppo.tools.timeline import Step, read_column
 
 

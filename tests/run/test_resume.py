@@ -31,9 +31,9 @@ from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
+from splitppo.run.life import Run
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
-from splitppo.run.progress import Progress
 from splitppo.run.start import find_checkpoint
 
 FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
@@ -300,7 +300,7 @@ def test_a_good_checkpoint_is_kept_where_newer_ones_are_damaged(tmp_path):
         (checkpoint.step_folder(tmp_path, step) / "critic" / ".metadata").unlink()
     checkpoint.prune(tmp_path, 1)
     assert names(tmp_path) == ["step_000003", "step_000004"]
-    good = Progress.last_checkpoint(cast(Any, SimpleNamespace(folder=tmp_path)))
+    good = Run.last_checkpoint(cast(Any, SimpleNamespace(folder=tmp_path)))
     assert good == checkpoint.step_folder(tmp_path, 3)
 
 

@@ -31,7 +31,6 @@ from splitppo.config.toml import to_toml
 from splitppo.critic import Critic, Scored
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
-from splitppo.job.device import pick_device
 from splitppo.job.launch import Launch
 from splitppo.models.build import build, read_config
 from splitppo.models.weights import fill
@@ -41,7 +40,7 @@ from splitppo.run import checkpoint
 from splitppo.run import main as run_main
 from splitppo.run.checks import check_run_folder, warnings
 from splitppo.run.folder import check_same_run, write_run_files
-from splitppo.run.resolve import model_paths
+from splitppo.run.resolve import model_paths, pick_device
 from splitppo.run.trackers import Trackers
 from splitppo.tools import chat, export
 
