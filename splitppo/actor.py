@@ -18,7 +18,6 @@ from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.rollout import Rollout, Sample
-from splitppo.streams import Streams
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -52,8 +51,7 @@ class Actor:
         self.group = policy.runner.group
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
-        rollout = context.config.rollout
-        self.streams = Streams(rollout.batch_size, context.prompt, context.lengths, windows=rollout.window > 0)
+        self.streams = context.streams
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -102,7 +100,7 @@ class Actor:
         """
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        self.streams.share(self.group)
+        slots = self.streams.share(self.group.all_gather)
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
@@ -117,7 +115,7 @@ class Actor:
             ref = [self.reference.logprobs(rollout)]
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
+        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs()) | {"slots": slots}
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""

@@ -170,12 +170,14 @@ class Ownership:
     another group, and the samples of a prompt stay together.
 
     Attributes:
-        mini_batches: the slots of each mini-batch, in the order in which they are cut over ranks.
+        mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
+        orders: the same slots, in the order in which they are cut over ranks; empty: that of `mini_batches`.
     """
 
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
+    orders: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def count(self) -> int:
@@ -197,8 +199,7 @@ class Ownership:
                 neighbours are joined, or it is a multiple, and each is cut further, so that every rank has its part
                 of each. Which slots are together does not depend on the ranks.
         """
-        size = self.sizes[role]
-        own = [list(part[len(part) * rank // size : len(part) * (rank + 1) // size]) for part in self.mini_batches]
+        own = [list(cut_evenly(part, self.sizes[role])[rank]) for part in self.orders or self.mini_batches]
         count = count or len(own)
         if joined := len(own) // count:
             return [[slot for slots in own[i * joined : (i + 1) * joined] for slot in slots] for i in range(count)]
@@ -237,13 +238,37 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
     return [before - after for before, after in pairwise(left)]
 
 
+def cut_evenly(slots: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Contiguous pieces whose lengths differ by one at most."""
+    return [slots[len(slots) * i // count : len(slots) * (i + 1) // count] for i in range(count)]
+
+
 def own(
-    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int]
-) -> Ownership:
-    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts."""
+    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int],
+    contexts: Sequence[int] = (),
+) -> Ownership:  # fmt: skip
+    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
+    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots as otherwise."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, sizes)
+    return Ownership(cut, sizes, _by_context(cut, contexts, sizes["actor"]) if contexts else ())
+
+
+def _by_context(
+    mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum.
+    Greedy: the longest context that is left goes to the rank with the smallest sum."""
+    sums, orders = [0] * ranks, []
+    for slots in mini_batches:
+        pieces: list[list[int]] = [[] for _ in range(ranks)]
+        room = [len(piece) for piece in cut_evenly(slots, ranks)]
+        for slot in sorted(slots, key=lambda slot: -contexts[slot]):
+            rank = min((i for i in range(ranks) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
+            pieces[rank].append(slot)
+            sums[rank] += contexts[slot]
+        orders.append(tuple(slot for piece in pieces for slot in piece))
+    return tuple(orders)

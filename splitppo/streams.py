@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from splitppo.errors import UserError
-from splitppo.job.collectives import Group
 from splitppo.rollout import Prompt, Request, Sample
+
+RECORDED = 32  # slots, the first, whose rows the metrics have
 
 
 class Streams:
@@ -29,7 +30,9 @@ class Streams:
     def __init__(self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool):
         self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
         self.open: dict[int, Sample] = {}
-        self._changed: dict[int, Sample] = {}  # by this rank, since the last `share`
+        # by this rank since the last `share`: slots' open rows; of the first slots, the (row, tokens) that they decoded
+        self._changed: dict[int, Sample] = {}
+        self._decoded: dict[int, list[tuple[int, int]]] = {}
 
     def request(self, step: int, slot: int) -> Request:
         """What a slot's engine begins a step with."""
@@ -47,18 +50,28 @@ class Streams:
             stretches = before.stretches if before and before.row == given.row else ()
             sampled = given.tokens - sum(tokens for _, tokens in stretches)
             sample = replace(given, stretches=(*stretches, (step, sampled)))
+            if slot < RECORDED:
+                self._decoded.setdefault(slot, []).append((given.row, sampled))
             goes_on = sample.end == "window"
             ended += [] if goes_on else [sample]
             if self.windows:
                 self._changed[slot] = sample if goes_on else self._fresh(sample.row + self.slots)
         return ended
 
-    def share(self, group: Group) -> None:
-        """Makes every rank know the rows of all slots; all ranks of the group call it after each rollout."""
-        if self.windows:
-            for part in group.all_gather(self._changed):
-                self.open |= part
-        self._changed = {}
+    def share(self, gather: Callable[[Any], list[Any]]) -> list[list[tuple[int, int]]]:
+        """Makes every rank know the rows of all slots; all ranks of a group call it after each rollout, with
+        `Group.all_gather`. Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
+        decoded = {}
+        for changed, part in gather((self._changed, self._decoded)):
+            self.open |= changed
+            decoded |= part
+        self._changed, self._decoded = {}, {}
+        return [decoded[slot] for slot in sorted(decoded)]
+
+    def contexts(self) -> list[int]:
+        """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold at once."""
+        rows = (self.open.get(slot) or self._fresh(slot) for slot in range(self.slots))
+        return [len(row.prompt) + len(row.response) for row in rows]
 
     def state(self) -> list[Any]:
         """The rows as a checkpoint holds them: number, response, its log-probs, stretches. Prompts follow from data."""

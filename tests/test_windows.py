@@ -23,6 +23,7 @@ from splitppo.job.collectives import Group
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
 from splitppo.rollout import Prompt, Sample
+from splitppo.run.build import build_context
 from splitppo.run.checks import warnings
 from splitppo.streams import Streams
 
@@ -160,7 +161,7 @@ def shared(group: Group) -> list[Any]:
     mine = [[stop(0, 2, "eos"), stop(3, 3, "window"), stop(1, 5, "limit")], [stop(2, 5, "window")]][group.dp_rank]
     ended = streams.take(1, mine)
     before = len(streams.open)
-    streams.share(group)
+    streams.share(group.all_gather)
     return [ended, before, streams.state(), [streams.request(2, slot) for slot in range(3)]]
 
 
@@ -182,11 +183,32 @@ def test_every_rank_knows_the_rows_that_go_on():
             Streams(slots, prompt, [], windows=windows).load_state(first[2])
 
 
+def test_slots_follow_the_contexts_that_rank_0_knows():
+    placement = place(PlacementConfig(actor=2), world=3, local_world=3)
+    for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
+        config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
+        said: dict[str, str] = {"contexts/3": ""}
+        store = SimpleNamespace(delete_key=said.pop)
+        broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
+        runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
+        tokenizer, training = SimpleNamespace(decode=str), SimpleNamespace(prompts=[prompt(row) for row in range(9)])
+        known = {"config": config, "placement": actors, "tokenizer": tokenizer, "vocabulary_size": 9}
+        context = build_context(cast(Any, SimpleNamespace(**known)), runtime, cast(Any, training), [])
+        context.streams.open = {1: stop(1, 9, "window"), 3: stop(7, 4, "window")}
+        owned = context.ownership(5)
+        if window and len(actors.groups["actor"]) > 1:
+            assert said == {"contexts/5": "[2, 11, 2, 6]"}
+            assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
+            assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
+        else:
+            assert (said, owned.orders) == ({"contexts/3": ""}, ())
+
+
 def test_without_windows_a_slot_has_one_row_a_step():
     streams = Streams(3, prompt, [], windows=False)
     assert [streams.request(3, slot).row for slot in range(3)] == [6, 7, 8]
     assert [row.row for row in streams.take(3, [stop(7, 2, "eos")])] == [7]
-    run_threads(1, streams.share)
+    streams.share(lambda part: [part])
     assert (streams.state(), streams.request(4, 1).row) == ([], 10)
 
 
