@@ -7,8 +7,7 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.placement import Ownership, Role
-from splitppo.rollout import Prompt, Rollout
-from splitppo.streams import Streams
+from splitppo.rollout import Prompt, Rollout, Streams
 
 WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
 

@@ -1,5 +1,5 @@
-"""Who plays which role, and who owns which slot, with the rows that end there (streams.py): pure functions that every
-rank computes for itself."""
+"""Who plays which role, and who owns which slot, with the rows that end there: pure functions that every rank computes
+for itself."""
 
 import random
 from collections import Counter
@@ -38,11 +38,7 @@ class Placement:
 
     def roles(self, rank: int) -> tuple[Role, ...]:
         """The roles that a global rank plays."""
-        return tuple(role for role, ranks in self._members.items() if rank in ranks)
-
-    @cached_property
-    def _members(self) -> dict[Role, frozenset[int]]:
-        return {role: frozenset(ranks) for role, ranks in self.groups.items()}
+        return tuple(role for role, ranks in self.groups.items() if rank in ranks)
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
@@ -111,7 +107,9 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
     on_node = Counter(rank // local_world for rank in ranks)
     wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
     size = min(wanted or len(ranks), len(ranks))
-    fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _keeps_nodes(n, list(on_node.values()))]
+    # sets cut no node in two but into sets
+    fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
+    fits = [n for n in fits if all(n % held == 0 or held % n == 0 for held in on_node.values())]
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
@@ -155,11 +153,6 @@ def check_sets(config: Config, placement: Placement, *, local_world: int) -> Non
             where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
             wrong = f"the {model}'s tensor_parallel={size} does not cut the {where}, into whole sets"
             raise UserError(f"{wrong}; set {own}.tensor_parallel to one of {fits}")
-
-
-def _keeps_nodes(size: int, on_node: list[int]) -> bool:
-    """Whether sets of `size` ranks cut no node in two but into sets."""
-    return all(size % held == 0 or held % size == 0 for held in on_node)
 
 
 @dataclass(frozen=True)

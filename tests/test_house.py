@@ -19,9 +19,10 @@ FLOORS = [
     {"channel"},
     {"job"},
     {"context"},
-    {"placement", "data", "streams"},
+    {"placement", "data"},
     {"config"},
-    {"algo", "rollout", "errors"},
+    {"algo", "rollout"},
+    {"errors"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = {

@@ -25,11 +25,10 @@ from splitppo.job.collectives import Group
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Prompt, Sample, Streams
 from splitppo.run import memory
 from splitppo.run.build import build_context
 from splitppo.run.checks import warnings
-from splitppo.streams import Streams
 
 __all__ = ["inputs"]  # the fixture
 

@@ -13,8 +13,7 @@ from test_vllm_rows import SAMPLING, Engine, core
 from splitppo.engine import Sampling, Window, hf, row_seed
 from splitppo.engine.vllm.client import AHEAD, _Ahead
 from splitppo.engine.vllm.rows import Rows
-from splitppo.rollout import Prompt, Request, Sample
-from splitppo.streams import Streams
+from splitppo.rollout import Prompt, Request, Sample, Streams
 
 __all__ = ["case", "hf_case", "tokenizer"]  # fixtures
 

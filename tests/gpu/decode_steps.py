@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from splitppo.engine import Sampling, Window, hf
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
-from splitppo.rollout import Prompt
-from splitppo.streams import Streams
+from splitppo.rollout import Prompt, Streams
 from splitppo.tools.bench import lengths_of
 
 PROMPT = Prompt("", [5, 6, 7], "", "", {})
