@@ -150,14 +150,9 @@ class Critic:
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
         white, metrics = self._of_ensemble(scored, white)
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
-        figures = {
-            "critic/score": scored.scores,
-            "critic/rewards": (rewards * mask).sum(-1),
-            "critic/advantages": plain,
-            "critic/returns": packed_returns,
-            "critic/values": scored.values,
-            "error": packed_returns - scored.values,
-        }
+        figures = {"critic/score": scored.scores, "critic/rewards": (rewards * mask).sum(-1)}
+        figures |= {"critic/advantages": plain, "critic/returns": packed_returns, "critic/values": scored.values}
+        figures["error"] = packed_returns - scored.values
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics |= self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
@@ -278,15 +273,8 @@ class Critic:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo = self.context.config.ppo
-        return algo.value_loss(
-            value_outputs(model, batch),
-            fields["old"],
-            fields["returns"],
-            batch.mask,
-            clip=ppo.value_clip,
-            aggregate=ppo.aggregate,
-        )
+        ppo, given = self.context.config.ppo, (fields["old"], fields["returns"], batch.mask)
+        return algo.value_loss(value_outputs(model, batch), *given, clip=ppo.value_clip, aggregate=ppo.aggregate)
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
