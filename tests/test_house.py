@@ -13,7 +13,7 @@ FLOORS = [
     {"train", "tools"},
     {"run"},
     {"actor", "critic", "validation"},
-    {"calibration", "pretraining"},
+    {"calibration"},
     {"learner", "engine", "rewards"},
     {"models"},
     {"channel"},
