@@ -237,7 +237,7 @@ class RolloutLink(_Link):
         for _ in range(len(self._ready)):
             hop, samples = self._ready.popleft()
             if self.wire.is_clear(hop):
-                self._post(hop, samples)
+                self._post([(hop, samples)])
             else:
                 self._ready.append((hop, samples))
 
@@ -254,7 +254,7 @@ class RolloutLink(_Link):
         # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
         self._ready.clear()
-        return self._poster.submit(self._post_all, left)
+        return self._poster.submit(self._post, left)
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
@@ -281,13 +281,10 @@ class RolloutLink(_Link):
         chunk, _ = self._due[peer].popleft()
         self._ready.append((self._hop(self._step, peer, chunk=chunk), self._filling.pop(peer, [])))
 
-    def _post_all(self, left: Sequence[tuple[Hop, list[Sample]]]) -> None:
-        for hop, samples in left:
-            self._post(hop, samples)
-
-    def _post(self, hop: Hop, samples: list[Sample]) -> None:
-        header, ids = pack_rows(samples)
-        self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
+    def _post(self, chunks: Sequence[tuple[Hop, list[Sample]]]) -> None:
+        for hop, samples in chunks:
+            header, ids = pack_rows(samples)
+            self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
 
     def _receive(self, hop: Hop) -> list[Sample]:
         header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
