@@ -33,7 +33,7 @@ class Step:
     metrics: dict[str, float]
     spans: list[Span]
     calibration: Sequence[dict[str, float]] = ()
-    slots: Sequence[Sequence[tuple[int, int]]] = ()  # (row, tokens) that each of the first slots decoded
+    slots: Sequence[Sequence[Sequence[int]]] = ()  # (row, tokens) that each of the first slots decoded
 
     @property
     def start(self) -> float:
@@ -53,7 +53,7 @@ def read_column(path: Path) -> Column:
     records = read_lines(path, parse_record) if path.is_file() else ()
     found = {}
     for r in records:
-        numbers = {name: value for name, value in r.items() if isinstance(value, int | float)}
+        numbers: dict[str, float] = {name: value for name, value in r.items() if isinstance(value, int | float)}
         found[r["step"]] = Step(numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ()))
     return found
 
