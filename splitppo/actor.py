@@ -18,7 +18,6 @@ from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.rollout import Rollout, Sample
-from splitppo.streams import Streams
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -52,8 +51,7 @@ class Actor:
         self.group = policy.runner.group
         self.engine_dtype, self.validator = engine_dtype, validator
         self._outputs = outputs
-        rollout = context.config.rollout
-        self.streams = Streams(rollout.batch_size, context.prompt, context.lengths, windows=rollout.window > 0)
+        self.streams = context.streams
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -102,7 +100,7 @@ class Actor:
         """
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        self.streams.share(self.group)
+        slots = self.streams.share(self.group.all_gather)
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
@@ -111,13 +109,18 @@ class Actor:
                 self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
-                sums = self._engine_sums(sampled, old) | {"actor/entropy": float(entropy.sum())}
+                sums = {  # over the tokens; the first three of the differences between engine and trainer
+                    "actor/mismatch_mean": float((sampled - old).abs().sum()),
+                    "actor/mismatch_ratio": float(algo.clamp_log_ratio(old - sampled).exp().sum()),
+                    "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
+                    "actor/entropy": float(entropy.sum()),
+                }
         ref = []
         if self.reference:
             ref = [self.reference.logprobs(rollout)]
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
+        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs()) | {"slots": slots}
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""
@@ -198,20 +201,11 @@ class Actor:
         ppo, mask = self.context.config.ppo, batch.mask
         with_entropy = ppo.entropy_coef > 0
         logprobs, entropy = self._outputs(model, batch, entropy=with_entropy)
-        loss, metrics = algo.policy_loss(
-            logprobs,
-            fields["old"],
-            fields["advantages"],
-            mask,
-            clip_low=ppo.clip_low,
-            clip_high=ppo.clip_high,
-            dual_clip=ppo.dual_clip,
-            aggregate=ppo.aggregate,
-            weights=fields.get("weights"),
-            mode=ppo.clip_mode,
-        )
+        clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
+        how: Any = clip | {"dual_clip": ppo.dual_clip, "mode": ppo.clip_mode, "aggregate": ppo.aggregate}
+        given = logprobs, fields["old"], fields["advantages"], mask
+        loss, metrics = algo.policy_loss(*given, weights=fields.get("weights"), **how)
         if "age" in fields:
-            clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
             metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
@@ -246,14 +240,6 @@ class Actor:
             )
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
-
-    def _engine_sums(self, sampled: Tensor, old: Tensor) -> dict[str, float]:
-        """Sums over the tokens of the differences between the engine's log-probs and the trainer's."""
-        return {
-            "actor/mismatch_mean": float((sampled - old).abs().sum()),
-            "actor/mismatch_ratio": float(algo.clamp_log_ratio(old - sampled).exp().sum()),
-            "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
-        }
 
     def _rollout_metrics(self, rollout: Rollout, sums: dict[str, float], difference: Tensor) -> dict[str, float]:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows and

@@ -3,8 +3,7 @@
 Shapes: `B` rows, `T` padded length, `V` vocabulary; a mask is bool or 0/1 and is 1 where the policy sampled a token.
 What lies outside the mask is never read: not-a-number there changes no result. Log-probs, KL and entropy are in nats.
 Shapes that don't fit and settings out of their range are a ValueError.
-Where a statistic or a mean may be over more rows than one call sees, the part that adds up is exported beside it
-(`moments` / `merge_moments`, `aggregate_weight`), so that the caller can cut the batch as it likes.
+Parts of a batch add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
 
 Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438). Dual clip: Ye
 et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
@@ -22,7 +21,6 @@ Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 KLKind = Literal["k1", "k2", "k3", "abs"]
 Schedule = Literal["constant", "linear", "cosine"]
 
-_WHITEN_EPS = 1e-8
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
 STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
 LOG_RATIO = 20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
@@ -79,7 +77,6 @@ def moments(x: Tensor, mask: Tensor) -> Moments:
     return Moments(count, mean, squares / (count - 1).clamp(min=1))
 
 
-@torch.no_grad()
 def merge_moments(parts: Sequence[Moments]) -> Moments:
     """Moments of all the tokens that the parts were taken over.
 
@@ -110,7 +107,7 @@ def masked_whiten(x: Tensor, mask: Tensor, over: Moments | None = None) -> Tenso
     """
     _check_shapes(2, x=x, mask=mask)
     stats = moments(x, mask) if over is None else over
-    white = (x.double() - stats.mean) * torch.rsqrt(stats.variance + _WHITEN_EPS)
+    white = (x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)
     return _keep(white.to(x.dtype), mask)
 
 
@@ -125,18 +122,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     """
     _check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_r = ref_logprobs.detach() - logprobs
-    match kind:
-        case "k1":
-            return -log_r
-        case "k2":
-            return 0.5 * log_r.square()
-        case "k3":
-            # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
-            log_r = clamp_log_ratio(log_r)
-            return torch.expm1(log_r) - log_r
-        case "abs":
-            return log_r.abs()
-    raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
+    if kind == "k3":
+        # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
+        log_r = clamp_log_ratio(log_r)
+        return torch.expm1(log_r) - log_r
+    others = {"k1": log_r.neg, "k2": lambda: 0.5 * log_r.square(), "abs": log_r.abs}
+    if kind not in others:
+        raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
+    return others[kind]()
 
 
 @torch.no_grad()
@@ -154,7 +147,6 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     return penalty + _keep(scores[:, None].expand_as(kl), is_last)
 
 
-@torch.no_grad()
 def adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
     """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a row of l tokens in the
     mask `[B, T]`, 0 for a row without tokens."""
@@ -243,8 +235,7 @@ def policy_loss(
     """
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if clip_low < 0 or clip_high < 0 or (dual_clip is not None and dual_clip <= 1):
-        given = f"{clip_low}, {clip_high} and {dual_clip}"
-        raise ValueError(f"clip_low and clip_high must be at least 0, dual_clip must be above 1, got {given}")
+        raise ValueError(f"want clip_low, clip_high >= 0 and dual_clip > 1, got {clip_low}, {clip_high}, {dual_clip}")
     advantages = advantages.detach()
     # Masked here, not only in the mean: what overflows in the padding would give its log-probs a gradient of nan.
     log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
@@ -255,27 +246,19 @@ def policy_loss(
     if mode == "mask":
         changed = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
         losses = _keep(plain, ~changed)
-    bounded = torch.zeros_like(losses, dtype=torch.bool)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        bounded = (advantages < 0) & (losses > bound)
-        losses = torch.where(bounded, bound, losses)
+    bound = -advantages * (torch.inf if dual_clip is None else dual_clip)
+    bounded = (advantages < 0) & (losses > bound)
+    losses = torch.where(bounded, bound, losses)
     if weights is not None:
         _check_shapes(2, weights=weights, mask=mask)
         losses = losses * weights.detach()
-    figures = {
-        "ppo_kl": -log_ratio,
-        "pg_clipfrac": changed,
-        "pg_clipfrac_lower": bounded,
-        "ratio_mean": ratio,
-        "ratio_clamped": log_ratio.abs() > LOG_RATIO,
-    }
+    figures = {"ppo_kl": -log_ratio, "pg_clipfrac": changed, "pg_clipfrac_lower": bounded, "ratio_mean": ratio}
+    figures["ratio_clamped"] = log_ratio.abs() > LOG_RATIO
     if mode == "mask":
         figures |= {"pg_lost": _keep(advantages.abs(), changed), "pg_advantage": advantages.abs()}
     return aggregate_loss(losses, mask, aggregate), _means(figures, mask, ratio.dtype)
 
 
-@torch.no_grad()
 def staleness(
     logprobs: Tensor, sampled: Tensor, age: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
@@ -288,9 +271,8 @@ def staleness(
     _check_shapes(2, logprobs=logprobs, sampled=sampled, age=age, mask=mask)
     ratio = clamp_log_ratio(_keep(logprobs - sampled, mask)).exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    shares = [outside & of_age for of_age in (age == 0, age == 1, age >= 2)]
-    figures = [*(share.to(ratio.dtype) for share in shares), ratio, ratio.square()]
-    return {name: masked_mean(x, mask) for name, x in zip(STALENESS, figures, strict=True)}
+    figures = [*(outside & of_age for of_age in (age == 0, age == 1, age >= 2)), ratio, ratio.square()]
+    return _means(dict(zip(STALENESS, figures, strict=True)), mask, ratio.dtype)
 
 
 def importance_weights(
@@ -305,9 +287,7 @@ def importance_weights(
     `importance_capped`.
     """
     logs = [row - other for row, other in zip(old, engine, strict=True)]
-    if kind == "sequence":
-        logs = [log.sum().expand_as(log) for log in logs]
-    ratios = [clamp_log_ratio(log).exp() for log in logs]
+    ratios = [clamp_log_ratio(log.sum().expand_as(log) if kind == "sequence" else log).exp() for log in logs]
     weights = [ratio.clamp(max=cap) for ratio in ratios]
     capped = sum(float((ratio > cap).sum()) for ratio in ratios)
     return weights, {"importance_mean": sum(float(w.sum()) for w in weights), "importance_capped": capped}

@@ -11,8 +11,6 @@ dead-lock against the collectives of FSDP. So both sides agree first, in host me
 The copy then takes microseconds. Batches travel over a communicator of their own: NCCL on GPUs, Gloo on CPU.
 """
 
-import os
-import sys
 import time
 from array import array
 from collections import defaultdict, deque
@@ -74,7 +72,6 @@ class Wire:
         begin = partial(torch.cuda.set_device, device) if self.stream else None
         # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
-        self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
         self.bytes, self.seconds = 0, 0.0  # that crossed here since the last `spent`
 
     def is_clear(self, hop: Hop) -> bool:
@@ -85,7 +82,6 @@ class Wire:
         """Sender: waits until the receiver is ready, then sends a 1-D CPU tensor with a header of integers."""
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
-        self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
         with self._timed(payload.numel() * payload.itemsize):
             self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
 
@@ -100,7 +96,6 @@ class Wire:
         Returns:
             The header and a 1-D CPU tensor.
         """
-        self._trace("clear to send", hop)
         self.store.set(f"{hop.key}/clear", b"1")
         self._wait(hop, "go", hop.sender)
         numel, *header = array("q", self.store.get(f"{hop.key}/go"))
@@ -110,7 +105,6 @@ class Wire:
             raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
         with self._timed(numel * dtype.itemsize):
             payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
-        self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
     def spent(self) -> dict[str, float]:
@@ -166,11 +160,6 @@ class Wire:
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
         waited = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
         return WireError(f"{hop}: {waited}; raise --timeout if that rank is only slow")
-
-    def _trace(self, what: str, hop: Hop) -> None:
-        if self.trace:
-            # one write a line, since all ranks write to one screen
-            sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")
 
 
 class _Link:
@@ -248,7 +237,7 @@ class RolloutLink(_Link):
         for _ in range(len(self._ready)):
             hop, samples = self._ready.popleft()
             if self.wire.is_clear(hop):
-                self._post(hop, samples)
+                self._post([(hop, samples)])
             else:
                 self._ready.append((hop, samples))
 
@@ -265,7 +254,7 @@ class RolloutLink(_Link):
         # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
         self._ready.clear()
-        return self._poster.submit(self._post_all, left)
+        return self._poster.submit(self._post, left)
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
@@ -292,13 +281,10 @@ class RolloutLink(_Link):
         chunk, _ = self._due[peer].popleft()
         self._ready.append((self._hop(self._step, peer, chunk=chunk), self._filling.pop(peer, [])))
 
-    def _post_all(self, left: Sequence[tuple[Hop, list[Sample]]]) -> None:
-        for hop, samples in left:
-            self._post(hop, samples)
-
-    def _post(self, hop: Hop, samples: list[Sample]) -> None:
-        header, ids = pack_rows(samples)
-        self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
+    def _post(self, chunks: Sequence[tuple[Hop, list[Sample]]]) -> None:
+        for hop, samples in chunks:
+            header, ids = pack_rows(samples)
+            self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
 
     def _receive(self, hop: Hop) -> list[Sample]:
         header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))

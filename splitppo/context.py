@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.placement import Ownership, Placement, Role, data_parallel, own
-from splitppo.rollout import Prompt, Rollout
+from splitppo.placement import Ownership, Role
+from splitppo.rollout import Prompt, Rollout, Streams
 
 WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
 
@@ -32,6 +33,12 @@ class Context:
     vocabulary_size: int
     lengths: Sequence[int] = ()
 
+    @cached_property
+    def streams(self) -> Streams:
+        """The rows of all slots; the actor group keeps them up to date."""
+        rollout = self.config.rollout
+        return Streams(rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0)
+
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take every prompt's responses in turn, or the
         prompts, if these have fewer responses than there are models."""
@@ -47,13 +54,6 @@ class Context:
         rows = [sample.row for sample in rollout.samples if not (masked and sample.truncated)]
         owned = self.ownership(step)
         return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
-
-
-def ownership(config: Config, placement: Placement, step: int) -> Ownership:
-    """Who owns which slot in a step."""
-    sizes = data_parallel(config, placement)
-    slots, samples, cuts = config.rollout.batch_size, config.rollout.samples, config.ppo.mini_batches
-    return own(seed=config.seed, step=step, batch_size=slots, samples=samples, mini_batches=cuts, sizes=sizes)
 
 
 def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.calibration import quality
+from splitppo.calibration import Pretraining, quality
 from splitppo.context import Context, learning_metrics, record
 from splitppo.errors import UserError, say
 from splitppo.learner import Learner
@@ -20,7 +20,6 @@ from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
-from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
@@ -150,14 +149,9 @@ class Critic:
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
         white, metrics = self._of_ensemble(scored, white)
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
-        figures = {
-            "critic/score": scored.scores,
-            "critic/rewards": (rewards * mask).sum(-1),
-            "critic/advantages": plain,
-            "critic/returns": packed_returns,
-            "critic/values": scored.values,
-            "error": packed_returns - scored.values,
-        }
+        figures = {"critic/score": scored.scores, "critic/rewards": (rewards * mask).sum(-1)}
+        figures |= {"critic/advantages": plain, "critic/returns": packed_returns, "critic/values": scored.values}
+        figures["error"] = packed_returns - scored.values
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics |= self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
@@ -278,15 +272,8 @@ class Critic:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo = self.context.config.ppo
-        return algo.value_loss(
-            value_outputs(model, batch),
-            fields["old"],
-            fields["returns"],
-            batch.mask,
-            clip=ppo.value_clip,
-            aggregate=ppo.aggregate,
-        )
+        ppo, given = self.context.config.ppo, (fields["old"], fields["returns"], batch.mask)
+        return algo.value_loss(value_outputs(model, batch), *given, clip=ppo.value_clip, aggregate=ppo.aggregate)
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""

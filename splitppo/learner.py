@@ -139,7 +139,10 @@ class Learner:
         self.updates += 1
         self.release_memory()
         steps = [{"grad_norm": norm, "skipped": float(not math.isfinite(norm))} for norm in map(float, norms)]
-        return [means | step | work_metrics for means, step in zip(self._sum_over_group(sums), steps, strict=True)]
+        parts = [[float(part) for part in metrics.values()] for metrics in sums]  # of all steps in one message
+        totals = group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist() if parts else []
+        means = [dict(zip(sums[0], row, strict=True)) for row in totals]
+        return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
@@ -234,9 +237,3 @@ class Learner:
         self.host_state.step() if self.host_state else self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
-
-    def _sum_over_group(self, sums: list[dict[str, Any]]) -> list[dict[str, float]]:
-        """Sums the ranks' parts of the metrics of all optimizer steps, in one message."""
-        parts = [[float(part) for part in metrics.values()] for metrics in sums]
-        totals = self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist() if parts else []
-        return [dict(zip(sums[0], row, strict=True)) for row in totals]

@@ -1,5 +1,5 @@
-"""Who plays which role, and who owns which slot, with the rows that end there (streams.py): pure functions that every
-rank computes for itself."""
+"""Who plays which role, and who owns which slot, with the rows that end there: pure functions that every rank computes
+for itself."""
 
 import random
 from collections import Counter
@@ -38,11 +38,7 @@ class Placement:
 
     def roles(self, rank: int) -> tuple[Role, ...]:
         """The roles that a global rank plays."""
-        return tuple(role for role, ranks in self._members.items() if rank in ranks)
-
-    @cached_property
-    def _members(self) -> dict[Role, frozenset[int]]:
-        return {role: frozenset(ranks) for role, ranks in self.groups.items()}
+        return tuple(role for role, ranks in self.groups.items() if rank in ranks)
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
@@ -111,7 +107,9 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
     on_node = Counter(rank // local_world for rank in ranks)
     wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
     size = min(wanted or len(ranks), len(ranks))
-    fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0 and _keeps_nodes(n, list(on_node.values()))]
+    # sets cut no node in two but into sets
+    fits = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
+    fits = [n for n in fits if all(n % held == 0 or held % n == 0 for held in on_node.values())]
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
@@ -159,11 +157,6 @@ def check_cut(
         raise UserError(f"{wrong}; set {setting}.tensor_parallel to one of {fits}")
 
 
-def _keeps_nodes(size: int, on_node: list[int]) -> bool:
-    """Whether sets of `size` ranks cut no node in two but into sets."""
-    return all(size % held == 0 or held % size == 0 for held in on_node)
-
-
 @dataclass(frozen=True)
 class Ownership:
     """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their rows.
@@ -172,12 +165,14 @@ class Ownership:
     another group, and the samples of a prompt stay together.
 
     Attributes:
-        mini_batches: the slots of each mini-batch, in the order in which they are cut over ranks.
+        mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
+        orders: the same slots, in the order in which they are cut over ranks; empty: that of `mini_batches`.
     """
 
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
+    orders: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def count(self) -> int:
@@ -199,8 +194,7 @@ class Ownership:
                 neighbours are joined, or it is a multiple, and each is cut further, so that every rank has its part
                 of each. Which slots are together does not depend on the ranks.
         """
-        size = self.sizes[role]
-        own = [list(part[len(part) * rank // size : len(part) * (rank + 1) // size]) for part in self.mini_batches]
+        own = [list(cut_evenly(part, self.sizes[role])[rank]) for part in self.orders or self.mini_batches]
         count = count or len(own)
         if joined := len(own) // count:
             return [[slot for slots in own[i * joined : (i + 1) * joined] for slot in slots] for i in range(count)]
@@ -239,13 +233,37 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
     return [before - after for before, after in pairwise(left)]
 
 
+def cut_evenly(slots: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Contiguous pieces whose lengths differ by one at most."""
+    return [slots[len(slots) * i // count : len(slots) * (i + 1) // count] for i in range(count)]
+
+
 def own(
-    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int]
-) -> Ownership:
-    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts."""
+    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int],
+    contexts: Sequence[int] = (),
+) -> Ownership:  # fmt: skip
+    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
+    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots as otherwise."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, sizes)
+    return Ownership(cut, sizes, _by_context(cut, contexts, sizes["actor"]) if contexts else ())
+
+
+def _by_context(
+    mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum.
+    Greedy: the longest context that is left goes to the rank with the smallest sum."""
+    sums, orders = [0] * ranks, []
+    for slots in mini_batches:
+        pieces: list[list[int]] = [[] for _ in range(ranks)]
+        room = [len(piece) for piece in cut_evenly(slots, ranks)]
+        for slot in sorted(slots, key=lambda slot: -contexts[slot]):
+            rank = min((i for i in range(ranks) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
+            pieces[rank].append(slot)
+            sums[rank] += contexts[slot]
+        orders.append(tuple(slot for piece in pieces for slot in piece))
+    return tuple(orders)

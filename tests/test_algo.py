@@ -383,7 +383,7 @@ def test_limits_at_their_ends():
     loss, metrics = policy_loss(old + math.log(2), old, t([-1.0]), t([1]), dual_clip=2.0)
     same(loss, 2.0)
     same(metrics["pg_clipfrac_lower"], 0.0)
-    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+    with pytest.raises(ValueError, match="dual_clip > 1"):
         policy_loss(old, old, old, t([1]), dual_clip=1.0)
     loss, metrics = algo.value_loss(t([5.0]), t([1.0]), t([3.0]), t([1]), clip=0.0, aggregate="token_mean")
     same(loss, 2.0)  # clipped to 1 the error is 2, and so it is at 5
@@ -403,9 +403,9 @@ def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk
 
 def test_policy_loss_refuses_nonsense():
     one = t([0.0])
-    with pytest.raises(ValueError, match=r"dual_clip must be above 1, got .* and 0"):
+    with pytest.raises(ValueError, match="dual_clip > 1, got"):
         policy_loss(one, one, one, t([1]), dual_clip=0.5)
-    with pytest.raises(ValueError, match="clip_low and clip_high"):
+    with pytest.raises(ValueError, match="clip_low, clip_high"):
         policy_loss(one, one, one, t([1]), high=-0.1)
     with pytest.raises(ValueError, match=r"'advantages': \(1,\)"):
         policy_loss(one, one, one[0], t([1]))

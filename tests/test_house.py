@@ -13,7 +13,7 @@ FLOORS = [
     {"train", "tools"},
     {"run"},
     {"actor", "critic", "validation"},
-    {"calibration", "pretraining", "streams"},
+    {"calibration"},
     {"learner", "engine", "rewards"},
     {"models"},
     {"channel"},
@@ -21,7 +21,8 @@ FLOORS = [
     {"context"},
     {"placement", "data"},
     {"config"},
-    {"algo", "rollout", "errors"},
+    {"algo", "rollout"},
+    {"errors"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = {

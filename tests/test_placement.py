@@ -1,6 +1,7 @@
 """Roles and rows: pure functions, so every rule is checked over many sizes."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -244,3 +245,22 @@ def test_a_set_stays_in_a_node_and_in_a_replica(config, nodes, says):
     with pytest.raises(UserError, match=says):
         check_sets(config, placement, local_world=8 // nodes)
     check_sets(config_of(1), placement, local_world=8 // nodes)
+
+
+@pytest.mark.parametrize("mini", [1, 3])
+@pytest.mark.parametrize(("actor", "critic"), [(2, 1), (3, 2), (5, 3)])
+def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
+    contexts = [1 + (7 * slot**3) % 101 for slot in range(30)]
+    sizes: dict[Role, int] = {"actor": actor, "critic": critic}
+    cut: Any = {"seed": 2, "step": 2, "batch_size": 30, "samples": 2, "mini_batches": mini, "sizes": sizes}
+    plain, found = own(**cut), own(**cut, contexts=contexts)
+    assert found.mini_batches == plain.mini_batches
+    assert [sorted(slots) for slots in found.orders] == [sorted(slots) for slots in plain.mini_batches]
+    held = [[sum(contexts[slot] for slot in c.all_slots("actor", i)) for i in range(actor)] for c in (plain, found)]
+    spread = [max(sums) - min(sums) for sums in held]
+    assert spread[1] < min(24, spread[0] / 4)
+    for i in range(actor):
+        assert [*map(len, found.slots("actor", i))] == [*map(len, plain.slots("actor", i))]
+    parts = [[o.slots("critic", i, 5 * mini) for i in range(critic)] for o in (plain, found)]
+    both = [[sorted(itertools.chain(*slots)) for slots in zip(*ranks, strict=True)] for ranks in parts]
+    assert both[0] == both[1]  # which slots of a value mini-batch are together depends on no context

@@ -314,7 +314,7 @@ def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
     model = build(read_config(str(folder)), "reward").requires_grad_(False)
     parallelize(model, runtime.shards["critic"], dtype=torch.float32, activation_checkpointing=False, tensor=tensor)
     fill(model, str(folder), device=CPU)
-    text = RewardText(Ids(), Ids(), longest=64)
+    text = RewardText(Ids(), Ids(), chat=False, longest=64)
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
     mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]  # a rank of four has rows 3 and 7 alone
     scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)

@@ -13,18 +13,22 @@ from ranks import run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
 from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, train_rank
+from transformers import AutoConfig
 
 from splitppo import algo
+from splitppo.calibration import Pretraining
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
 from splitppo.engine.hf import HFEngine
+from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.models.build import count_parameters
 from splitppo.placement import place
-from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Prompt, Sample, Streams
+from splitppo.run import memory
+from splitppo.run.build import build_context
 from splitppo.run.checks import warnings
-from splitppo.streams import Streams
 
 __all__ = ["inputs"]  # the fixture
 
@@ -63,8 +67,9 @@ def check(
         (3, {"placement__actor": 2}),
         (4, {"placement__actor": 1}),
         (2, {"placement__mode": "colocated"}),
+        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "value__offload": "all"}),
     ],
-    ids=["1+1", "2+1", "1+3", "colocated"],
+    ids=["1+1", "2+1", "1+3", "colocated", "one set with offload"],
 )
 def test_every_placement_is_the_reference(inputs, tmp_path, world, placement):
     seen = check(inputs, tmp_path, world, LENGTHS, WINDOW, rollout__samples=2, **placement)
@@ -160,7 +165,7 @@ def shared(group: Group) -> list[Any]:
     mine = [[stop(0, 2, "eos"), stop(3, 3, "window"), stop(1, 5, "limit")], [stop(2, 5, "window")]][group.dp_rank]
     ended = streams.take(1, mine)
     before = len(streams.open)
-    streams.share(group)
+    streams.share(group.all_gather)
     return [ended, before, streams.state(), [streams.request(2, slot) for slot in range(3)]]
 
 
@@ -182,11 +187,32 @@ def test_every_rank_knows_the_rows_that_go_on():
             Streams(slots, prompt, [], windows=windows).load_state(first[2])
 
 
+def test_slots_follow_the_contexts_that_rank_0_knows():
+    placement = place(PlacementConfig(actor=2), world=3, local_world=3)
+    for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
+        config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
+        said: dict[str, str] = {"contexts/3": ""}
+        store = SimpleNamespace(delete_key=said.pop)
+        broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
+        runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
+        tokenizer, training = SimpleNamespace(decode=str), SimpleNamespace(prompts=[prompt(row) for row in range(9)])
+        known = {"config": config, "placement": actors, "tokenizer": tokenizer, "vocabulary_size": 9}
+        context = build_context(cast(Any, SimpleNamespace(**known)), runtime, cast(Any, training), [])
+        context.streams.open = {1: stop(1, 9, "window"), 3: stop(7, 4, "window")}
+        owned = context.ownership(5)
+        if window and len(actors.groups["actor"]) > 1:
+            assert said == {"contexts/5": "[2, 11, 2, 6]"}
+            assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
+            assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
+        else:
+            assert (said, owned.orders) == ({"contexts/3": ""}, ())
+
+
 def test_without_windows_a_slot_has_one_row_a_step():
     streams = Streams(3, prompt, [], windows=False)
     assert [streams.request(3, slot).row for slot in range(3)] == [6, 7, 8]
     assert [row.row for row in streams.take(3, [stop(7, 2, "eos")])] == [7]
-    run_threads(1, streams.share)
+    streams.share(lambda part: [part])
     assert (streams.state(), streams.request(4, 1).row) == ([], 10)
 
 
@@ -250,6 +276,28 @@ def test_a_step_without_rows_says_nothing_of_pretraining():
     nothing = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))
     pretraining.finish(1, nothing, nothing)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
+
+
+def test_rows_that_would_queue_are_warned_of(monkeypatch):
+    """A token takes 2 x 2 layers x 2 heads x 16 x 2 bytes, a row of 300 tokens four blocks of 128."""
+    model = AutoConfig.for_model(
+        "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=90
+    )
+    weights = count_parameters(model, "policy") * 2
+    flags = ["--rollout.batch-size=8", "--ppo.mini-batches=1", "--rollout.max-prompt-tokens=100"]
+    flags += ["--rollout.max-new-tokens=200", "--engine.memory-fraction=0.5"]
+    for window, engine, blocks in ((9, "vllm", 16), (9, "vllm", 10), (9, "vllm", 9), (0, "vllm", 9), (9, "hf", 9)):
+        gpu = 2 * (weights + RESERVE + blocks * 128 * 256)
+        monkeypatch.setattr(memory, "gpu_memory", lambda _, gpu=gpu: float(gpu))
+        monkeypatch.setattr(memory, "check_memory", lambda *_: None)
+        config = parse([*flags, f"--rollout.window={window}", f"--engine.kind={engine}"])
+        known = {"config": config, "placement": place(PlacementConfig(actor=2), world=3, local_world=3)}
+        known |= {"device": torch.device("cpu"), "models": {"policy": SimpleNamespace(config=model), "reference": 0}}
+        known["dtype"] = torch.bfloat16
+        found = warnings(cast(Any, SimpleNamespace(**known)))
+        due = (window, engine, blocks) == (9, "vllm", 9)
+        said = "rollout.window=9: 4 slots of an engine hold up to 1,200 tokens, its KV cache 1,152;"
+        assert [line.startswith(said) for line in found] == [True] * due
 
 
 def test_a_mask_in_place_of_a_clip_is_warned_of():

@@ -179,14 +179,7 @@ def _plan(
     """The plan of an engine for some of `ranks` actor ranks and rows of `tokens`; `known`: its files and ids."""
     engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
     rows = min(engine.max_rows, most_rows(config, ranks)) * size
-    kv_bytes = kv_cache_bytes(
-        kv_bytes_per_token(model, dtype, size),
-        rows=rows,
-        tokens=tokens,
-        weights=count_parameters(model, "policy") * dtype.itemsize // size,
-        total=_memory(device),
-        fraction=engine.memory_fraction,
-    )
+    kv_bytes = _kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=_memory(device))
     return Plan(
         **known,
         clients=size,
@@ -202,6 +195,30 @@ def _plan(
         own_code=config.policy.trust_remote_code,
         sampling=Sampling.of(config.rollout),
     )
+
+
+def _kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
+    """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
+    size = config.engine.tensor_parallel
+    weights = count_parameters(model, "policy") * dtype.itemsize // size
+    per_token, fraction = kv_bytes_per_token(model, dtype, size), config.engine.memory_fraction
+    return kv_cache_bytes(per_token, weights=weights, fraction=fraction, **sizes)
+
+
+def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *, ranks: int, total: int) -> str | None:
+    """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row that queues leaves
+    its slot empty. `ranks`: of the actor group; `total`: bytes of a GPU."""
+    if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
+        return None
+    size, tokens = config.engine.tensor_parallel, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    slots = most_rows(config, ranks) * size
+    held = _kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
+    held //= kv_bytes_per_token(model, dtype, size)
+    if held >= slots * tokens:
+        return None
+    given = f"rollout.window={config.rollout.window}: {slots} slots of an engine hold up to {slots * tokens:,} tokens"
+    remedy = "use a smaller rollout.batch_size, or more actor ranks or engine.tensor_parallel"
+    return f"{given}, its KV cache {held:,}; beyond that rows queue and slots are empty; {remedy}"
 
 
 def finish_start(engine: RolloutEngine) -> str:

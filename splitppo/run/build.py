@@ -1,6 +1,7 @@
 """The parts of a run, built from its resolved configuration: data, models, actor, critic, channels."""
 
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from splitppo import data
 from splitppo.actor import Actor
 from splitppo.channel import Links, Wire
-from splitppo.context import Context, ownership
+from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import finish_start, over_set, start_engine
@@ -26,7 +27,7 @@ from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Placement, Role
+from splitppo.placement import Ownership, Role, data_parallel, own
 from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
@@ -50,18 +51,29 @@ def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
 
 
 def build_context(
-    resolved: Resolved, placement: Placement, training: data.PromptSet, held_out: Sequence[Prompt]
+    resolved: Resolved, runtime: Runtime, training: data.PromptSet, held_out: Sequence[Prompt]
 ) -> Context:
     """What both roles know of the run."""
-    config = resolved.config
+    config, sizes = resolved.config, data_parallel(resolved.config, resolved.placement)
+    rollout = config.rollout
 
     def prompt(row: int) -> Prompt:
-        place = row // config.rollout.samples
+        place = row // rollout.samples
         return training.prompts[data.prompt_index(len(training.prompts), place, config.seed)]
 
-    owned = functools.lru_cache(maxsize=4)(functools.partial(ownership, config, placement))
+    @functools.lru_cache(maxsize=4)
+    def owned(step: int) -> Ownership:
+        contexts: list[int] = []
+        if rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
+            found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(context.streams.contexts()))
+            contexts = json.loads(found)
+            runtime.store.delete_key(f"contexts/{step - 2}")  # all ranks have read it: rank 0 is no step ahead
+        cut: Any = {"samples": rollout.samples, "mini_batches": config.ppo.mini_batches, "sizes": sizes}
+        return own(seed=config.seed, step=step, batch_size=rollout.batch_size, **cut, contexts=contexts)
+
     decode = functools.partial(resolved.tokenizer.decode, skip_special_tokens=True)
-    return Context(config, owned, prompt, held_out, decode, resolved.vocabulary_size, data.read_lengths(config.rollout))
+    context = Context(config, owned, prompt, held_out, decode, resolved.vocabulary_size, data.read_lengths(rollout))
+    return context
 
 
 class Builder:
@@ -95,7 +107,7 @@ class Builder:
         every = self.training.prompts + self.validation.prompts
         self.data_sources = {prompt.data_source for prompt in every}
         self.longest_prompt = max(len(prompt.tokens) for prompt in every)
-        self.context = build_context(resolved, resolved.placement, self.training, self.validation.prompts)
+        self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
         self.phases: list[tuple[str, float]] = []
         self._phase: tuple[str, float] | None = None
         self._slow: threading.Timer | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitppo import data
 from splitppo.config import Config
-from splitppo.engine.build import check_engine
+from splitppo.engine.build import check_engine, queue_warning
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
@@ -68,8 +68,10 @@ def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
     config, placement = resolved.config, resolved.placement
     found = engine_warnings(config, resolved.device.type)
-    if (gpu := memory.gpu_memory(resolved)) and (more := memory.check_memory(resolved, gpu)):
-        found.append(more)
+    if gpu := memory.gpu_memory(resolved):
+        model, ranks = resolved.models["policy"].config, len(placement.groups["actor"])
+        queue = queue_warning(config, model, resolved.dtype, ranks=ranks, total=int(gpu))
+        found += filter(None, [memory.check_memory(resolved, gpu), queue])
     rows, ppo = config.rollout.batch_size, config.ppo
     cut: dict[Role, int] = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     if placement.colocated and not ppo.value_mini_batches:

@@ -12,9 +12,8 @@ from splitppo.config import Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, one_line
 from splitppo.run.files import read_if_there
-from splitppo.tools.timeline import curves, read_columns, seconds
+from splitppo.tools.timeline import COLOURS, curves, read_columns, seconds
 
-COLOURS = ("#2f6db3", "#d9722e", "#3c9a5f", "#b5486f", "#8a6bbf", "#97705a", "#2fa3b0", "#c2a11f", "#5c6773", "#e08fb0")
 RESULTS = ("run", "steps", "held-out score: last", "best", "training score: last", "median step", "tokens/s", "total")
 Rows = list[tuple[str, ...]]
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from splitppo.errors import UserError
-from splitppo.tools.timeline import read_columns
 
 # a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
@@ -153,12 +152,6 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
         policy_fixed=policy * slower,
         value_fixed=value * value_slower,
     )
-
-
-def run_work(folder: Path, split: Split, batch: int) -> Work:
-    """The work of a run's steps, from its folder. Too few steps are a UserError."""
-    actor, critic = ([step.metrics for step in column.values()] for column in read_columns(folder))
-    return measured(actor, critic, split, batch)
 
 
 def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:

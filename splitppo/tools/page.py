@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
 from splitppo.tools.compare import Run, differences, flat, read_settings, results_table, settings_table
-from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, Column, Timeline, build_timeline, curves, timed_steps
+from splitppo.tools.timeline import (
+    OTHER_COLOUR,
+    SPAN_COLOURS,
+    Column,
+    Timeline,
+    build_timeline,
+    curves,
+    raster,
+    timed_steps,
+)
 
 CURVE_POINTS = 2000
 TIMELINES, LAST_TIMELINES = 200, 50  # all of the last steps, and some of the steps before them
@@ -66,6 +75,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         "placement": read_if_there(run / "placement.txt", str.splitlines) or ["no placement.txt in the run's folder"],
         "groups": groups([curves(actor, critic)]),
         "timelines": [layout(timeline) for timeline in timelines],
+        "raster": raster(actor),
         "chosen": chosen,
         "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
         "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},

@@ -15,7 +15,8 @@ import tyro
 from splitppo.config import Config
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
-from splitppo.tools.cost import Split, advice, may_move, row_lengths, run_work, window_advice
+from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, window_advice
+from splitppo.tools.timeline import read_columns
 
 
 def read_run(run: Path) -> tuple[Config, Split]:
@@ -60,7 +61,8 @@ def plan(
     config, split = read_run(run)
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
-    work = run_work(run, split, config.rollout.batch_size)
+    actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
+    work = measured(actor, critic, split, config.rollout.batch_size)
     movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
     size, lengths = gpus or split.actor + split.critic, row_lengths(run)
     sets = config.tensor_parallel("policy"), config.tensor_parallel("value")

@@ -26,11 +26,13 @@ from splitppo.tools.page import build_comparison, build_page
 from splitppo.tools.timeline import (
     OTHER_COLOUR,
     SPAN_COLOURS,
+    Column,
     Timeline,
     build_timeline,
     choose_step,
     curves,
     is_wait,
+    raster,
     read_columns,
     seconds,
 )
@@ -141,13 +143,27 @@ def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("seconds since the actor began the step" if split else "seconds since the step began")
-    ax.set_title(timeline.title(), fontsize=14, pad=10)
+    ax.set_title(timeline.title(), fontsize=14, pad=26)
     ax.legend(handles=legend, **LEGEND)
 
 
-def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | None, bins: Sequence[Any]) -> Figure:
-    """The whole figure, 2000 pixels wide; `bins` are the last `critic/calibration`. The places are fixed, since labels
-    are measured before the first drawing."""
+def draw_raster(ax: Axes, actor: Column) -> None:
+    """The tokens that the first slots decoded in the last steps, a line for each slot."""
+    title, begins, bars = raster(actor)
+    for slot, rows in enumerate(bars):
+        colours = [colour for colour, *_ in rows]
+        ax.broken_barh([(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours)
+    for step, at in begins:
+        ax.axvline(at, color=DARK, lw=1)
+        ax.text(at, -0.4, f" step {step}", color=GREY, fontsize=10)
+    ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5))
+    ax.margins(x=0)
+    ax.set_title(title, fontsize=14, pad=26)
+
+
+def draw(title: str, actor: Column, critic: Column, timeline: Timeline | None) -> Figure:
+    """The whole figure, 2000 pixels wide. The places are fixed, since labels are measured before the first drawing."""
+    series, bins = curves(actor, critic), critic[max(critic)].calibration if critic else ()
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 11.5), dpi=100)
         figure.text(0.055, 0.968, title, fontsize=17, weight="bold")
@@ -158,7 +174,8 @@ def draw(title: str, series: dict[str, dict[int, float]], timeline: Timeline | N
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
         draw_calibration(figure.add_subplot(grid[1, 3]), bins)
         if timeline:
-            draw_timeline(figure.add_axes((0.055, 0.06, 0.89, 0.305)), timeline)
+            draw_timeline(figure.add_axes((0.055, 0.06, 0.6, 0.305)), timeline)
+        draw_raster(figure.add_axes((0.69, 0.06, 0.265, 0.305)), actor)
     return figure
 
 
@@ -222,8 +239,7 @@ def report(
         path.write_text(build_page(run, actor, critic, chosen), encoding="utf-8")
     else:
         timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-        bins = critic[max(critic)].calibration if critic else ()
-        save(draw(f"{run.resolve().name}: {max(actor)} steps", curves(actor, critic), timeline, bins), path)
+        save(draw(f"{run.resolve().name}: {max(actor)} steps", actor, critic, timeline), path)
         print(timeline.title() if timeline else "no spans recorded: no timeline")
     print(f"run folder: {run}\n{'page' if html else 'report'}: {path}")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from splitppo.errors import UserError
@@ -20,6 +21,8 @@ SPAN_COLOURS = {
     "validate": "#cf6f9f",
     "checkpoint": "#97705a",
 }
+COLOURS = ("#2f6db3", "#d9722e", "#3c9a5f", "#b5486f", "#8a6bbf", "#97705a", "#2fa3b0", "#c2a11f", "#5c6773", "#e08fb0")
+RASTER_STEPS = 6  # drawn, the last
 OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
 
 
@@ -30,6 +33,7 @@ class Step:
     metrics: dict[str, float]
     spans: list[Span]
     calibration: Sequence[dict[str, float]] = ()
+    slots: Sequence[Sequence[Sequence[int]]] = ()  # (row, tokens) that each of the first slots decoded
 
     @property
     def start(self) -> float:
@@ -47,12 +51,11 @@ def read_column(path: Path) -> Column:
     """The steps of a metrics file; {} without a file, since a colocated run may have the actor's alone. A resumed run
     does steps again: the last record of a step counts."""
     records = read_lines(path, parse_record) if path.is_file() else ()
-    return {
-        r["step"]: Step(
-            {k: v for k, v in r.items() if isinstance(v, int | float)}, r["spans"], r.get("critic/calibration", ())
-        )
-        for r in records
-    }
+    found = {}
+    for r in records:
+        numbers: dict[str, float] = {name: value for name, value in r.items() if isinstance(value, int | float)}
+        found[r["step"]] = Step(numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ()))
+    return found
 
 
 def read_columns(run: Path) -> tuple[Column, Column]:
@@ -129,6 +132,25 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
         return Timeline(step, length, {"all ranks": near[0]}, [])
     inside = ([(name, max(a, 0.0), min(b, length)) for _, (name, a, b) in spans] for spans in near)
     return Timeline(step, length, {"actor": near[0], "critic": near[1]}, shared_work(*inside))
+
+
+def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
+    """What the first slots decoded in the last steps, side by side: a title, (step, where it begins), and of each slot
+    (colour, where it begins, tokens) for each row. A step is as wide as the most tokens that a slot decoded in it."""
+    last = [number for number in sorted(actor) if actor[number].slots][-RASTER_STEPS:]
+    begins, at = [], 0
+    bars: list[list[tuple[str, int, int]]] = [[] for _ in range(max((len(actor[n].slots) for n in last), default=0))]
+    order: list[dict[int, int]] = [{} for _ in bars]  # of each slot: row -> number
+    for number in last:
+        begins.append((number, at))
+        for slot, rows in enumerate(actor[number].slots):
+            ends = accumulate((tokens for _, tokens in rows), initial=at)
+            for (row, tokens), start in zip(rows, ends, strict=False):
+                colour = COLOURS[(3 * slot + order[slot].setdefault(row, len(order[slot]))) % len(COLOURS)]
+                bars[slot].append((colour, start, tokens))
+        at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
+    full = sum(tokens for rows in bars for *_, tokens in rows)
+    return f"{len(bars)} slots, a colour a row: {full / max(1, at * len(bars)):.0%} busy", begins, bars
 
 
 def seconds(value: float) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,33 +13,36 @@ from test_vllm_rows import SAMPLING, Engine, core
 from splitppo.engine import Sampling, Window, hf, row_seed
 from splitppo.engine.vllm.client import AHEAD, _Ahead
 from splitppo.engine.vllm.rows import Rows
-from splitppo.rollout import Prompt, Request, Sample
-from splitppo.streams import Streams
+from splitppo.rollout import Prompt, Request, Sample, Streams
 
 __all__ = ["case", "hf_case", "tokenizer"]  # fixtures
 
 SLOTS, LIMIT = 6, 14
-GROUP: Any = SimpleNamespace(all_gather=lambda part: [part])
 
 
 def prompt(row: int) -> Prompt:
     return Prompt("", [FIRST + row % 50, *[FIRST + row % 7] * (row % 3)], "", "", {})
 
 
-def decode(engine: Any, window: int, steps: int, lengths: list[int], **sampling: Any) -> dict[int, Sample]:
-    """The rows that end in so many steps, with the same weights in all; each step is checked to be full."""
+def decode(
+    engine: Any, window: int, steps: int, lengths: list[int], *, ranks: int = 1, **sampling: Any
+) -> dict[int, Sample]:
+    """The rows that end in so many steps, with the same weights in all; each step is checked to be full. The slots are
+    those of so many ranks, one after the other."""
     streams, ended = Streams(SLOTS, prompt, lengths, windows=window > 0), {}
     how = Window(window, streams.following) if window else None
     for step in range(1, steps + 1):
         requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
-        for stopped in engine.generate(requests, Sampling(1.0, LIMIT, **sampling), seed=3, window=how):
+        parts = [requests[rank::ranks] for rank in range(ranks)]
+        run = [engine.generate(part, Sampling(1.0, LIMIT, **sampling), seed=3, window=how) for part in parts]
+        for stopped in chain(*run):
             begun = {r.row: len(r.response) for r in requests}
             for sample in stopped:
                 sampled[sample.row % SLOTS] += len(sample.response) - begun.get(sample.row, 0)
             rows = streams.take(step, stopped)
             assert not ended.keys() & {row.row for row in rows}, "a row has ended twice"
             ended |= {row.row: row for row in rows}
-        streams.share(GROUP)
+        streams.share(lambda part: [part])
         assert not window or [sampled[slot] for slot in range(SLOTS)] == [window] * SLOTS
     return ended
 
@@ -50,8 +54,8 @@ def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str]]:
 def check(engine: Any, greedy: bool) -> None:
     whole = decode(engine, 0, 8, [], greedy=greedy)
     assert {"eos", "limit"} <= {sample.end for sample in whole.values()}
-    for window, steps in ((3, 13), (40, 2)):
-        found = decode(engine, window, steps, [], greedy=greedy)
+    for window, steps, ranks in ((3, 13, 1), (40, 2, 1), (3, 13, 2)):
+        found = decode(engine, window, steps, [], ranks=ranks, greedy=greedy)
         both = told(whole).keys() & told(found).keys()
         assert len(both) >= 2 * SLOTS
         assert {row: told(found)[row] for row in both} == {row: told(whole)[row] for row in both}
@@ -59,7 +63,7 @@ def check(engine: Any, greedy: bool) -> None:
             assert found[row].logprobs == pytest.approx(whole[row].logprobs, abs=1e-3)
 
 
-def test_a_greedy_row_does_not_depend_on_the_window(case: Case) -> None:
+def test_a_greedy_row_depends_neither_on_the_window_nor_on_the_rank(case: Case) -> None:
     check(case.engine, greedy=True)
 
 

@@ -10,7 +10,6 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from splitppo.engine import Sampling, Window, hf
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
-from splitppo.rollout import Prompt
-from splitppo.streams import Streams
+from splitppo.rollout import Prompt, Streams
 from splitppo.tools.bench import lengths_of
 
 PROMPT = Prompt("", [5, 6, 7], "", "", {})
@@ -28,7 +26,6 @@ PROMPT = Prompt("", [5, 6, 7], "", "", {})
 def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
     """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
     streams = Streams(slots, lambda _: PROMPT, lengths, windows=window > 0)
-    group: Any = SimpleNamespace(all_gather=lambda part: [part])
     drawn, made, trained, draw = 0, 0, 0, hf._Batch.draw
 
     def counted(self: Any, *args: Any) -> Any:
@@ -44,7 +41,7 @@ def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, 
         for stopped in engine.generate(requests, Sampling(1.0, max(lengths)), seed=0, window=how):
             made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
             trained += sum(sample.tokens for sample in streams.take(step, stopped))
-        streams.share(group)
+        streams.share(lambda part: [part])
     hf._Batch.draw = draw  # type: ignore[method-assign]
     return drawn, made, trained
 

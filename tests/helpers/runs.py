@@ -152,6 +152,9 @@ def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
     for step, record in due.items():
         assert got[step].keys() == record.keys()
         for name, value in record.items():
+            if name == "slots":
+                assert got[step][name] == value, f"step {step} {name}"
+                continue
             flat = [value] if isinstance(value, float | int) else [v for figure in value for v in figure.values()]
             seen = got[step][name]
             seen = [seen] if isinstance(seen, float | int) else [v for figure in seen for v in figure.values()]
