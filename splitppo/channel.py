@@ -11,6 +11,8 @@ dead-lock against the collectives of FSDP. So both sides agree first, in host me
 The copy then takes microseconds. Batches travel over a communicator of their own: NCCL on GPUs, Gloo on CPU.
 """
 
+import os
+import sys
 import time
 from array import array
 from collections import defaultdict, deque
@@ -72,6 +74,7 @@ class Wire:
         begin = partial(torch.cuda.set_device, device) if self.stream else None
         # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
+        self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
         self.bytes, self.seconds = 0, 0.0  # that crossed here since the last `spent`
 
     def is_clear(self, hop: Hop) -> bool:
@@ -82,6 +85,7 @@ class Wire:
         """Sender: waits until the receiver is ready, then sends a 1-D CPU tensor with a header of integers."""
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
+        self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
         with self._timed(payload.numel() * payload.itemsize):
             self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
 
@@ -96,6 +100,7 @@ class Wire:
         Returns:
             The header and a 1-D CPU tensor.
         """
+        self._trace("clear to send", hop)
         self.store.set(f"{hop.key}/clear", b"1")
         self._wait(hop, "go", hop.sender)
         numel, *header = array("q", self.store.get(f"{hop.key}/go"))
@@ -105,6 +110,7 @@ class Wire:
             raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
         with self._timed(numel * dtype.itemsize):
             payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
+        self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
     def spent(self) -> dict[str, float]:
@@ -160,6 +166,11 @@ class Wire:
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
         waited = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
         return WireError(f"{hop}: {waited}; raise --timeout if that rank is only slow")
+
+    def _trace(self, what: str, hop: Hop) -> None:
+        if self.trace:
+            # one write a line, since all ranks write to one screen
+            sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")
 
 
 class _Link:

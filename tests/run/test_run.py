@@ -573,6 +573,17 @@ def test_preset_is_flags_and_flags_win(tmp_path):
     assert not parse(["--config", str(preset), "--reference.no-offload"]).reference.offload
 
 
+def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SPLITPPO_TRACE", "1")
+    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.chunks=3"]
+    run_ranks(2, main_rank, argv)
+    out = capfd.readouterr().err
+    for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
+        for chunk in range(chunks):
+            hops = re.findall(rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out)
+            assert sorted(word for _, word in hops) == ["clear", "has received", "sends"]
+
+
 def crash_rank(argv: list[str]) -> int:
     """The critic raises in its second step. The other ranks fail in its wake, as over NCCL, and sooner."""
     advantages, recv, show = Critic.advantages, Wire.recv, traceback.print_exception
