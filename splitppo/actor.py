@@ -202,9 +202,17 @@ class Actor:
         with_entropy = ppo.entropy_coef > 0
         logprobs, entropy = self._outputs(model, batch, entropy=with_entropy)
         clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-        how: Any = clip | {"dual_clip": ppo.dual_clip, "mode": ppo.clip_mode, "aggregate": ppo.aggregate}
-        given = logprobs, fields["old"], fields["advantages"], mask
-        loss, metrics = algo.policy_loss(*given, weights=fields.get("weights"), **how)
+        loss, metrics = algo.policy_loss(
+            logprobs,
+            fields["old"],
+            fields["advantages"],
+            mask,
+            dual_clip=ppo.dual_clip,
+            aggregate=ppo.aggregate,
+            weights=fields.get("weights"),
+            mode=ppo.clip_mode,
+            **clip,
+        )
         if "age" in fields:
             metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
         if ppo.kl_loss_coef > 0:

@@ -122,14 +122,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     """
     _check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_r = ref_logprobs.detach() - logprobs
-    if kind == "k3":
-        # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
-        log_r = clamp_log_ratio(log_r)
-        return torch.expm1(log_r) - log_r
-    others = {"k1": log_r.neg, "k2": lambda: 0.5 * log_r.square(), "abs": log_r.abs}
-    if kind not in others:
+    if kind == "k1":
+        return -log_r
+    if kind == "k2":
+        return 0.5 * log_r.square()
+    if kind == "abs":
+        return log_r.abs()
+    if kind != "k3":
         raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
-    return others[kind]()
+    # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
+    return torch.expm1(clamped := clamp_log_ratio(log_r)) - clamped
 
 
 @torch.no_grad()

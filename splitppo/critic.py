@@ -272,8 +272,9 @@ class Critic:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo, given = self.context.config.ppo, (fields["old"], fields["returns"], batch.mask)
-        return algo.value_loss(value_outputs(model, batch), *given, clip=ppo.value_clip, aggregate=ppo.aggregate)
+        ppo, values = self.context.config.ppo, value_outputs(model, batch)
+        old, returns = fields["old"], fields["returns"]
+        return algo.value_loss(values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate)
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""

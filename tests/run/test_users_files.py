@@ -419,7 +419,7 @@ def test_what_adapts_and_is_normalised_goes_on_where_it_stopped(tmp_path: Path) 
         got, due = records(resumed, role), records(adapted, role)
         assert list(got) == list(due) == [1, 2, 3, 4]
         for step, record in due.items():
-            clock = ("time", "spans", "optimizer_steps", "critic/calibration")
+            clock = ("time", "spans", "optimizer_steps", "critic/calibration", "slots")
             figures = {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
             assert {name: got[step][name] for name in figures} == pytest.approx(figures, rel=1e-5, abs=1e-6), (
                 f"{role} {step}"
