@@ -15,7 +15,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from transformers import PretrainedConfig
 
 from splitppo.errors import UserError
@@ -107,43 +109,37 @@ class _RowLinear(nn.Linear):
     group: str
 
     def forward(self, input: Tensor) -> Tensor:
-        out: Any = _Sum.apply(nn.functional.linear(input, self.weight), self.group)
+        out: Any = _sum(nn.functional.linear(input, self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: str) -> tuple[Any, Any]:
     """Hook of an attention or MLP: its input is whole, and what reads it has parts."""
     if args:
-        return (_Copy.apply(args[0], group), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": _Copy.apply(kwargs["hidden_states"], group)}
+        return (_copy(args[0], group), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _copy(kwargs["hidden_states"], group)}
 
 
-def _all_reduce(tensor: Tensor, group: str) -> Tensor:
-    """The sum over the set, as operators that the compiler can trace."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", group))
-
-
-class _Sum(torch.autograd.Function):
+# Operators, and no autograd.Function: torch.compile of 2.11 loses the gradient of one that communicates.
+@torch.library.custom_op("splitppo::sum_over_set", mutates_args=())
+def _sum(tensor: Tensor, group: str) -> Tensor:
     """The sum over the set. Each rank has the whole gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_resolve_process_group(group))
+    return total
 
 
-class _Copy(torch.autograd.Function):
+@torch.library.custom_op("splitppo::copy_to_set", mutates_args=())
+def _copy(tensor: Tensor, group: str) -> Tensor:
     """The same on all ranks of the set. Each rank has a part of the gradient."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _all_reduce(grads[0], ctx.group), None
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+for _operator in (_sum, _copy):
+    _operator.register_fake(lambda tensor, group: torch.empty_like(tensor, memory_format=torch.contiguous_format))
+_sum.register_autograd(lambda ctx, grad: (grad, None))
+_copy.register_autograd(lambda ctx, grad: (_sum(grad, ctx.group), None), setup_context=_keep_group)
