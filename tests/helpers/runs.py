@@ -1,5 +1,6 @@
 """Small runs, what they leave behind, and checkpoints that hold nothing."""
 
+import fcntl
 import json
 import os
 import signal
@@ -42,6 +43,19 @@ def figures(run_dir: Path, role: str) -> dict[int, dict]:
         record["step"]: {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
         for record in records(run_dir, role)
     }
+
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """A folder that `make` fills, and the JSON that it returns, made by the first of the tests' workers that asks."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, found = base / name, base / f"{name}.json"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            folder.mkdir()
+            found.write_text(json.dumps(make(folder)))
+    return folder, json.loads(found.read_text())
 
 
 class Torchrun:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import figures, made_up, names
+from runs import figures, made_up, names, once
 
 from splitppo import train
 from splitppo.config import Config
@@ -220,8 +220,11 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, dict[str, tuple[int, str]]]:
-    folder = tmp_path_factory.mktemp("damage")
-    (found,) = run_ranks(1, all_runs, folder)
+    def make(folder: Path) -> dict[str, tuple[int, str]]:
+        (found,) = run_ranks(1, all_runs, folder)
+        return found
+
+    folder, found = once(tmp_path_factory, "damage", make)
     assert [found.pop(name)[0] for name in ("whole", "two steps")] == [0, 0]
     return folder, found
 
@@ -345,6 +348,9 @@ def test_a_live_run_on_another_machine_is_told_from_a_dead_one(tmp_path, quick, 
         newcomer.take(tmp_path)
     assert f"{tmp_path} was last held by process 7 on elsewhere since" in capsys.readouterr().out
     owner.released.set()  # dies
+    for thread in threading.enumerate():
+        if getattr(thread, "_target", None) == owner._heartbeat:
+            thread.join()  # it may be touching the file
     began = time.monotonic()
     newcomer.take(tmp_path)
     assert 1 < time.monotonic() - began < 6, "the heartbeats must stop for STALE seconds"
