@@ -125,7 +125,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 def _sum(tensor: Tensor, group: str) -> Tensor:
     """The sum over the set. Each rank has the whole gradient of it."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_resolve_process_group(group))
+    dist.all_reduce(total, group=_resolve_process_group(cast(Any, group)))
     return total
 
 
