@@ -40,7 +40,7 @@ from splitppo.tools.timeline import (
 CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
 DARK, GREY = "#2b2f36", "#80868f"
 WAIT_LOOK: Any = {"facecolor": "#f0f1f3", "edgecolor": "#c3c7cd", "hatch": "////"}
-LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 6, "borderaxespad": 0.1, "frameon": False}
+LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 5, "borderaxespad": 0.1, "frameon": False}
 STYLE: Any = {"font.size": 11, "legend.fontsize": 10, "axes.titlesize": 13, "axes.titleweight": "bold"}
 STYLE |= {"axes.titlelocation": "left", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 STYLE |= {"axes.edgecolor": "#b4b9c0", "grid.color": "#e6e8ec", "text.color": DARK, "hatch.linewidth": 0.6}
@@ -143,7 +143,7 @@ def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("seconds since the actor began the step" if split else "seconds since the step began")
-    ax.set_title(timeline.title(), fontsize=14, pad=26)
+    ax.set_title(timeline.title(), fontsize=14, pad=10)
     ax.legend(handles=legend, **LEGEND)
 
 
@@ -158,24 +158,24 @@ def draw_raster(ax: Axes, actor: Column) -> None:
         ax.text(at, -0.4, f" step {step}", color=GREY, fontsize=10)
     ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5))
     ax.margins(x=0)
-    ax.set_title(title, fontsize=14, pad=26)
+    ax.set_title(title, fontsize=14, pad=10)
 
 
 def draw(title: str, actor: Column, critic: Column, timeline: Timeline | None) -> Figure:
     """The whole figure, 2000 pixels wide. The places are fixed, since labels are measured before the first drawing."""
     series, bins = curves(actor, critic), critic[max(critic)].calibration if critic else ()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(20, 11.5), dpi=100)
-        figure.text(0.055, 0.968, title, fontsize=17, weight="bold")
-        grid = figure.add_gridspec(2, 4, left=0.045, right=0.955, top=0.92, bottom=0.455, wspace=0.45, hspace=0.36)
+        figure = Figure(figsize=(20, 14.9), dpi=100)
+        figure.text(0.055, 0.975, title, fontsize=17, weight="bold")
+        grid = figure.add_gridspec(2, 4, left=0.045, right=0.955, top=0.938, bottom=0.579, wspace=0.45, hspace=0.36)
         for i, (panel, lines) in enumerate(PANELS.items()):
             found = [(*line, series[line[1]]) for line in lines if line[1] in series]
             own = [(*line[:3], colour, line[3]) for colour, line in zip(CURVE_COLOURS, found, strict=False)]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
         draw_calibration(figure.add_subplot(grid[1, 3]), bins)
         if timeline:
-            draw_timeline(figure.add_axes((0.055, 0.06, 0.6, 0.305)), timeline)
-        draw_raster(figure.add_axes((0.69, 0.06, 0.265, 0.305)), actor)
+            draw_timeline(figure.add_axes((0.055, 0.2745, 0.89, 0.235)), timeline)
+        draw_raster(figure.add_axes((0.055, 0.046, 0.89, 0.148)), actor)
     return figure
 
 

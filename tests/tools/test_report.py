@@ -125,12 +125,12 @@ def test_command_draws_the_newest_run(tmp_path: Path):
     assert done.stdout.splitlines()[-2:] == ["run folder: runs/first", "report: runs/first/report.png"]
     file = tmp_path / "runs" / "first" / "report.png"
     picture = imread(file)
-    assert picture.shape == (1150, 2000, 4)
+    assert picture.shape == (1490, 2000, 4)
     assert file.stat().st_size > 20_000
     assert len(np.unique((picture * 255).astype(np.uint8).view(np.uint32))) > 200
     for name in ("rollout", "update", "score"):
         assert share_of(picture, SPAN_COLOURS[name]) > 0.004, name
-    assert share_of(picture, OTHER_COLOUR) > 0.003, "a span of an unknown name has a colour, too"
+    assert share_of(picture, OTHER_COLOUR) > 0.004, "a span of an unknown name has a colour, too"
 
 
 def test_command_without_a_critic_has_one_lane(tmp_path: Path):
