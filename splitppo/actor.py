@@ -242,6 +242,8 @@ class Actor:
         mean, (much, most) = total / max(tokens, 1), MISMATCH[self.engine_dtype]
         dtype = str(self.engine_dtype).removeprefix("torch.")
         found = f"log-probs of engine and trainer differ by {mean:.2g} nats a token; {dtype} explains {{:g}}: "
+        if not math.isfinite(mean):
+            self.policy.check_finite()
         if not mean <= most:
             raise UserError(
                 f"{found.format(most)}they run different models; try --engine.kind hf or --compute.packing off"

@@ -603,6 +603,7 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {  # a function and how many
     "aggregate_loss": (lambda x, mask: algo.aggregate_loss(x, mask, "seq_mean_token_sum"), 2),
     "policy_loss": (policy_loss, 4),
     "weighted policy_loss": (lambda *x: policy_loss(x[0], x[1], x[2], x[3], weights=x[4]), 5),
+    "staleness": (lambda *x: algo.staleness(*x, clip_low=0.2, clip_high=0.2), 4),
     "value_loss": (lambda *x: algo.value_loss(*x, clip=None, aggregate="token_mean"), 4),
 }
 
@@ -626,6 +627,54 @@ def test_shapes_that_are_not_rows_of_tokens_are_refused(name):
             call(*[other] * count)
         with pytest.raises(ValueError, match="with 2 axes"):
             algo.aggregate_weight(other, "token_mean")
+
+
+# Options of the critic, and old tokens
+
+
+def test_the_mask_is_saos_whatever_the_advantages_sign():
+    """arXiv:2607.07508, eq. 3: -ratio * advantage between the bounds; 0 on the bounds and beyond."""
+    logprobs = t([math.log(0.5), math.log(0.9), math.log(1.3), math.log(2.0), NAN])
+    advantages, mask = t([1.0, -1.0, 2.0, -3.0, 9.0]), t([1, 1, 1, 1, 0])
+    given = logprobs, torch.zeros_like(logprobs), advantages, mask
+    how: Any = {"aggregate": "token_mean", "mode": "mask"}
+    loss, metrics = algo.policy_loss(*given, clip_low=0.4, clip_high=0.5, **how)
+    same(loss, (0.9 - 1.3 * 2) / 4)
+    same(metrics["pg_clipfrac"], 0.5)
+    same(metrics["pg_lost"], (1 + 3) / 4)
+    same(metrics["pg_advantage"], (1 + 1 + 2 + 3) / 4)
+    assert "pg_lost" not in policy_loss(*given)[1]
+    for bounds in ({"clip_low": 0.0, "clip_high": 1.0}, {"clip_low": 1.0, "clip_high": 0.0}):
+        loss, metrics = algo.policy_loss(t([0.0]), t([0.0]), t([5.0]), t([1]), **bounds, **how)
+        same(loss, 0.0)
+        same(metrics["pg_clipfrac"], 1.0)
+
+
+def test_the_adaptive_lambda_is_vapos():
+    """arXiv:2504.05118: 1 - 1 / (alpha l), at least 0; rows of 0, 10 and 40 tokens."""
+    mask = torch.arange(40) < torch.tensor([[0], [10], [40]])
+    same(algo.adaptive_lambda(mask, 0.05), 0.0, 0.0, 0.5)
+    same(algo.adaptive_lambda(3 * mask.double(), 0.2), 0.0, 0.5, 0.875)
+
+
+def test_advantages_on_which_the_models_agree_become_0():
+    same(algo.mask_agreement(t(1, 2, 3), t(0.1, 0.2, 0.3), 0.2), 0.0, 2.0, 3.0)
+    with pytest.raises(ValueError, match="one shape"):
+        algo.mask_agreement(t(1, 2, 3), t(1), 0.2)
+    with pytest.raises(ValueError, match="with 1 axes"):
+        algo.mask_agreement(t([1]), t([1]), 0.2)
+
+
+def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
+    ratios, age = [0.5, 1.0, 1.5, 1.3, 3.0, NAN], t([0, 1, 1, 2, 3, 0])
+    sampled, mask = t([-1.0] * 6), t([1, 1, 1, 1, 1, 0])
+    logprobs = sampled + t(ratios).log()
+    found = algo.staleness(logprobs, sampled, age, mask, clip_low=0.2, clip_high=0.4)
+    want = {"stale_age_0": 0.2, "stale_age_1": 0.2, "stale_age_2_or_more": 0.2, "stale_ratio": 7.3 / 5}
+    want["stale_square"] = (0.25 + 1 + 2.25 + 1.69 + 9) / 5
+    assert {name: float(x) for name, x in found.items()} == pytest.approx(want, rel=1e-12)
+    on = algo.staleness(sampled[:, :1], sampled[:, :1], age[:, :1], mask[:, :1], clip_low=0.0, clip_high=0.0)
+    same(on["stale_age_0"], 0.0)
 
 
 # Schedule

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,32 @@ from splitppo.errors import UserError
 
 
 def compare(
-    engine: list[float], trainer: list[float], *, dtype: torch.dtype = torch.float32, rank: int = 0, **rollout: Any
+    engine: list[float],
+    trainer: list[float],
+    *,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    check_finite: Callable[[], object] = bool,
+    **rollout: Any,
 ) -> Any:
     of: Any = Actor.__new__(Actor)
     settings = {"top_p": 1.0, "top_k": 0, **rollout}
     of.context = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(**settings)))
     of.group = SimpleNamespace(all_sum=lambda sums: sums.double(), is_first=rank == 0)
+    of.policy = SimpleNamespace(check_finite=check_finite)
     of.engine_dtype, of.compared = dtype, False
     of._compare(torch.tensor(engine), torch.tensor(trainer))
     return of
+
+
+def test_weights_that_are_not_finite_are_named_as_such() -> None:
+    def check_finite() -> None:
+        raise FloatingPointError("weights")
+
+    with pytest.raises(FloatingPointError):
+        compare([-1.0, math.nan], [-1.0, -2.0], check_finite=check_finite)
+    with pytest.raises(UserError):
+        compare([-1.0, -9.0], [-1.0, -2.0], check_finite=check_finite)
 
 
 @pytest.mark.parametrize("dtype", MISMATCH)
