@@ -149,9 +149,14 @@ class Critic:
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
         white, metrics = self._of_ensemble(scored, white)
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
-        figures = {"critic/score": scored.scores, "critic/rewards": (rewards * mask).sum(-1)}
-        figures |= {"critic/advantages": plain, "critic/returns": packed_returns, "critic/values": scored.values}
-        figures["error"] = packed_returns - scored.values
+        figures = {
+            "critic/score": scored.scores,
+            "critic/rewards": (rewards * mask).sum(-1),
+            "critic/advantages": plain,
+            "critic/returns": packed_returns,
+            "critic/values": scored.values,
+            "error": packed_returns - scored.values,
+        }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics |= self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
