@@ -136,13 +136,14 @@ def start_engine(
     process: Process | None,
     *,
     longest_prompt: int,
+    peak: float,
     log: Path,
 ) -> RolloutEngine:
     """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
 
     Args:
         group: the actor group. folder: the policy's. process: from `launch_engine`.
-        longest_prompt: in tokens. log: file for the output of a vLLM engine.
+        longest_prompt: in tokens. peak: the trainer's, estimated, in bytes. log: file for the output of a vLLM engine.
     """
     device, size = runtime.device, config.engine.tensor_parallel
     if kind == "hf":
@@ -160,7 +161,7 @@ def start_engine(
         plan = _plan(config, runtime, model_config, dtype, ranks=len(ranks), tokens=tokens, **files, **ids)
         process.begin(plan)
         runtime.store.set(key, plan.address)
-    options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout}
+    options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout, "peak": peak}
     options["sleep"] = config.engine.sleep if device.type == "cuda" else "off"
     options["notify"] = functools.partial(print, flush=True) if group.is_first else None
     return VLLMEngine(model_config, runtime.store.get(key).decode(), index, process, **options)

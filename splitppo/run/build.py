@@ -32,6 +32,7 @@ from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
+from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.resolve import Resolved
 from splitppo.validation import Validator
@@ -179,6 +180,7 @@ class Builder:
             resolved.dtype,
             self.engine_process,
             longest_prompt=self.longest_prompt,
+            peak=memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0,
             log=self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log",
         )
 

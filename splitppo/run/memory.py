@@ -59,6 +59,13 @@ def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     return lines
 
 
+def trainer_peak(resolved: Resolved) -> float:
+    """The most bytes that PyTorch allocates on an actor rank's GPU in any phase."""
+    colocated = resolved.placement.colocated
+    own = [parts for phase, parts in phases(resolved).items() if colocated or phase.startswith("actor")]
+    return max(sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part) for parts in own)
+
+
 def gpu_memory(resolved: Resolved) -> float | None:
     """Bytes of the GPU; None without one."""
     if resolved.device.type != "cuda" or not torch.cuda.is_available():

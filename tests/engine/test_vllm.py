@@ -847,3 +847,13 @@ def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert json.loads(done.stdout.strip().splitlines()[-1]) == ids[0, 4:].tolist()
+
+
+@pytest.mark.parametrize(("reached", "estimated", "fits"), [(40, 40, True), (80, 40, False), (40, 80, False)])
+def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(reached, estimated, fits, monkeypatch) -> None:
+    """Of 140 bytes the engine holds 60; the trainer has reached a peak, and is estimated to reach another."""
+    cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20, "memory_allocated": 20}
+    for name, size in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
+    options: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "peak": estimated}
+    assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits()[0] == fits

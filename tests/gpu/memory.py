@@ -82,7 +82,7 @@ def run_job(name: str, out: Path) -> None:
     inputs = write_inputs(folder, SHAPES[shape]) if rank == 0 else []
     while rank and not (folder / "lengths").is_file():
         time.sleep(0.2)
-    inputs = inputs or [f"--policy.path={folder}/", f"--data.files={folder}/rows.jsonl"]
+    inputs = inputs or [f"--policy.path={folder}", f"--data.files={folder}/rows.jsonl"]
     inputs += [] if rank == 0 else [f"--rollout.lengths={folder}/lengths"]
     kept: list[Any] = []
     init = Builder.__init__

@@ -136,9 +136,11 @@ def test_the_model_of_activations_gives_what_was_measured():
         (["--placement.actor=1"], 70, 63),
         (["--placement.actor=1", "--placement.reference=critic"], 67, 67),
     ):
-        due = estimated(resolved_of(*fixed, *flags, gpus=2, shape=shape))
+        job = resolved_of(*fixed, *flags, gpus=2, shape=shape)
+        due = estimated(job)
         assert due["actor update"] / 2**30 == pytest.approx(actor, rel=0.03)
         assert due["critic update"] / 2**30 == pytest.approx(critic, rel=0.05)
+        assert memory.trainer_peak(job) / 2**30 == pytest.approx(actor, rel=0.03)
 
 
 def test_a_run_that_does_not_fit_is_told_with_the_ways():

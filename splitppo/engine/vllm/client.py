@@ -46,6 +46,7 @@ class VLLMEngine:
         index: of this rank among them. process: given to rank 0 of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
         notify: called with lines for the user.
+        peak: bytes that the trainer will allocate on this GPU at most, estimated.
         timeout: seconds to wait for an answer.
     """
 
@@ -60,10 +61,11 @@ class VLLMEngine:
         dtype: torch.dtype,
         sleep: str = "off",
         notify: Callable[[str], None] | None = None,
+        peak: float = 0.0,
         timeout: float = 1800.0,
     ):
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.notify, self.timeout = sleep, notify, timeout
+        self.sleep, self.notify, self.peak, self.timeout = sleep, notify, peak, timeout
         self.names = weight_names(build(config, "policy"))
         self.loaded = self._running = self._compared = False
         self.step_ms = 0.0
@@ -231,12 +233,13 @@ class VLLMEngine:
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> tuple[bool, str]:
-        """Whether the trainer's peak fits the GPU beside all that other processes hold now; the sizes, for the log."""
-        peak = torch.cuda.max_memory_allocated(self.device)
+        """Whether the trainer's peak fits the GPU beside all that other processes hold now; the sizes, for the log. The
+        peak is the estimated one if no step has reached it yet: rows may grow, and with windows the first are short."""
+        peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         sizes = f"of {total / 2**30:.1f} GiB the engine holds {others / 2**30:.1f} awake, the trainer "
-        sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak so far"
+        sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak"
         return others + FRAGMENTS * peak <= FULL * total, sizes
 
     @property
