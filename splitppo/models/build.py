@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
@@ -154,9 +155,10 @@ def build(
     if kind == "reward":
         config.num_labels = 1
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    with on_meta():
+    with no_init_weights(), on_meta():
         options = {"attn_implementation": PACKED} if packed else {}
         model = auto.from_config(config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options)
+        model.tie_weights()  # no_init_weights leaves this out, too
         # how names in the folder become names in the model; transformers needs its own class to tell
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
         for i in range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0)):
