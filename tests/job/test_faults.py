@@ -193,7 +193,7 @@ def long_run_rank(rank: int, folder: Path) -> list[tuple[int, int, int, int]]:
             seen.append((handles, threads, memory, len(list(checkpoints.glob("step_*")))))
 
     ColumnLog.finish = noting
-    argv = [*SMALL, "--steps=60", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=5"]
+    argv = [*SMALL, "--steps=45", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=5"]
     assert train.main([*argv, "--log.validate-every=0"]) == 0
     return seen
 

@@ -30,7 +30,7 @@ from splitppo.run import main as run_main
 from splitppo.run.build import Builder
 from splitppo.run.resolve import Model, Resolved, resolve
 
-PROMPT, RESPONSE = 48, 16
+PROMPT, RESPONSE = 58, 6
 BASE = ["--engine.kind=hf", "--policy.random-init", f"--rollout.max-prompt-tokens={PROMPT}", "--checkpoint.no-last"]
 BASE += [f"--rollout.max-new-tokens={RESPONSE}", "--rollout.batch-size=32", "--ppo.mini-batches=2", "--steps=2"]
 BASE += ["--data.answer-key=answer", "--reward.function=exact_match", "--ppo.kl-coef=0.1"]
