@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -61,14 +61,16 @@ def counted(found: Callable[[int], object], others: int = 0) -> Iterator[None]:
 
 
 def count_peaks(peaks: dict[str, list[int]]) -> None:
-    """From now on each call of a verb adds its peak to its phase's; what is there already does not count."""
+    """Each call of a verb but the first one adds its peak to its phase's; what is there already does not count."""
     others = 0 if torch.cuda.is_available() else live_bytes()
     for phase, (owner, name) in VERBS.items():
         plain = getattr(owner, name)
         plain = getattr(plain, "__wrapped__", plain)
 
         def verb(*args: Any, phase: str = phase, plain: Any = plain, **named: Any) -> Any:
-            with counted(peaks.setdefault(phase, []).append, others):
+            known = phase in peaks
+            sizes = peaks.setdefault(phase, [])
+            with counted(sizes.append, others) if known else nullcontext():
                 return plain(*args, **named)
 
         setattr(owner, name, wraps(plain)(verb))
