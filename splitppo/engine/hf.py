@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, Sampling, Window, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_logprobs, check_weights, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import End, Request, Sample
@@ -71,7 +71,7 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row by inverting the cumulative distribution; if greedy, takes the likeliest.
+    """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
 
     Args:
         logits: `[R, V]` float32. noise: `[R]` float64 in [0, 1).
@@ -80,7 +80,7 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
         `[R]` int64 tokens and their `[R]` float32 log-probs under softmax(logits / temperature), truncated by top-k
         and top-p.
     """
-    if sampling.greedy:
+    if not sampling.temperature:
         tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
     else:
         logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
@@ -204,8 +204,8 @@ class _Batch:
         return samples
 
 
-class HFEngine:
-    """An unsharded replica of the policy on this rank. `RolloutEngine` documents the methods.
+class HFEngine(RolloutEngine):
+    """An unsharded replica of the policy on this rank. Its memory belongs to the trainer's own allocator.
 
     Args:
         config: the policy's. Its attention implementation is ignored: generate() needs one of the library's.
@@ -224,6 +224,7 @@ class HFEngine:
         max_rows: int,
         folder: Path | None = None,
     ):
+        super().__init__()
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
             options: Any = {"attn_implementation": None, "trust_remote_code": bool(code_of(config))}
@@ -236,43 +237,27 @@ class HFEngine:
         self.device, self.max_rows = device, max_rows
         self.vocabulary = vocabulary_size(tokenizer)
         self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
-        self.loaded = self._running = False
-        self.step_ms = 0.0
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._running:
-            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
+    def close(self) -> None:
         self.loaded = False
+        self.model.to("meta")
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in check_weights(weights, weight_names(self.model)):
                 own[name].copy_(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
-        self.loaded = True
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
-    ) -> Generator[list[Sample], None, None]:
-        """The arguments are checked at once; the work starts with the first `next`."""
-        check_requests(requests, loaded=self.loaded)
+    def _rows(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+    ) -> Iterator[list[Sample]]:
+        """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
         if sampling.stop:
             self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
         ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.response))
-        return self._stream(_Job(ordered, sampling, seed, window))
-
-    def release_memory(self, *, trained: bool) -> None:
-        """Does nothing: the engine's memory belongs to the trainer's own allocator."""
-
-    def close(self) -> None:
-        self.loaded = False
-        self.model.to("meta")
-
-    def _stream(self, job: _Job) -> Generator[list[Sample], None, None]:
-        """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
-        self._running = True
+        job = _Job(ordered, sampling, seed, window)
         thread = threading.Thread(target=self._work, args=(job,), name=THREAD_NAME, daemon=True)
         thread.start()
         try:
@@ -289,7 +274,6 @@ class HFEngine:
         finally:
             job.halt.set()
             thread.join()
-            self._running = False
 
     def _work(self, job: _Job) -> None:
         """The thread: runs one batch after the other, then puts None, or the exception that stopped it."""

@@ -9,7 +9,7 @@ This process never imports vLLM, which changes the settings of its process.
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, Sampling, Window, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -35,10 +35,8 @@ FULL = 0.92  # part of the GPU that trainer and engine may use together if the e
 FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested byte
 
 
-class VLLMEngine:
-    """One rank's connection to an engine. `RolloutEngine` documents the methods.
-
-    `launch_engine` has started the process; `connect` waits until the engine is built.
+class VLLMEngine(RolloutEngine):
+    """One rank's connection to an engine. `launch_engine` has started its process, `connect` waits until it is built.
 
     Args:
         config: the policy's.
@@ -62,11 +60,11 @@ class VLLMEngine:
         notify: Callable[[str], None] | None = None,
         timeout: float = 1800.0,
     ):
+        super().__init__()
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.notify, self.timeout = sleep, notify, timeout
         self.names = weight_names(build(config, "policy"))
-        self.loaded = self._running = self._compared = False
-        self.step_ms = 0.0
+        self._compared = False
         self._level = 0  # vLLM's sleep level now; 0: awake
         self._slept: bool | None = None  # whether the engine slept after the last rollout
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
@@ -96,16 +94,36 @@ class VLLMEngine:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return facts
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As in `RolloutEngine`; also compares the engine's tensors with the tensors sent.
+    def release_memory(self, *, trained: bool) -> None:
+        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
+        if self.sleep == "off":
+            return
+        fits, sizes = self._fits()
+        stay = self.sleep == "auto" and trained and fits
+        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
+        self.loaded = self._level < 2
+        if self.notify and (self._level > 0) != self._slept:
+            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
+        self._slept = self._level > 0
+
+    def close(self) -> None:
+        self.loaded, connected = False, self._conn is not None
+        if self.process:
+            self.process.watched = False
+        with suppress(EngineError):  # not connected, or the process has ended
+            self._send("close")
+            self._connection.close()
+        self._conn = None
+        if self.process:
+            self.process.end(kill=not connected)
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends the weights, and compares the engine's tensors with the tensors sent.
 
         Raises:
             UserError: vLLM's model has no place for a tensor.
             EngineError: the engine's tensors differ from the policy's.
         """
-        if self._running:
-            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
-        self.loaded = False
         self._wake("weights")
         sums: dict[str, Tensor] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
@@ -135,43 +153,12 @@ class VLLMEngine:
             self.notify(f"engine: all {len(sent)} tensors are equal to the policy's; every sync compares them")
         self._compared = True
         self._wake("weights", "kv_cache")
-        self.loaded = True
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
-    ) -> Generator[list[Sample], None, None]:
-        """The arguments are checked at once; the work starts with the first `next`."""
-        check_requests(requests, loaded=self.loaded)
-        return self._stream(_Ahead(requests, window), sampling, seed)
-
-    def release_memory(self, *, trained: bool) -> None:
-        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
-        if self.sleep == "off":
-            return
-        fits, sizes = self._fits()
-        stay = self.sleep == "auto" and trained and fits
-        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
-        self.loaded = self._level < 2
-        if self.notify and (self._level > 0) != self._slept:
-            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
-        self._slept = self._level > 0
-
-    def close(self) -> None:
-        self.loaded, connected = False, self._conn is not None
-        if self.process:
-            self.process.watched = False
-        with suppress(EngineError):  # not connected, or the process has ended
-            self._send("close")
-            self._connection.close()
-        self._conn = None
-        if self.process:
-            self.process.end(kill=not connected)
-
-    def _stream(self, ahead: "_Ahead", sampling: Sampling, seed: int) -> Generator[list[Sample], None, None]:
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
+    def _rows(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+    ) -> Iterator[list[Sample]]:
         self._wake("weights", "kv_cache")
-        self._running, done = True, False
+        ahead, done = _Ahead(requests, window), False
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
             self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
@@ -197,7 +184,6 @@ class VLLMEngine:
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
             sender.shutdown()
-            self._running = False
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
         """Packs the stream into the two buckets in turn. Puts the checksum of each tensor into `sums`.

@@ -161,9 +161,9 @@ def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int,
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=1.0 if sampling.greedy else sampling.top_p,
-        top_k=0 if sampling.greedy else sampling.top_k,
+        temperature=sampling.temperature,  # vLLM leaves out top_p and top_k at 0, too
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
         seed=seed,
         max_tokens=tokens,
         stop=list(sampling.stop),
