@@ -14,6 +14,7 @@ the whole engine take effect when all its ranks have sent them.
 
 import importlib
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -125,15 +126,9 @@ def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
         from splitppo.engine.vllm.scheduler import steady
 
         is_steady = steady(llm.engine_core.engine_core.scheduler, plan.eos)
-    compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
-    return llm, {
-        "version": vllm_version(),
-        "build_s": time.monotonic() - start,
-        "compile_s": compilation.compilation_time,
-        "graphs": len(compilation.cudagraph_capture_sizes or []),
-        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        "steady": is_steady,
-    }
+    cache, build_s = llm.vllm_config.cache_config, time.monotonic() - start
+    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    return llm, {"version": vllm_version(), "build_s": build_s, "kv_tokens": kv_tokens, "steady": is_steady}
 
 
 class Host:
@@ -242,15 +237,11 @@ def connect(plan: Plan) -> list[Connection]:
     return [by_rank[rank] for rank in range(plan.clients)]
 
 
-def read_plan() -> Plan | None:
-    """Waits for the plan on stdin and moves the output to its log. None: the rank has ended."""
-    line = sys.stdin.readline()
-    if not line:
-        return None
-    plan = Plan.from_json(line)
-    early = os.pread(1, 2**24, 0)
+def read_plan() -> Plan:
+    """Waits for the plan on stdin and moves the output to its log. Raises EOFError if the rank has ended."""
+    plan = pickle.load(sys.stdin.buffer)
     with open(plan.log, "ab", buffering=0) as log:
-        log.write(early)
+        log.write(os.pread(1, 2**24, 0))
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     return plan
@@ -259,20 +250,16 @@ def read_plan() -> Plan | None:
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
-    start = time.monotonic()
     for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
         importlib.import_module(module)
-    imported = time.monotonic()
-    plan = read_plan()
-    if plan is None:
-        return 1
-    os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
     conns: list[Connection] = []
     try:
+        plan = read_plan()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
         llm, facts = start_llm(plan)
         conns = connect(plan)
         for conn in conns:
-            conn.send(("done", facts | {"import_s": imported - start}))
+            conn.send(("done", facts))
         Host(llm, conns, plan).serve()
         if plan.clients > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory

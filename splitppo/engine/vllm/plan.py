@@ -1,7 +1,6 @@
 """What a vLLM engine's process must build, and the size of its KV cache."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -48,14 +47,6 @@ class Plan:
     threads: int
     sampling: Sampling
     own_code: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        fields = json.loads(text)
-        return cls(**fields | {"sampling": Sampling(**fields["sampling"])})
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:

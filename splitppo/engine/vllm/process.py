@@ -1,6 +1,7 @@
 """The process of a vLLM engine, as the rank that starts it sees it: environment, start, end and exit report."""
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -69,10 +70,8 @@ class Process:
         self._early = os.memfd_create("engine")  # the output until the log file is known
         command = [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())]
         # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the trainer.
-        self.popen = subprocess.Popen(
-            command, env=child_environment(devices), stdin=subprocess.PIPE, stdout=self._early, stderr=self._early,
-            start_new_session=True, text=True,
-        )  # fmt: skip
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": self._early, "stderr": self._early}
+        self.popen = subprocess.Popen(command, env=child_environment(devices), start_new_session=True, **pipes)
         self._previous: Any = signal.signal(signal.SIGCHLD, self._on_child)
 
     def begin(self, plan: Plan) -> None:
@@ -83,7 +82,7 @@ class Process:
         pipe: Any = self.popen.stdin
         try:
             with pipe:
-                pipe.write(plan.to_json() + "\n")
+                pickle.dump(plan, pipe)
         except BrokenPipeError:
             raise self.exit_report() from None
 
