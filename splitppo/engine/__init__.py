@@ -72,11 +72,8 @@ def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
 def check_weights(
     weights: Iterable[tuple[str, Tensor]], names: Mapping[str, tuple[str, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`.
-
-    Raises:
-        ValueError: a name is unknown, a shape is wrong, or at the end a tensor is missing.
-    """
+    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`. Raises ValueError if
+    a name is unknown, a shape is wrong, or at the end a tensor is missing."""
     missing = {first for first, _ in names.values()}
     for name, tensor in weights:
         if name not in names:
@@ -109,11 +106,8 @@ class RolloutEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
-        the engine's dtype. Of tied weights, the stream may hold any of the names or all.
-
-        Raises:
-            ValueError: a name is unknown or missing, or a shape is wrong. The engine then needs a complete new load.
-        """
+        the engine's dtype. Of tied weights, the stream may hold any of the names or all. After an error, as the
+        ValueErrors of `check_weights`, the engine needs a complete new load."""
         if self._running:
             raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
         self.loaded = False
@@ -127,7 +121,6 @@ class RolloutEngine:
         first `next`.
 
         A row's noise is a function of (seed, row, position) alone, or of (seed, row, tokens that it has, position).
-        Other rows and the rank do not change it.
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an
@@ -145,11 +138,8 @@ class RolloutEngine:
         return self._stream(requests, sampling, seed, window)
 
     def release_memory(self, *, trained: bool) -> None:
-        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False.
-
-        Args:
-            trained: whether the trainer's memory peak so far includes an update.
-        """
+        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
+        the trainer's memory peak so far includes an update."""
 
     def close(self) -> None:
         """Frees all memory. The engine cannot be used afterwards."""

@@ -115,7 +115,7 @@ def launch_engine(
 ) -> Process | None:
     """Starts the process of a vLLM engine on the first rank of the engine. It imports vLLM while the run gets ready."""
     ranks, size = placement.groups["actor"], config.engine.tensor_parallel
-    if kind == "hf" or launch.rank not in ranks or ranks.index(launch.rank) % size:
+    if kind == "hf" or launch.rank not in ranks[::size]:
         return None
     first = ranks.index(launch.rank)
     gpus = ranks[first : first + size] if device.type == "cuda" else ()
@@ -138,17 +138,15 @@ def start_engine(
 ) -> RolloutEngine:
     """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
 
-    Args:
-        group: the actor group. folder, model: the policy's. process: from `launch_engine`.
-        longest_prompt: in tokens. log: file for the output of a vLLM engine.
+    `group` is the actor group, `folder` and `model` are the policy's, `process` is from `launch_engine`,
+    `longest_prompt` is in tokens, and vLLM's output goes to the file `log`.
     """
     engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
     if kind == "hf":
         return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
     ranks, on_gpu = runtime.placement.groups["actor"], device.type == "cuda"
-    place = ranks.index(runtime.launch.rank)
-    index = place % size
-    key = f"engine/address/{place - index}"
+    number, index = divmod(ranks.index(runtime.launch.rank), size)
+    key = f"engine/address/{number}"
     if process:
         rows = min(engine.max_rows, most_rows(config, len(ranks))) * size
         tokens = longest_prompt + config.rollout.max_new_tokens

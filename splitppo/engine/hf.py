@@ -1,8 +1,8 @@
 """The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
 
-The library runs the model, the cache and the loop. Two hooks are ours: a logits processor draws the token, so that a
-row's noise depends on the row alone, and a stopping criterion hands each row over when it ends. The library can't fill
-a row's place. With windows a call ends when a quarter of its slots wait, and the next one computes prefixes again.
+Two hooks are ours: a logits processor draws the token, so that a row's noise depends on the row alone, and a stopping
+criterion hands each row over when it ends. The library can't fill a row's place. With windows a call ends when a
+quarter of its slots wait, and the next one computes prefixes again.
 """
 
 import copy
@@ -43,10 +43,8 @@ DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbe
 
 
 def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> set[int]:
-    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json.
-
-    Chat models need all of them: one is the end of a turn, another the end of a text.
-    """
+    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json. Of
+    chat models one is the end of a turn, another the end of a text."""
     sources = (config, config.get_text_config(decoder=True), tokenizer)
     found = [getattr(source, "eos_token_id", None) for source in sources]
     if folder is not None and (file := folder / "generation_config.json").is_file():
@@ -121,13 +119,10 @@ class _Job:
 class _Batch:
     """Rows that are generated at once. The library calls `draw` and then `finish` for each new token.
 
-    Args:
-        slots: the row of each slot, and the tokens that the slot has left.
-
     Attributes:
         logprobs: of the drawn tokens; one `[R]` float32 for each position.
         done: `[R]`, the rows that have ended or have no tokens left.
-        waiting: the next row of each slot whose row has ended, and the tokens that it has left.
+        waiting: the slots whose row has ended, with their next row.
     """
 
     def __init__(self, engine: "HFEngine", job: _Job, slots: Sequence[Slot], width: int):
@@ -157,7 +152,7 @@ class _Batch:
         return scores.fill_(-math.inf).scatter_(1, torch.cat(tokens)[:, None], 0.0)
 
     def finish(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Hands over the rows that end with this token. Returns `[R]`, the rows that have ended."""
+        """Hands over the rows that end with this token. Returns `[R]`, those that have ended."""
         if self.job.halt.is_set():
             return torch.ones_like(self.done)
         response = input_ids[:, self.width :]
@@ -175,11 +170,7 @@ class _Batch:
         return self.done
 
     def rest(self, response: Tensor) -> list[Slot]:
-        """The slots that have tokens left, after the library's call: those that wait, and those of open rows.
-
-        Args:
-            response: `[R, T]` what the library has generated.
-        """
+        """The slots that have tokens left, those that wait and those of open rows, after the library's `[R, T]`."""
         rows, drawn = (~self.done).nonzero()[:, 0].tolist(), response.shape[1]
         samples = self._collect(response, rows, [False] * len(self.slots)) if rows else []
         slots = zip((self.slots[row] for row in rows), samples, strict=True)
@@ -209,7 +200,6 @@ class HFEngine(RolloutEngine):
 
     Args:
         config: the policy's. Its attention implementation is ignored: generate() needs one of the library's.
-        tokenizer: gives the padding id, the end ids, the stop strings and the vocabulary to draw from.
         max_rows: rows generated at once. More rows run as several batches, shortest prompts first.
         folder: the model's, for the end ids in generation_config.json. Its other settings are ignored.
     """
@@ -299,11 +289,11 @@ class HFEngine(RolloutEngine):
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
         batch: Any = _Batch(self, job, slots, width=prompts.shape[1])
-        limit = job.sampling.max_new_tokens
+        most = job.sampling.max_new_tokens
         ids: Any = self.model.generate(
             prompts.where(mask, self.pad),
             attention_mask=mask.long(),
-            generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True),
+            generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([batch.draw]),
             stopping_criteria=StoppingCriteriaList([batch.finish]),
             synced_gpus=False,  # else the library may decide to call a collective

@@ -1,9 +1,8 @@
 """The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the actor's GPU.
 
-Each actor rank has an engine, or `engine.tensor_parallel` ranks share one. The first of these ranks starts the process.
-All of them connect to it through a Unix socket in a private folder (no port), send requests and receive rows. Weights
-go through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU.
-This process never imports vLLM, which changes the settings of its process.
+The ranks of an engine send requests through a Unix socket in a private folder (no port), and receive rows. Weights go
+through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU. This
+process never imports vLLM, which changes the settings of its process.
 """
 
 import os
@@ -39,9 +38,8 @@ class VLLMEngine(RolloutEngine):
     """One rank's connection to an engine. `launch_engine` has started its process, `connect` waits until it is built.
 
     Args:
-        config: the policy's.
-        address: the socket's path, the same for all ranks of the engine.
-        index: of this rank among them. process: given to rank 0 of them.
+        config: the policy's. address: the socket's path.
+        index: of this rank among those of the engine. process: given to the first of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
         notify: called with lines for the user.
         timeout: seconds to wait for an answer.
@@ -64,7 +62,6 @@ class VLLMEngine(RolloutEngine):
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.notify, self.timeout = sleep, notify, timeout
         self.names = weight_names(build(config, "policy"))
-        self._compared = False
         self._level = 0  # vLLM's sleep level now; 0: awake
         self._slept: bool | None = None  # whether the engine slept after the last rollout
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
@@ -118,12 +115,7 @@ class VLLMEngine(RolloutEngine):
             self.process.end(kill=not connected)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sends the weights, and compares the engine's tensors with the tensors sent.
-
-        Raises:
-            UserError: vLLM's model has no place for a tensor.
-            EngineError: the engine's tensors differ from the policy's.
-        """
+        """Sends the weights. Raises UserError if vLLM's model has no place for one, EngineError if one differs then."""
         self._wake("weights")
         sums: dict[str, Tensor] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
@@ -149,9 +141,6 @@ class VLLMEngine(RolloutEngine):
                 f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's, among them "
                 f"{', '.join(different[:3])}; --engine.kind hf avoids vLLM"
             )
-        if self.notify and not self._compared:
-            self.notify(f"engine: all {len(sent)} tensors are equal to the policy's; every sync compares them")
-        self._compared = True
         self._wake("weights", "kv_cache")
 
     def _rows(
@@ -186,11 +175,8 @@ class VLLMEngine(RolloutEngine):
             sender.shutdown()
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
-        """Packs the stream into the two buckets in turn. Puts the checksum of each tensor into `sums`.
-
-        Yields:
-            slot, and (name, dtype, shape, first byte) of each tensor in it.
-        """
+        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into `sums`. Yields the slot,
+        and (name, dtype, shape, first byte) of each tensor in it."""
         slot, at, entries = 0, 0, []
         for name, given in check_weights(weights, self.names):
             tensor = given.to(self.device, self.dtype).contiguous()
@@ -213,7 +199,7 @@ class VLLMEngine(RolloutEngine):
         if not self._level:
             return
         torch.cuda.empty_cache()
-        self._ask("wake", list(tags))
+        self._ask("wake", tags)
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> tuple[bool, str]:
@@ -261,15 +247,13 @@ class VLLMEngine(RolloutEngine):
 
     def _ended(self) -> EngineError:
         self._conn = None
-        if self.process is None:
-            return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
-        return self.process.exit_report()
+        here = EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
+        return self.process.exit_report() if self.process else here
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        error = EngineError(
-            f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
-        )
+        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine"
+        error = EngineError(f"{waited}; raise --timeout if it is only slow")
         if self.process:
             error.add_note(str(self.process.exit_report(wait=0)))
         return error
@@ -284,7 +268,6 @@ class _Ahead:
         for slot in self.slots if self.following else ():
             for _ in range(AHEAD):
                 slot.append(self.following(slot[-1].row))
-        self.newest = [slot[-1].row for slot in self.slots]
         self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
 
     def after(self, stopped: Sequence[Sample]) -> list[tuple[int, Request]]:
@@ -293,8 +276,8 @@ class _Ahead:
         for sample in stopped if self.following else ():
             if sample.end != "window":
                 index = self.slot_of.pop(sample.row)
-                request = self.following(self.newest[index])
-                self.newest[index], self.slot_of[request.row] = request.row, index
+                request = self.following(self.slots[index][-1].row)
+                self.slots[index], self.slot_of[request.row] = [request], index
                 found.append((index, request))
         return found
 

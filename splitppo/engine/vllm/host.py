@@ -2,11 +2,10 @@
 
     python -m splitppo.engine.vllm.host PARENT     (started by process.Process of the process PARENT)
 
-It imports vLLM, reads its Plan from stdin, builds the engine and accepts the ranks' connections. A rank sends `hello`,
-then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also `halt`, `sleep`, `wake`,
-`close`, and with windows `more`: further rows of slots. Rows return as `samples` when they end. `done` answers each
-message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode step. Messages about
-the whole engine take effect when all its ranks have sent them.
+A rank sends `hello`, then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also
+`halt`, `sleep`, `wake`, `close`, and with windows `more`: further rows of slots. `samples` are rows that have ended.
+`done` answers each message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode
+step. Messages about the whole engine take effect when all its ranks have sent them.
 """
 
 # pyright: reportMissingImports=false
@@ -121,8 +120,7 @@ def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    is_steady = plan.steady and (vllm_version() or "").startswith(STEADY)
-    if is_steady:
+    if is_steady := plan.steady and (vllm_version() or "").startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
         is_steady = steady(llm.engine_core.engine_core.scheduler, plan.eos)
@@ -138,8 +136,7 @@ class Host:
         self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
         self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
-        # `steps` and `seconds` at the start of each rank's rollout; None: the rank has no rollout
-        self.began: list[tuple[int, float] | None] = [None for _ in conns]
+        self.began: dict[int, tuple[int, float]] = {}  # both at the start of a rank's rollout
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
 
     def serve(self) -> None:
@@ -199,7 +196,7 @@ class Host:
             self.asleep = {"weights", "kv_cache"}
         return level
 
-    def _wake(self, tags: Sequence[list[str]]) -> None:
+    def _wake(self, tags: Sequence[tuple[str, ...]]) -> None:
         """Wakes the parts that sleep, one by one: vLLM ignores a call that names an awake part."""
         for tag in [tag for tag in tags[0] if tag in self.asleep]:
             self.llm.wake_up([tag])
@@ -221,20 +218,17 @@ class Host:
 
     def _end_rollouts(self) -> None:
         """Ends the rollouts of the ranks that have no open rows left."""
-        active = self.rows.ranks()
-        for rank, began in enumerate(self.began):
-            if began and rank not in active:
-                self.began[rank] = None
-                steps, seconds = self.steps - began[0], self.seconds - began[1]
-                self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
+        for rank in self.began.keys() - self.rows.ranks():
+            steps, seconds = self.began.pop(rank)
+            steps, seconds = self.steps - steps, self.seconds - seconds
+            self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
 
 
 def connect(plan: Plan) -> list[Connection]:
     """The connections of the engine's ranks, in their order."""
     with Listener(plan.address, "AF_UNIX", backlog=plan.clients) as listener:
         accepted = [listener.accept() for _ in range(plan.clients)]
-    by_rank = {conn.recv()[1]: conn for conn in accepted}  # hello
-    return [by_rank[rank] for rank in range(plan.clients)]
+    return sorted(accepted, key=lambda conn: conn.recv()[1])  # hello
 
 
 def read_plan() -> Plan:

@@ -87,11 +87,7 @@ class Process:
             raise self.exit_report() from None
 
     def exit_report(self, wait: float = 5.0) -> EngineError:
-        """How the process ended, with the end of its log.
-
-        Args:
-            wait: seconds to wait for the end, which comes a moment after the sockets close.
-        """
+        """How the process ended, with the end of its log. The end comes a moment after the sockets close: `wait`."""
         self.watched = False
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(wait)
@@ -106,8 +102,8 @@ class Process:
         tail = "\n".join([*errors, *lines[-30:]])
         if status is not None:
             self.remove_folder()
-        where = self.log or "its output"
-        return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {where}:\n{tail}")
+        engine = f"the vLLM engine (process {self.popen.pid})"
+        return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
 
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`, at once."""

@@ -18,8 +18,7 @@ ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 @dataclass
 class Slot:
-    """A slot of a rank: tokens that it has left to decode; whether another row takes the place of one that has ended;
-    the rows that come next; whether it waits for one."""
+    """A slot of a rank: tokens left to decode; whether it goes on after a row; the next rows; whether it waits."""
 
     rank: int
     sampling: Sampling
@@ -50,13 +49,10 @@ class TokenBatch:
 
 
 class Rows:
-    """The open rows of an engine.
+    """The open rows of an engine; `eos`: ids that end a response.
 
     Tokens are taken directly from vLLM's core. Its front end needs more time for each token than the GPU does with a
     small model. Only rows with stop strings go through the front end, which makes the text to search.
-
-    Args:
-        eos: ids that end a response.
     """
 
     def __init__(self, llm: Any, eos: Sequence[int]):
@@ -127,18 +123,14 @@ class Rows:
         for output in self.llm.engine_core.get_output().outputs:
             if isinstance(output, TokenBatch):
                 for name, token, logprob in zip(output.names, output.tokens, output.logprobs, strict=True):
-                    row = rows[name]
-                    row.tokens.append(token)
-                    row.logprobs.append(logprob)
-                continue
-            row = rows.get(output.request_id)
-            if row is None:
-                continue  # late output of an aborted row
-            row.tokens += output.new_token_ids
-            if output.new_logprobs is not None:
-                row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-            if output.finish_reason is not None:
-                ended.append((self.open.pop(output.request_id), str(output.finish_reason)))
+                    rows[name].tokens.append(token)
+                    rows[name].logprobs.append(logprob)
+            elif row := rows.get(output.request_id):  # else it is late, of an aborted row
+                row.tokens += output.new_token_ids
+                if output.new_logprobs is not None:
+                    row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                if output.finish_reason is not None:
+                    ended.append((rows.pop(output.request_id), str(output.finish_reason)))
         return ended
 
     def _ended_by_text(self) -> list[tuple[OpenRow, str]]:
@@ -153,11 +145,7 @@ class Rows:
 
 
 def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
-    """vLLM's SamplingParams of a row.
-
-    Args:
-        seed: of the row's noise. tokens: the row gets at most so many, and with `fixed` no fewer.
-    """
+    """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no fewer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(

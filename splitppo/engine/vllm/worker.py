@@ -1,7 +1,4 @@
-"""Code that runs in vLLM's workers: it loads weights from the trainer's buckets and reports what the model holds.
-
-vLLM imports this module in each worker before it builds the model.
-"""
+"""Code in vLLM's workers, imported before the model is built: loads the trainer's buckets, reports what is held."""
 
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
