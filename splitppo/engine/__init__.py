@@ -117,10 +117,8 @@ class RolloutEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
     ) -> Generator[list[Sample], None, None]:
-        """Generates every request once, in the background. The arguments are checked at once; the work starts with the
-        first `next`.
-
-        A row's noise is a function of (seed, row, position) alone, or of (seed, row, tokens that it has, position).
+        """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
+        (seed, row, position) alone, or of (seed, row, tokens that it has, position).
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an

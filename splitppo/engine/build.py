@@ -41,13 +41,12 @@ def engine_kind(config: Config, device: str) -> str:
 
 def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
-    lines = []
+    lines, rollout = [], config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
         lines.append(
             "vLLM is not installed: the transformers library's generate() is used, several times slower; "
             f"{_installation(device)}, or --engine.kind hf to silence this warning"
         )
-    rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         lines.append(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated "
@@ -138,8 +137,7 @@ def start_engine(
 ) -> RolloutEngine:
     """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
 
-    `group` is the actor group, `folder` and `model` are the policy's, `process` is from `launch_engine`,
-    `longest_prompt` is in tokens, and vLLM's output goes to the file `log`.
+    `folder` and `model` are the policy's, `process` is from `launch_engine`. vLLM's output goes to the file `log`.
     """
     engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
     if kind == "hf":

@@ -35,8 +35,8 @@ from splitppo.rollout import End, Request, Sample
 
 Slot = tuple[Request, int]  # a slot's row, and the tokens that the slot has left to decode
 THREAD_NAME = "splitppo-generate"
-# cuDNN is left out: it plans again for each length of the cache, so at each token, and a new thread has no plans yet
-# (H200, torch 2.11, 28 layers, 8 rows: 0.9 ms a call, 0.05 ms with plans). Applies to the process during `generate`.
+# cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch 2.11: 0.9 ms a call).
+# Applies to the process during `generate`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 REFILL = 4  # a batch is made anew when one in so many of its slots waits for its next row
 DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
@@ -53,11 +53,8 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> se
 
 
 def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:
-    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of the three arguments.
-
-    Args:
-        rows: `[R]` numbers in the data order. positions: of the token in each row's response.
-    """
+    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of seed, rows `[R]` (numbers in the data
+    order) and positions of the token in each row's response."""
     word = np.zeros(1, dtype=np.uint64)
     for part in (seed, rows, positions):
         part = np.atleast_1d(np.asarray(part)).astype(np.int64).view(np.uint64)

@@ -152,14 +152,13 @@ class VLLMEngine(RolloutEngine):
         try:
             self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
             last = time.monotonic()
-            while not done:
+            while True:
                 if self._connection.poll(TICK):
                     last = time.monotonic()
                     kind, value = self._receive("the next row")
-                    done = kind == "done"
-                    if done:
+                    if done := kind == "done":
                         self.step_ms = value
-                        continue
+                        return
                     if more := ahead.after(value):
                         sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
                     yield value

@@ -56,9 +56,19 @@ def build_llm(plan: Plan) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    _patch_vllm(plan)
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
-    _patch_vllm(plan)
+        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
+        tokens = max(8192, plan.max_tokens, plan.max_rows)
+        options: Any = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    else:
+        options = {
+            "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
+            "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
+            "enable_sleep_mode": plan.sleep,
+        }
+        options |= {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
@@ -77,22 +87,9 @@ def build_llm(plan: Plan) -> Any:
             enable_prefix_caching=True,
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **_device_options(plan),
+            **options,
         )
     )
-
-
-def _device_options(plan: Plan) -> dict[str, Any]:
-    if plan.device == "cpu":
-        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, plan.max_tokens, plan.max_rows)}
-    sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
-    return {
-        "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
-        "enable_sleep_mode": plan.sleep,
-        "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
-        **sizes,
-    }
 
 
 def _patch_vllm(plan: Plan) -> None:
@@ -101,8 +98,8 @@ def _patch_vllm(plan: Plan) -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     if plan.clients == 1:
-        # vLLM inspects the model's class in another process, so that this process can still fork workers. Without
-        # workers that only costs time: 12 s with a cold cache.
+        # vLLM inspects the model's class in another process, so that it can still fork workers. Without any that only
+        # costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
     warm = params_of(plan.sampling, seed=0, eos=plan.eos, tokens=plan.sampling.max_new_tokens)

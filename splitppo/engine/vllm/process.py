@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from splitppo.engine.vllm.plan import Plan
 from splitppo.job.child import clean_environment
@@ -33,7 +33,7 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
     for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & env.keys():
         env[name] = fixed_segments(env[name])
     if devices:
-        # A compile cache for each host and GPU, because engines that start together would write to the same files.
+        # for each host and GPU: engines that start together would write to the same files
         cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
         env["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -76,10 +76,9 @@ class Process:
 
     def begin(self, plan: Plan) -> None:
         """Sends the plan. Raises EngineError if the process has ended."""
-        self.log = Path(plan.log)
+        self.log, pipe = Path(plan.log), cast(Any, self.popen.stdin)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
-        pipe: Any = self.popen.stdin
         try:
             with pipe:
                 pickle.dump(plan, pipe)
