@@ -116,8 +116,7 @@ def launch_engine(
     ranks, size = placement.groups["actor"], config.engine.tensor_parallel
     if kind == "hf" or launch.rank not in ranks[::size]:
         return None
-    first = ranks.index(launch.rank)
-    gpus = ranks[first : first + size] if device.type == "cuda" else ()
+    gpus = ranks[ranks.index(launch.rank) :][:size] if device.type == "cuda" else ()
     return Process([visible_device(rank % launch.local_world) for rank in gpus])
 
 

@@ -68,12 +68,8 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
 
-    Args:
-        logits: `[R, V]` float32. noise: `[R]` float64 in [0, 1).
-
-    Returns:
-        `[R]` int64 tokens and their `[R]` float32 log-probs under softmax(logits / temperature), truncated by top-k
-        and top-p.
+    Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and their `[R]` float32
+    log-probs under softmax(logits / temperature), truncated by top-k and top-p.
     """
     if not sampling.temperature:
         tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)

@@ -41,8 +41,7 @@ class VLLMEngine(RolloutEngine):
         config: the policy's. address: the socket's path.
         index: of this rank among those of the engine. process: given to the first of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
-        notify: called with lines for the user.
-        timeout: seconds to wait for an answer.
+        notify: called with lines for the user. timeout: seconds to wait for an answer.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ step. Messages about the whole engine take effect when all its ranks have sent t
 """
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 import importlib
 import os

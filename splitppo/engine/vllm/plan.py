@@ -17,7 +17,7 @@ class Plan:
     """The engine that a process must build.
 
     Attributes:
-        folder: config and tokenizer of the model. log: file for the process's output.
+        folder: of config and tokenizer. log: file for the process's output.
         address: path of the Unix socket. clients: ranks that connect to it.
         max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
         kv_bytes: size of the KV cache on each GPU.

@@ -27,7 +27,7 @@ def fixed_segments(settings: str) -> str:
 
 
 def child_environment(devices: Sequence[str]) -> dict[str, str]:
-    """The environment of an engine that sees these GPUs only (as CUDA_VISIBLE_DEVICES names them)."""
+    """The environment of an engine that sees these GPUs only, as CUDA_VISIBLE_DEVICES names them; none: on the CPU."""
     env = clean_environment()
     env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for its ranks
     for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & env.keys():
@@ -50,13 +50,8 @@ def visible_device(local: int) -> str:
 
 
 class Process:
-    """The engine's process. It imports vLLM while the run gets ready; `begin` then sends the engine to build.
-
-    While `watched`, the end of the process raises an EngineError in the main thread.
-
-    Args:
-        devices: the engine's GPUs, as CUDA_VISIBLE_DEVICES names them; none on the CPU.
-    """
+    """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run gets ready; `begin`
+    then sends the engine to build. While `watched`, its end raises an EngineError in the main thread."""
 
     def __init__(self, devices: Sequence[str]):
         self.log: Path | None = None

@@ -1,7 +1,6 @@
 """The rows that a vLLM engine generates: from requests to finished samples."""
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 import sys
 from collections import deque

@@ -5,7 +5,6 @@ vLLM's own methods handle all others: rows that start, end, lack cache blocks or
 """
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 from collections.abc import Mapping, Sequence
 from typing import Any

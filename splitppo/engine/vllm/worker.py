@@ -1,7 +1,6 @@
 """Code in vLLM's workers, imported before the model is built: loads the trainer's buckets, reports what is held."""
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 from typing import Any
 
