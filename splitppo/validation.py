@@ -6,7 +6,7 @@ validation, so their results can be compared.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from math import comb
 from statistics import fmean
@@ -64,7 +64,7 @@ class Validator:
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
-        sampling = Sampling.of(self.config.rollout).at(self.config.log.validate_temperature)
+        sampling = replace(Sampling.of(self.config.rollout), temperature=self.config.log.validate_temperature)
         for finished in self.engine.generate(requests, sampling, seed=row_seed(self.config.seed, NO_ROW, 0)):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]

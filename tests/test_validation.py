@@ -47,7 +47,7 @@ class FakeEngine:
             yield []
 
     def response(self, sampling, seed, row):
-        said = 0 if sampling.greedy else row_seed(seed, row, 0) % 3
+        said = row_seed(seed, row, 0) % 3 if sampling.temperature else 0
         return [ord(char) for char in f"it is {said}" + "." * (row % 4)]
 
     def load_weights(self, weights): ...
@@ -271,7 +271,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
 
 def test_temperature_0_is_greedy(tmp_path):
     _, ((prompts, sampling, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
-    assert sampling == Sampling(1.0, 9, ("!",), greedy=True)
+    assert sampling == Sampling(0, 9, ("!",), top_p=0.9, top_k=40)
     assert prompts.keys() == {0, 1, 2}
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ class Sampling:
     """How responses are drawn. The configuration's rules have checked the ranges.
 
     Attributes:
-        temperature: divides the logits; above 0. Greedy rows have log-probs at temperature 1.
+        temperature: divides the logits. 0: greedy, the likeliest token; log-probs at temperature 1, of all tokens.
         max_new_tokens: the limit of a response, in tokens; at least 1.
         stop: strings that end a response and stay part of it. Only the response is searched, never the prompt.
-        greedy: take the likeliest token instead of drawing one.
         top_p: draw from the smallest set of likeliest tokens with this total probability; 1: from all tokens.
         top_k: draw from this many likeliest tokens; 0: from all tokens. Applied before top_p. Log-probs are those of
             the truncated distribution.
@@ -32,19 +31,13 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     stop: tuple[str, ...] = ()
-    greedy: bool = False
     top_p: float = 1.0
     top_k: int = 0
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "Sampling":
         """The sampling of a run's rollouts."""
-        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, top_p=rollout.top_p, top_k=rollout.top_k)
-
-    def at(self, temperature: float) -> "Sampling":
-        """The same at another temperature; 0: greedy."""
-        greedy = replace(self, greedy=True, top_p=1.0, top_k=0)
-        return replace(self, temperature=temperature) if temperature else greedy
+        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, rollout.top_p, rollout.top_k)
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,6 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def check_requests(requests: Sequence[Request], *, loaded: bool) -> None:
-    """Raises RuntimeError if the engine has no weights, ValueError if a row has no prompt."""
-    if not loaded:
-        raise RuntimeError("generate before a complete load_weights")
-    if empty := [request.row for request in requests if not request.prompt]:
-        raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
-
-
 def check_logprobs(row: int, logprobs: Sequence[float]) -> None:
     """Raises FloatingPointError if a log-prob of the row is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
@@ -87,11 +72,8 @@ def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
 def check_weights(
     weights: Iterable[tuple[str, Tensor]], names: Mapping[str, tuple[str, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`.
-
-    Raises:
-        ValueError: a name is unknown, a shape is wrong, or at the end a tensor is missing.
-    """
+    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`. Raises ValueError if
+    a name is unknown, a shape is wrong, or at the end a tensor is missing."""
     missing = {first for first, _ in names.values()}
     for name, tensor in weights:
         if name not in names:
@@ -106,8 +88,8 @@ def check_weights(
         raise ValueError(f"{len(missing)} weights are missing, among them {', '.join(sorted(missing)[:5])}")
 
 
-class RolloutEngine(Protocol):
-    """Generates the rows of one actor rank.
+class RolloutEngine:
+    """Generates the rows of one actor rank. Each kind of engine has its `_load`, `_rows` and `close`.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
@@ -115,24 +97,28 @@ class RolloutEngine(Protocol):
             0 if that had no rows.
     """
 
-    loaded: bool
-    step_ms: float
+    _load: Callable[[Iterable[tuple[str, Tensor]]], None]
+    _rows: Callable[..., Iterator[list[Sample]]]  # the work of `generate`
+
+    def __init__(self):
+        self.loaded = self._running = False
+        self.step_ms = 0.0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
-        the engine's dtype. Of tied weights, the stream may hold any of the names or all.
-
-        Raises:
-            ValueError: a name is unknown or missing, or a shape is wrong. The engine then needs a complete new load.
-        """
+        the engine's dtype. Of tied weights, the stream may hold any of the names or all. After an error, as the
+        ValueErrors of `check_weights`, the engine needs a complete new load."""
+        if self._running:
+            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
+        self.loaded = False
+        self._load(weights)
+        self.loaded = True
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
     ) -> Generator[list[Sample], None, None]:
-        """Generates every request once, in the background. The work starts with the first `next`.
-
-        A row's noise is a function of (seed, row, position) alone, or of (seed, row, tokens that it has, position).
-        Other rows and the rank do not change it.
+        """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
+        (seed, row, position) alone, or of (seed, row, tokens that it has, position).
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an
@@ -143,14 +129,24 @@ class RolloutEngine(Protocol):
             RuntimeError: no weights are loaded.
             Exception: any error of the background work, with its traceback.
         """
-        ...
+        if not self.loaded:
+            raise RuntimeError("generate before a complete load_weights")
+        if empty := [request.row for request in requests if not request.prompt]:
+            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
+        return self._stream(requests, sampling, seed, window)
 
     def release_memory(self, *, trained: bool) -> None:
-        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False.
-
-        Args:
-            trained: whether the trainer's memory peak so far includes an update.
-        """
+        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
+        the trainer's memory peak so far includes an update."""
 
     def close(self) -> None:
         """Frees all memory. The engine cannot be used afterwards."""
+
+    def _stream(self, *how: Any) -> Generator[list[Sample], None, None]:
+        if self._running:
+            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
+        self._running = True
+        try:
+            yield from self._rows(*how)
+        finally:
+            self._running = False

@@ -1,14 +1,13 @@
 """Which engine a run uses, the checks on it, and the start of this rank's engine."""
 
-import functools
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -20,7 +19,7 @@ from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.errors import UserError
+from splitppo.errors import UserError, say
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -29,12 +28,11 @@ from splitppo.models.tokenizer import vocabulary_size
 from splitppo.placement import Placement, check_cut
 from splitppo.rollout import Request, Sample
 
-EngineKind = Literal["hf", "vllm"]
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first silently, and refuses higher ones
 
 
-def engine_kind(config: Config, device: str) -> EngineKind:
+def engine_kind(config: Config, device: str) -> str:
     """The engine that `engine.kind` selects on a device (`cuda`, `cpu`)."""
     if config.engine.kind == "auto":
         return "vllm" if device == "cuda" and vllm_version() else "hf"
@@ -43,13 +41,12 @@ def engine_kind(config: Config, device: str) -> EngineKind:
 
 def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
-    lines = []
+    lines, rollout = [], config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
         lines.append(
             "vLLM is not installed: the transformers library's generate() is used, several times slower; "
             f"{_installation(device)}, or --engine.kind hf to silence this warning"
         )
-    rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         lines.append(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated "
@@ -117,10 +114,9 @@ def launch_engine(
 ) -> Process | None:
     """Starts the process of a vLLM engine on the first rank of the engine. It imports vLLM while the run gets ready."""
     ranks, size = placement.groups["actor"], config.engine.tensor_parallel
-    if kind == "hf" or launch.rank not in ranks or ranks.index(launch.rank) % size:
+    if kind == "hf" or launch.rank not in ranks[::size]:
         return None
-    first = ranks.index(launch.rank)
-    gpus = ranks[first : first + size] if device.type == "cuda" else ()
+    gpus = ranks[ranks.index(launch.rank) :][:size] if device.type == "cuda" else ()
     return Process([visible_device(rank % launch.local_world) for rank in gpus])
 
 
@@ -130,7 +126,7 @@ def start_engine(
     runtime: Runtime,
     group: Group,
     folder: Path,
-    model_config: PretrainedConfig,
+    model: PretrainedConfig,
     tokenizer: Any,
     dtype: torch.dtype,
     process: Process | None,
@@ -141,61 +137,45 @@ def start_engine(
 ) -> RolloutEngine:
     """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
 
-    Args:
-        group: the actor group. folder: the policy's. process: from `launch_engine`.
-        longest_prompt: in tokens. peak: the trainer's, estimated, in bytes. log: file for the output of a vLLM engine.
+    `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will allocate
+    on its GPU at most, estimated. vLLM's output goes to the file `log`.
     """
-    device, size = runtime.device, config.engine.tensor_parallel
+    engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
     if kind == "hf":
-        max_rows = config.engine.max_rows
-        return HFEngine(model_config, tokenizer, device=device, dtype=dtype, max_rows=max_rows, folder=folder)
-    ranks = runtime.placement.groups["actor"]
-    place = ranks.index(runtime.launch.rank)
-    index = place % size
-    key = f"engine/address/{place - index}"
+        return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
+    ranks, on_gpu = runtime.placement.groups["actor"], device.type == "cuda"
+    number, index = divmod(ranks.index(runtime.launch.rank), size)
+    key = f"engine/address/{number}"
     if process:
-        eos = tuple(sorted(eos_ids(model_config, tokenizer, folder)))
-        files: Any = {"folder": str(folder), "log": str(log), "address": str(process.folder / "engine")}
-        ids: Any = {"eos": eos, "vocabulary": vocabulary_size(tokenizer)}
+        rows = min(engine.max_rows, most_rows(config, len(ranks))) * size
         tokens = longest_prompt + config.rollout.max_new_tokens
-        plan = _plan(config, runtime, model_config, dtype, ranks=len(ranks), tokens=tokens, **files, **ids)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if on_gpu:
+            memory = torch.cuda.get_device_properties(device).total_memory
+        plan = Plan(
+            folder=str(folder),
+            log=str(log),
+            address=str(process.folder / "engine"),
+            clients=size,
+            dtype=str(dtype).removeprefix("torch."),
+            max_rows=rows,
+            max_tokens=tokens,
+            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=memory),
+            eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
+            vocabulary=vocabulary_size(tokenizer),
+            sleep=on_gpu and engine.sleep != "off",
+            eager=engine.eager or not on_gpu,
+            steady=engine.steady,
+            device=device.type,
+            threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+            own_code=config.policy.trust_remote_code,
+            sampling=Sampling.of(config.rollout),
+        )
         process.begin(plan)
         runtime.store.set(key, plan.address)
     options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout, "peak": peak}
-    options["sleep"] = config.engine.sleep if device.type == "cuda" else "off"
-    options["notify"] = functools.partial(print, flush=True) if group.is_first else None
-    return VLLMEngine(model_config, runtime.store.get(key).decode(), index, process, **options)
-
-
-def _plan(
-    config: Config,
-    runtime: Runtime,
-    model: PretrainedConfig,
-    dtype: torch.dtype,
-    *,
-    ranks: int,
-    tokens: int,
-    **known: Any,
-) -> Plan:
-    """The plan of an engine for some of `ranks` actor ranks and rows of `tokens`; `known`: its files and ids."""
-    engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
-    rows = min(engine.max_rows, most_rows(config, ranks)) * size
-    kv_bytes = _kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=_memory(device))
-    return Plan(
-        **known,
-        clients=size,
-        dtype=str(dtype).removeprefix("torch."),
-        max_rows=rows,
-        max_tokens=tokens,
-        kv_bytes=kv_bytes,
-        sleep=engine.sleep != "off" and device.type == "cuda",
-        eager=engine.eager or device.type == "cpu",
-        steady=engine.steady,
-        device=device.type,
-        threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-        own_code=config.policy.trust_remote_code,
-        sampling=Sampling.of(config.rollout),
-    )
+    options |= {"sleep": engine.sleep if on_gpu else "off", "notify": say if group.is_first else None}
+    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, **options)
 
 
 def _kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
@@ -227,36 +207,21 @@ def finish_start(engine: RolloutEngine) -> str:
     if not isinstance(engine, VLLMEngine):
         return "engine: generate() of the transformers library"
     facts = engine.connect()
-    parts = [f"vLLM {facts['version']}", f"imported in {facts['import_s']:.1f} s", f"built in {facts['build_s']:.1f} s"]
-    parts += [f"compiled in {facts['compile_s']:.1f} s of these"] if facts["compile_s"] else []
-    parts += [f"{facts['graphs']} CUDA graphs"] if facts["graphs"] else []
-    parts += [] if facts["steady"] else ["vLLM's own scheduling"]
-    return f"engine: {', '.join(parts)}, KV cache for {facts['kv_tokens']:,} tokens"
+    scheduling = "" if facts["steady"] else "vLLM's own scheduling, "
+    built = f"built in {facts['build_s']:.1f} s"
+    return f"engine: vLLM {facts['version']}, {built}, {scheduling}KV cache for {facts['kv_tokens']:,} tokens"
 
 
 def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
-    """This rank's engine, joined with those of its tensor-parallel set, if it has one."""
-    return engine if group.set_size == 1 else cast(RolloutEngine, _Joined(engine, group))
+    """This rank's engine. In a tensor-parallel set its `generate` is that of all the set's engines together: all ranks
+    call it with the same requests and get the same rows, in an order that does not depend on who is the faster."""
+    if group.set_size == 1:
+        return engine
+    alone = engine.generate
 
-
-class _Joined:
-    """This rank's engine, but for `generate`, which all ranks of the set call with the same requests."""
-
-    def __init__(self, engine: RolloutEngine, group: Group):
-        self.engine, self.group = engine, group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, **noise: int
-    ) -> Generator[list[Sample], None, None]:
-        """Yields the rows of all engines of the set, in the same order on all of its ranks. The order is that of the
-        engines' own, in turn, so it does not depend on which of them is the faster."""
-        group, found = self.group, []
-        waiting: list[deque[Sample]] = [deque() for _ in range(group.set_size)]
-        own = self.engine.generate(requests[group.set_rank :: group.set_size], sampling, **cast(Any, noise))
-        with closing(own):
+    def generate(requests: Sequence[Request], sampling: Sampling, **how: Any) -> Iterator[list[Sample]]:
+        found, waiting = [], [deque[Sample]() for _ in range(group.set_size)]
+        with closing(alone(requests[group.set_rank :: group.set_size], sampling, **how)) as own:
             while found != [None] * group.set_size:
                 found, ready = group.gather_set(next(own, None)), []
                 for rows, part in zip(waiting, found, strict=True):
@@ -265,15 +230,11 @@ class _Joined:
                     ready += [rows.popleft() for rows in waiting if rows]
                 yield ready
 
+    cast(Any, engine).generate = generate
+    return engine
+
 
 def most_rows(config: Config, ranks: int) -> int:
     """The most rows that one of `ranks` actor ranks can have."""
     per_mini_batch = config.rollout.batch_size // config.ppo.mini_batches
     return config.ppo.mini_batches * -(-per_mini_batch // ranks)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes of memory of the GPU, or of this machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,8 +1,8 @@
 """The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
 
-The library runs the model, the cache and the loop. Two hooks are ours: a logits processor draws the token, so that a
-row's noise depends on the row alone, and a stopping criterion hands each row over when it ends. The library can't fill
-a row's place. With windows a call ends when a quarter of its slots wait, and the next one computes prefixes again.
+Two hooks are ours: a logits processor draws the token, so that a row's noise depends on the row alone, and a stopping
+criterion hands each row over when it ends. The library can't fill a row's place. With windows a call ends when a
+quarter of its slots wait, and the next one computes prefixes again.
 """
 
 import copy
@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,23 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, Sampling, Window, check_logprobs, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_logprobs, check_weights, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import End, Request, Sample
 
 Slot = tuple[Request, int]  # a slot's row, and the tokens that the slot has left to decode
 THREAD_NAME = "splitppo-generate"
-# cuDNN is left out: it plans again for each length of the cache, so at each token, and a new thread has no plans yet
-# (H200, torch 2.11, 28 layers, 8 rows: 0.9 ms a call, 0.05 ms with plans). Applies to the process during `generate`.
+# cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch 2.11: 0.9 ms a call).
+# Applies to the process during `generate`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 REFILL = 4  # a batch is made anew when one in so many of its slots waits for its next row
 DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
 
 
 def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> set[int]:
-    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json.
-
-    Chat models need all of them: one is the end of a turn, another the end of a text.
-    """
+    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json. Of
+    chat models one is the end of a turn, another the end of a text."""
     sources = (config, config.get_text_config(decoder=True), tokenizer)
     found = [getattr(source, "eos_token_id", None) for source in sources]
     if folder is not None and (file := folder / "generation_config.json").is_file():
@@ -55,11 +53,8 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> se
 
 
 def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:
-    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of the three arguments.
-
-    Args:
-        rows: `[R]` numbers in the data order. positions: of the token in each row's response.
-    """
+    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of seed, rows `[R]` (numbers in the data
+    order) and positions of the token in each row's response."""
     word = np.zeros(1, dtype=np.uint64)
     for part in (seed, rows, positions):
         part = np.atleast_1d(np.asarray(part)).astype(np.int64).view(np.uint64)
@@ -71,16 +66,12 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row by inverting the cumulative distribution; if greedy, takes the likeliest.
+    """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
 
-    Args:
-        logits: `[R, V]` float32. noise: `[R]` float64 in [0, 1).
-
-    Returns:
-        `[R]` int64 tokens and their `[R]` float32 log-probs under softmax(logits / temperature), truncated by top-k
-        and top-p.
+    Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and their `[R]` float32
+    log-probs under softmax(logits / temperature), truncated by top-k and top-p.
     """
-    if sampling.greedy:
+    if not sampling.temperature:
         tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
     else:
         logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
@@ -121,13 +112,10 @@ class _Job:
 class _Batch:
     """Rows that are generated at once. The library calls `draw` and then `finish` for each new token.
 
-    Args:
-        slots: the row of each slot, and the tokens that the slot has left.
-
     Attributes:
         logprobs: of the drawn tokens; one `[R]` float32 for each position.
         done: `[R]`, the rows that have ended or have no tokens left.
-        waiting: the next row of each slot whose row has ended, and the tokens that it has left.
+        waiting: the slots whose row has ended, with their next row.
     """
 
     def __init__(self, engine: "HFEngine", job: _Job, slots: Sequence[Slot], width: int):
@@ -157,7 +145,7 @@ class _Batch:
         return scores.fill_(-math.inf).scatter_(1, torch.cat(tokens)[:, None], 0.0)
 
     def finish(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Hands over the rows that end with this token. Returns `[R]`, the rows that have ended."""
+        """Hands over the rows that end with this token. Returns `[R]`, those that have ended."""
         if self.job.halt.is_set():
             return torch.ones_like(self.done)
         response = input_ids[:, self.width :]
@@ -175,11 +163,7 @@ class _Batch:
         return self.done
 
     def rest(self, response: Tensor) -> list[Slot]:
-        """The slots that have tokens left, after the library's call: those that wait, and those of open rows.
-
-        Args:
-            response: `[R, T]` what the library has generated.
-        """
+        """The slots that have tokens left, those that wait and those of open rows, after the library's `[R, T]`."""
         rows, drawn = (~self.done).nonzero()[:, 0].tolist(), response.shape[1]
         samples = self._collect(response, rows, [False] * len(self.slots)) if rows else []
         slots = zip((self.slots[row] for row in rows), samples, strict=True)
@@ -204,12 +188,11 @@ class _Batch:
         return samples
 
 
-class HFEngine:
-    """An unsharded replica of the policy on this rank. `RolloutEngine` documents the methods.
+class HFEngine(RolloutEngine):
+    """An unsharded replica of the policy on this rank. Its memory belongs to the trainer's own allocator.
 
     Args:
         config: the policy's. Its attention implementation is ignored: generate() needs one of the library's.
-        tokenizer: gives the padding id, the end ids, the stop strings and the vocabulary to draw from.
         max_rows: rows generated at once. More rows run as several batches, shortest prompts first.
         folder: the model's, for the end ids in generation_config.json. Its other settings are ignored.
     """
@@ -224,6 +207,7 @@ class HFEngine:
         max_rows: int,
         folder: Path | None = None,
     ):
+        super().__init__()
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
             options: Any = {"attn_implementation": None, "trust_remote_code": bool(code_of(config))}
@@ -236,43 +220,27 @@ class HFEngine:
         self.device, self.max_rows = device, max_rows
         self.vocabulary = vocabulary_size(tokenizer)
         self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
-        self.loaded = self._running = False
-        self.step_ms = 0.0
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._running:
-            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
+    def close(self) -> None:
         self.loaded = False
+        self.model.to("meta")
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in check_weights(weights, weight_names(self.model)):
                 own[name].copy_(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
-        self.loaded = True
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
-    ) -> Generator[list[Sample], None, None]:
-        """The arguments are checked at once; the work starts with the first `next`."""
-        check_requests(requests, loaded=self.loaded)
+    def _rows(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+    ) -> Iterator[list[Sample]]:
+        """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
         if sampling.stop:
             self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
         ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.response))
-        return self._stream(_Job(ordered, sampling, seed, window))
-
-    def release_memory(self, *, trained: bool) -> None:
-        """Does nothing: the engine's memory belongs to the trainer's own allocator."""
-
-    def close(self) -> None:
-        self.loaded = False
-        self.model.to("meta")
-
-    def _stream(self, job: _Job) -> Generator[list[Sample], None, None]:
-        """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
-        self._running = True
+        job = _Job(ordered, sampling, seed, window)
         thread = threading.Thread(target=self._work, args=(job,), name=THREAD_NAME, daemon=True)
         thread.start()
         try:
@@ -289,7 +257,6 @@ class HFEngine:
         finally:
             job.halt.set()
             thread.join()
-            self._running = False
 
     def _work(self, job: _Job) -> None:
         """The thread: runs one batch after the other, then puts None, or the exception that stopped it."""
@@ -315,11 +282,11 @@ class HFEngine:
         prompts = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = prompts >= 0
         batch: Any = _Batch(self, job, slots, width=prompts.shape[1])
-        limit = job.sampling.max_new_tokens
+        most = job.sampling.max_new_tokens
         ids: Any = self.model.generate(
             prompts.where(mask, self.pad),
             attention_mask=mask.long(),
-            generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, use_cache=True),
+            generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([batch.draw]),
             stopping_criteria=StoppingCriteriaList([batch.finish]),
             synced_gpus=False,  # else the library may decide to call a collective

@@ -25,7 +25,7 @@ def prompt(row: int) -> Prompt:
 
 
 def decode(
-    engine: Any, window: int, steps: int, lengths: list[int], *, ranks: int = 1, **sampling: Any
+    engine: Any, window: int, steps: int, lengths: list[int], *, ranks: int = 1, temperature: float = 1.0
 ) -> dict[int, Sample]:
     """The rows that end in so many steps, with the same weights in all; each step is checked to be full. The slots are
     those of so many ranks, one after the other."""
@@ -34,7 +34,7 @@ def decode(
     for step in range(1, steps + 1):
         requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
         parts = [requests[rank::ranks] for rank in range(ranks)]
-        run = [engine.generate(part, Sampling(1.0, LIMIT, **sampling), seed=3, window=how) for part in parts]
+        run = [engine.generate(part, Sampling(temperature, LIMIT), seed=3, window=how) for part in parts]
         for stopped in chain(*run):
             begun = {r.row: len(r.response) for r in requests}
             for sample in stopped:
@@ -51,11 +51,11 @@ def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str]]:
     return {row: (sample.response, sample.end) for row, sample in rows.items()}
 
 
-def check(engine: Any, greedy: bool) -> None:
-    whole = decode(engine, 0, 8, [], greedy=greedy)
+def check(engine: Any, temperature: float) -> None:
+    whole = decode(engine, 0, 8, [], temperature=temperature)
     assert {"eos", "limit"} <= {sample.end for sample in whole.values()}
     for window, steps, ranks in ((3, 13, 1), (40, 2, 1), (3, 13, 2)):
-        found = decode(engine, window, steps, [], ranks=ranks, greedy=greedy)
+        found = decode(engine, window, steps, [], ranks=ranks, temperature=temperature)
         both = told(whole).keys() & told(found).keys()
         assert len(both) >= 2 * SLOTS
         assert {row: told(found)[row] for row in both} == {row: told(whole)[row] for row in both}
@@ -64,12 +64,12 @@ def check(engine: Any, greedy: bool) -> None:
 
 
 def test_a_greedy_row_depends_neither_on_the_window_nor_on_the_rank(case: Case) -> None:
-    check(case.engine, greedy=True)
+    check(case.engine, 0.0)
 
 
 def test_nor_does_a_sampled_row_of_the_embedded_engine(hf_case: Case) -> None:
     """Its noise belongs to the token's place in the row; more slots than the engine has rows at once."""
-    check(hf_case.make(max_rows=4), greedy=False)
+    check(hf_case.make(max_rows=4), 1.0)
 
 
 def test_a_sampled_row_of_given_length_is_the_same_again(case: Case) -> None:

@@ -12,7 +12,7 @@ from splitppo.engine.vllm.rows import OpenRow, Rows, Slot, TokenBatch, params_of
 from splitppo.rollout import Request
 
 SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
-GREEDY = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5, greedy=True)
+GREEDY = Sampling(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_how_a_row_is_drawn():
         "logprobs": 0, "flat_logprobs": True, "output_kind": "final",
     }  # fmt: skip
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=9) == due
-    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    greedy = {"temperature": 0.0}
     assert params_of(GREEDY, seed=4, eos=[2], tokens=9) == due | greedy
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=30, fixed=True) == due | {"max_tokens": 30, "stop_token_ids": []}
 

@@ -1,15 +1,14 @@
 """The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the actor's GPU.
 
-Each actor rank has an engine, or `engine.tensor_parallel` ranks share one. The first of these ranks starts the process.
-All of them connect to it through a Unix socket in a private folder (no port), send requests and receive rows. Weights
-go through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU.
-This process never imports vLLM, which changes the settings of its process.
+The ranks of an engine send requests through a Unix socket in a private folder (no port), and receive rows. Weights go
+through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU. This
+process never imports vLLM, which changes the settings of its process.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, Sampling, Window, check_requests, check_weights, weight_names
+from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -35,19 +34,15 @@ FULL = 0.92  # part of the GPU that trainer and engine may use together if the e
 FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested byte
 
 
-class VLLMEngine:
-    """One rank's connection to an engine. `RolloutEngine` documents the methods.
-
-    `launch_engine` has started the process; `connect` waits until the engine is built.
+class VLLMEngine(RolloutEngine):
+    """One rank's connection to an engine. `launch_engine` has started its process, `connect` waits until it is built.
 
     Args:
-        config: the policy's.
-        address: the socket's path, the same for all ranks of the engine.
-        index: of this rank among them. process: given to rank 0 of them.
+        config: the policy's. address: the socket's path.
+        index: of this rank among those of the engine. process: given to the first of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
-        notify: called with lines for the user.
         peak: bytes that the trainer will allocate on this GPU at most, estimated.
-        timeout: seconds to wait for an answer.
+        notify: called with lines for the user. timeout: seconds to wait for an answer.
     """
 
     def __init__(
@@ -64,11 +59,10 @@ class VLLMEngine:
         peak: float = 0.0,
         timeout: float = 1800.0,
     ):
+        super().__init__()
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.notify, self.peak, self.timeout = sleep, notify, peak, timeout
         self.names = weight_names(build(config, "policy"))
-        self.loaded = self._running = self._compared = False
-        self.step_ms = 0.0
         self._level = 0  # vLLM's sleep level now; 0: awake
         self._slept: bool | None = None  # whether the engine slept after the last rollout
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
@@ -98,16 +92,31 @@ class VLLMEngine:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return facts
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As in `RolloutEngine`; also compares the engine's tensors with the tensors sent.
+    def release_memory(self, *, trained: bool) -> None:
+        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
+        if self.sleep == "off":
+            return
+        fits, sizes = self._fits()
+        stay = self.sleep == "auto" and trained and fits
+        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
+        self.loaded = self._level < 2
+        if self.notify and (self._level > 0) != self._slept:
+            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
+        self._slept = self._level > 0
 
-        Raises:
-            UserError: vLLM's model has no place for a tensor.
-            EngineError: the engine's tensors differ from the policy's.
-        """
-        if self._running:
-            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
-        self.loaded = False
+    def close(self) -> None:
+        self.loaded, connected = False, self._conn is not None
+        if self.process:
+            self.process.watched = False
+        with suppress(EngineError):  # not connected, or the process has ended
+            self._send("close")
+            self._connection.close()
+        self._conn = None
+        if self.process:
+            self.process.end(kill=not connected)
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends the weights. Raises UserError if vLLM's model has no place for one, EngineError if one differs then."""
         self._wake("weights")
         sums: dict[str, Tensor] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
@@ -133,59 +142,24 @@ class VLLMEngine:
                 f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's, among them "
                 f"{', '.join(different[:3])}; --engine.kind hf avoids vLLM"
             )
-        if self.notify and not self._compared:
-            self.notify(f"engine: all {len(sent)} tensors are equal to the policy's; every sync compares them")
-        self._compared = True
         self._wake("weights", "kv_cache")
-        self.loaded = True
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
-    ) -> Generator[list[Sample], None, None]:
-        """The arguments are checked at once; the work starts with the first `next`."""
-        check_requests(requests, loaded=self.loaded)
-        return self._stream(_Ahead(requests, window), sampling, seed)
-
-    def release_memory(self, *, trained: bool) -> None:
-        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
-        if self.sleep == "off":
-            return
-        fits, sizes = self._fits()
-        stay = self.sleep == "auto" and trained and fits
-        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
-        self.loaded = self._level < 2
-        if self.notify and (self._level > 0) != self._slept:
-            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
-        self._slept = self._level > 0
-
-    def close(self) -> None:
-        self.loaded, connected = False, self._conn is not None
-        if self.process:
-            self.process.watched = False
-        with suppress(EngineError):  # not connected, or the process has ended
-            self._send("close")
-            self._connection.close()
-        self._conn = None
-        if self.process:
-            self.process.end(kill=not connected)
-
-    def _stream(self, ahead: "_Ahead", sampling: Sampling, seed: int) -> Generator[list[Sample], None, None]:
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
+    def _rows(
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+    ) -> Iterator[list[Sample]]:
         self._wake("weights", "kv_cache")
-        self._running, done = True, False
+        ahead, done = _Ahead(requests, window), False
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
             self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
             last = time.monotonic()
-            while not done:
+            while True:
                 if self._connection.poll(TICK):
                     last = time.monotonic()
                     kind, value = self._receive("the next row")
-                    done = kind == "done"
-                    if done:
+                    if done := kind == "done":
                         self.step_ms = value
-                        continue
+                        return
                     if more := ahead.after(value):
                         sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
                     yield value
@@ -199,14 +173,10 @@ class VLLMEngine:
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
             sender.shutdown()
-            self._running = False
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
-        """Packs the stream into the two buckets in turn. Puts the checksum of each tensor into `sums`.
-
-        Yields:
-            slot, and (name, dtype, shape, first byte) of each tensor in it.
-        """
+        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into `sums`. Yields the slot,
+        and (name, dtype, shape, first byte) of each tensor in it."""
         slot, at, entries = 0, 0, []
         for name, given in check_weights(weights, self.names):
             tensor = given.to(self.device, self.dtype).contiguous()
@@ -229,7 +199,7 @@ class VLLMEngine:
         if not self._level:
             return
         torch.cuda.empty_cache()
-        self._ask("wake", list(tags))
+        self._ask("wake", tags)
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> tuple[bool, str]:
@@ -278,15 +248,13 @@ class VLLMEngine:
 
     def _ended(self) -> EngineError:
         self._conn = None
-        if self.process is None:
-            return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
-        return self.process.exit_report()
+        here = EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
+        return self.process.exit_report() if self.process else here
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        error = EngineError(
-            f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
-        )
+        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine"
+        error = EngineError(f"{waited}; raise --timeout if it is only slow")
         if self.process:
             error.add_note(str(self.process.exit_report(wait=0)))
         return error
@@ -301,7 +269,6 @@ class _Ahead:
         for slot in self.slots if self.following else ():
             for _ in range(AHEAD):
                 slot.append(self.following(slot[-1].row))
-        self.newest = [slot[-1].row for slot in self.slots]
         self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
 
     def after(self, stopped: Sequence[Sample]) -> list[tuple[int, Request]]:
@@ -310,8 +277,8 @@ class _Ahead:
         for sample in stopped if self.following else ():
             if sample.end != "window":
                 index = self.slot_of.pop(sample.row)
-                request = self.following(self.newest[index])
-                self.newest[index], self.slot_of[request.row] = request.row, index
+                request = self.following(self.slots[index][-1].row)
+                self.slots[index], self.slot_of[request.row] = [request], index
                 found.append((index, request))
         return found
 

@@ -2,18 +2,17 @@
 
     python -m splitppo.engine.vllm.host PARENT     (started by process.Process of the process PARENT)
 
-It imports vLLM, reads its Plan from stdin, builds the engine and accepts the ranks' connections. A rank sends `hello`,
-then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also `halt`, `sleep`, `wake`,
-`close`, and with windows `more`: further rows of slots. Rows return as `samples` when they end. `done` answers each
-message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode step. Messages about
-the whole engine take effect when all its ranks have sent them.
+A rank sends `hello`, then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also
+`halt`, `sleep`, `wake`, `close`, and with windows `more`: further rows of slots. `samples` are rows that have ended.
+`done` answers each message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode
+step. Messages about the whole engine take effect when all its ranks have sent them.
 """
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 import importlib
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -56,9 +55,19 @@ def build_llm(plan: Plan) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    _patch_vllm(plan)
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
-    _patch_vllm(plan)
+        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
+        tokens = max(8192, plan.max_tokens, plan.max_rows)
+        options: Any = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    else:
+        options = {
+            "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
+            "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
+            "enable_sleep_mode": plan.sleep,
+        }
+        options |= {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
@@ -77,22 +86,9 @@ def build_llm(plan: Plan) -> Any:
             enable_prefix_caching=True,
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **_device_options(plan),
+            **options,
         )
     )
-
-
-def _device_options(plan: Plan) -> dict[str, Any]:
-    if plan.device == "cpu":
-        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, plan.max_tokens, plan.max_rows)}
-    sizes = {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
-    return {
-        "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
-        "enable_sleep_mode": plan.sleep,
-        "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
-        **sizes,
-    }
 
 
 def _patch_vllm(plan: Plan) -> None:
@@ -101,8 +97,8 @@ def _patch_vllm(plan: Plan) -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     if plan.clients == 1:
-        # vLLM inspects the model's class in another process, so that this process can still fork workers. Without
-        # workers that only costs time: 12 s with a cold cache.
+        # vLLM inspects the model's class in another process, so that it can still fork workers. Without any that only
+        # costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
     warm = params_of(plan.sampling, seed=0, eos=plan.eos, tokens=plan.sampling.max_new_tokens)
@@ -120,20 +116,13 @@ def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    is_steady = plan.steady and (vllm_version() or "").startswith(STEADY)
-    if is_steady:
+    if is_steady := plan.steady and (vllm_version() or "").startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
         is_steady = steady(llm.engine_core.engine_core.scheduler, plan.eos)
-    compilation, cache = llm.vllm_config.compilation_config, llm.vllm_config.cache_config
-    return llm, {
-        "version": vllm_version(),
-        "build_s": time.monotonic() - start,
-        "compile_s": compilation.compilation_time,
-        "graphs": len(compilation.cudagraph_capture_sizes or []),
-        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        "steady": is_steady,
-    }
+    cache, build_s = llm.vllm_config.cache_config, time.monotonic() - start
+    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    return llm, {"version": vllm_version(), "build_s": build_s, "kv_tokens": kv_tokens, "steady": is_steady}
 
 
 class Host:
@@ -143,8 +132,7 @@ class Host:
         self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
         self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
         self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
-        # `steps` and `seconds` at the start of each rank's rollout; None: the rank has no rollout
-        self.began: list[tuple[int, float] | None] = [None for _ in conns]
+        self.began: dict[int, tuple[int, float]] = {}  # both at the start of a rank's rollout
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
 
     def serve(self) -> None:
@@ -204,7 +192,7 @@ class Host:
             self.asleep = {"weights", "kv_cache"}
         return level
 
-    def _wake(self, tags: Sequence[list[str]]) -> None:
+    def _wake(self, tags: Sequence[tuple[str, ...]]) -> None:
         """Wakes the parts that sleep, one by one: vLLM ignores a call that names an awake part."""
         for tag in [tag for tag in tags[0] if tag in self.asleep]:
             self.llm.wake_up([tag])
@@ -226,31 +214,24 @@ class Host:
 
     def _end_rollouts(self) -> None:
         """Ends the rollouts of the ranks that have no open rows left."""
-        active = self.rows.ranks()
-        for rank, began in enumerate(self.began):
-            if began and rank not in active:
-                self.began[rank] = None
-                steps, seconds = self.steps - began[0], self.seconds - began[1]
-                self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
+        for rank in self.began.keys() - self.rows.ranks():
+            steps, seconds = self.began.pop(rank)
+            steps, seconds = self.steps - steps, self.seconds - seconds
+            self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
 
 
 def connect(plan: Plan) -> list[Connection]:
     """The connections of the engine's ranks, in their order."""
     with Listener(plan.address, "AF_UNIX", backlog=plan.clients) as listener:
         accepted = [listener.accept() for _ in range(plan.clients)]
-    by_rank = {conn.recv()[1]: conn for conn in accepted}  # hello
-    return [by_rank[rank] for rank in range(plan.clients)]
+    return sorted(accepted, key=lambda conn: conn.recv()[1])  # hello
 
 
-def read_plan() -> Plan | None:
-    """Waits for the plan on stdin and moves the output to its log. None: the rank has ended."""
-    line = sys.stdin.readline()
-    if not line:
-        return None
-    plan = Plan.from_json(line)
-    early = os.pread(1, 2**24, 0)
+def read_plan() -> Plan:
+    """Waits for the plan on stdin and moves the output to its log. Raises EOFError if the rank has ended."""
+    plan = pickle.load(sys.stdin.buffer)
     with open(plan.log, "ab", buffering=0) as log:
-        log.write(early)
+        log.write(os.pread(1, 2**24, 0))
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     return plan
@@ -259,20 +240,16 @@ def read_plan() -> Plan | None:
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
-    start = time.monotonic()
     for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
         importlib.import_module(module)
-    imported = time.monotonic()
-    plan = read_plan()
-    if plan is None:
-        return 1
-    os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
     conns: list[Connection] = []
     try:
+        plan = read_plan()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
         llm, facts = start_llm(plan)
         conns = connect(plan)
         for conn in conns:
-            conn.send(("done", facts | {"import_s": imported - start}))
+            conn.send(("done", facts))
         Host(llm, conns, plan).serve()
         if plan.clients > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory

@@ -1,7 +1,6 @@
 """What a vLLM engine's process must build, and the size of its KV cache."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -18,8 +17,7 @@ class Plan:
     """The engine that a process must build.
 
     Attributes:
-        folder: config and tokenizer of the model; the weights come from the trainer.
-        log: file for the process's output.
+        folder: of config and tokenizer. log: file for the process's output.
         address: path of the Unix socket. clients: ranks that connect to it.
         max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
         kv_bytes: size of the KV cache on each GPU.
@@ -27,8 +25,7 @@ class Plan:
         sleep: whether the engine must be able to release its memory.
         eager: neither compile nor capture CUDA graphs. steady: see scheduler.py.
         device: `cuda` or `cpu`. threads: of an engine on the CPU.
-        sampling: of the rollouts; the engine warms up for it.
-        own_code: whether the folder's Python code may run.
+        sampling: what the engine warms up for. own_code: whether the folder's Python code may run.
     """
 
     folder: str
@@ -49,14 +46,6 @@ class Plan:
     sampling: Sampling
     own_code: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        fields = json.loads(text)
-        return cls(**fields | {"sampling": Sampling(**fields["sampling"])})
-
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
     """Bytes of a token's keys and values on each GPU, over all layers."""
@@ -69,15 +58,8 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_para
 def kv_cache_bytes(
     per_token: int, *, rows: int, tokens: int, weights: int, total: int, fraction: float, reserve: int = RESERVE
 ) -> int:
-    """Size of the KV cache: enough for `rows` rows of `tokens` tokens, at most what the engine's memory leaves.
-
-    Args:
-        per_token: bytes of a token. weights: bytes of the weights on this device.
-        total: bytes of the device. fraction: part of them that the engine may use.
-
-    Raises:
-        UserError: the memory does not hold one row.
-    """
+    """Bytes of the KV cache: enough for `rows` rows of `tokens` tokens, at most what the weights' bytes leave of the
+    `fraction` that the engine may use of the device's `total`. Raises UserError if that does not hold one row."""
     row = (-(-tokens // BLOCK) + 1) * BLOCK * per_token
     room = int(total * fraction) - weights - reserve
     if room < row:

@@ -1,6 +1,7 @@
 """The process of a vLLM engine, as the rank that starts it sees it: environment, start, end and exit report."""
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from splitppo.engine.vllm.plan import Plan
 from splitppo.job.child import clean_environment
@@ -26,13 +27,13 @@ def fixed_segments(settings: str) -> str:
 
 
 def child_environment(devices: Sequence[str]) -> dict[str, str]:
-    """The environment of an engine that sees these GPUs only (as CUDA_VISIBLE_DEVICES names them)."""
+    """The environment of an engine that sees these GPUs only, as CUDA_VISIBLE_DEVICES names them; none: on the CPU."""
     env = clean_environment()
     env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for its ranks
     for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & env.keys():
         env[name] = fixed_segments(env[name])
     if devices:
-        # A compile cache for each host and GPU, because engines that start together would write to the same files.
+        # for each host and GPU: engines that start together would write to the same files
         cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
         env["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -49,13 +50,8 @@ def visible_device(local: int) -> str:
 
 
 class Process:
-    """The engine's process. It imports vLLM while the run gets ready; `begin` then sends the engine to build.
-
-    While `watched`, the end of the process raises an EngineError in the main thread.
-
-    Args:
-        devices: the engine's GPUs, as CUDA_VISIBLE_DEVICES names them; none on the CPU.
-    """
+    """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run gets ready; `begin`
+    then sends the engine to build. While `watched`, its end raises an EngineError in the main thread."""
 
     def __init__(self, devices: Sequence[str]):
         self.log: Path | None = None
@@ -69,30 +65,23 @@ class Process:
         self._early = os.memfd_create("engine")  # the output until the log file is known
         command = [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())]
         # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the trainer.
-        self.popen = subprocess.Popen(
-            command, env=child_environment(devices), stdin=subprocess.PIPE, stdout=self._early, stderr=self._early,
-            start_new_session=True, text=True,
-        )  # fmt: skip
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": self._early, "stderr": self._early}
+        self.popen = subprocess.Popen(command, env=child_environment(devices), start_new_session=True, **pipes)
         self._previous: Any = signal.signal(signal.SIGCHLD, self._on_child)
 
     def begin(self, plan: Plan) -> None:
         """Sends the plan. Raises EngineError if the process has ended."""
-        self.log = Path(plan.log)
+        self.log, pipe = Path(plan.log), cast(Any, self.popen.stdin)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
-        pipe: Any = self.popen.stdin
         try:
             with pipe:
-                pipe.write(plan.to_json() + "\n")
+                pickle.dump(plan, pipe)
         except BrokenPipeError:
             raise self.exit_report() from None
 
     def exit_report(self, wait: float = 5.0) -> EngineError:
-        """How the process ended, with the end of its log.
-
-        Args:
-            wait: seconds to wait for the end, which comes a moment after the sockets close.
-        """
+        """How the process ended, with the end of its log. The end comes a moment after the sockets close: `wait`."""
         self.watched = False
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(wait)
@@ -107,8 +96,8 @@ class Process:
         tail = "\n".join([*errors, *lines[-30:]])
         if status is not None:
             self.remove_folder()
-        where = self.log or "its output"
-        return EngineError(f"the vLLM engine (process {self.popen.pid}) {how}; the end of {where}:\n{tail}")
+        engine = f"the vLLM engine (process {self.popen.pid})"
+        return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
 
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`, at once."""

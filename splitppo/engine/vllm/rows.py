@@ -1,7 +1,6 @@
 """The rows that a vLLM engine generates: from requests to finished samples."""
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 import sys
 from collections import deque
@@ -18,8 +17,7 @@ ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 @dataclass
 class Slot:
-    """A slot of a rank: tokens that it has left to decode; whether another row takes the place of one that has ended;
-    the rows that come next; whether it waits for one."""
+    """A slot of a rank: tokens left to decode; whether it goes on after a row; the next rows; whether it waits."""
 
     rank: int
     sampling: Sampling
@@ -50,13 +48,10 @@ class TokenBatch:
 
 
 class Rows:
-    """The open rows of an engine.
+    """The open rows of an engine; `eos`: ids that end a response.
 
     Tokens are taken directly from vLLM's core. Its front end needs more time for each token than the GPU does with a
     small model. Only rows with stop strings go through the front end, which makes the text to search.
-
-    Args:
-        eos: ids that end a response.
     """
 
     def __init__(self, llm: Any, eos: Sequence[int]):
@@ -127,18 +122,14 @@ class Rows:
         for output in self.llm.engine_core.get_output().outputs:
             if isinstance(output, TokenBatch):
                 for name, token, logprob in zip(output.names, output.tokens, output.logprobs, strict=True):
-                    row = rows[name]
-                    row.tokens.append(token)
-                    row.logprobs.append(logprob)
-                continue
-            row = rows.get(output.request_id)
-            if row is None:
-                continue  # late output of an aborted row
-            row.tokens += output.new_token_ids
-            if output.new_logprobs is not None:
-                row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-            if output.finish_reason is not None:
-                ended.append((self.open.pop(output.request_id), str(output.finish_reason)))
+                    rows[name].tokens.append(token)
+                    rows[name].logprobs.append(logprob)
+            elif row := rows.get(output.request_id):  # else it is late, of an aborted row
+                row.tokens += output.new_token_ids
+                if output.new_logprobs is not None:
+                    row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                if output.finish_reason is not None:
+                    ended.append((rows.pop(output.request_id), str(output.finish_reason)))
         return ended
 
     def _ended_by_text(self) -> list[tuple[OpenRow, str]]:
@@ -153,17 +144,13 @@ class Rows:
 
 
 def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
-    """vLLM's SamplingParams of a row.
-
-    Args:
-        seed: of the row's noise. tokens: the row gets at most so many, and with `fixed` no fewer.
-    """
+    """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no fewer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=1.0 if sampling.greedy else sampling.top_p,
-        top_k=0 if sampling.greedy else sampling.top_k,
+        temperature=sampling.temperature,  # vLLM leaves out top_p and top_k at 0, too
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
         seed=seed,
         max_tokens=tokens,
         stop=list(sampling.stop),

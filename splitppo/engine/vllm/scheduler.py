@@ -1,12 +1,10 @@
 """Makes vLLM's scheduler faster. With small models it takes longer than the GPU.
 
-In most decode steps each row gets one token and nothing else happens. vLLM's scheduler checks every row for much more.
-Here two short loops handle these steady rows. vLLM's own methods handle all other rows: rows that start, end, lack
-cache blocks or are aborted.
+In most decode steps each row gets one token and nothing else happens. Here two short loops handle these steady rows.
+vLLM's own methods handle all others: rows that start, end, lack cache blocks or are aborted.
 """
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs
 
 from splitppo.engine.vllm.rows import TokenBatch
 
@@ -25,11 +23,7 @@ class Steady:
     """Replaces `schedule` and `update_from_output` of a scheduler.
 
     A row is steady if it is decoding, has a cache block for its token and does not end. All tokens of steady rows leave
-    as one TokenBatch, except those of rows with stop strings, for which vLLM's front end needs vLLM's own outputs.
-
-    Args:
-        vllm: the scheduler.
-        ends: ids that may end rows.
+    as one TokenBatch. Rows with stop strings are scheduled with the others, but vLLM takes their tokens.
     """
 
     def __init__(self, vllm: Any, ends: Sequence[int]):
@@ -63,20 +57,20 @@ class Steady:
     def update_from_output(self, scheduled: Any, drawn: Any) -> Any:
         """Appends the tokens of a step to its rows. Returns the outputs."""
         counts = scheduled.num_scheduled_tokens
-        scheduled.num_scheduled_tokens, outputs = self._update_steady(counts, drawn)
+        scheduled.num_scheduled_tokens, batch = self._update_steady(counts, drawn)
         try:
             answer = self.update_all(scheduled, drawn)
         finally:
             scheduled.num_scheduled_tokens = counts
-        if outputs:
+        if batch.names:
             client = answer.setdefault(0, EngineCoreOutputs())
-            client.outputs = outputs + client.outputs
+            client.outputs = [batch, *client.outputs]
         return answer
 
-    def _update_steady(self, counts: Mapping[str, int], drawn: Any) -> tuple[dict[str, int], list[Any]]:
-        """Appends the tokens of the steady rows. Returns the other rows' part of `counts`, and the outputs."""
+    def _update_steady(self, counts: Mapping[str, int], drawn: Any) -> tuple[dict[str, int], TokenBatch]:
+        """Appends the tokens of the steady rows. Returns the other rows' part of `counts`, and the tokens."""
         requests, ends, ahead, longest = self.vllm.requests, self.ends, self.ahead, self.vllm.max_model_len
-        hashed, others, outputs, batch = self.vllm.hash_block_size, {}, [], TokenBatch([], [], [])
+        hashed, others, batch = self.vllm.hash_block_size, {}, TokenBatch([], [], [])
         tokens, places = drawn.sampled_token_ids, drawn.req_id_to_index
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else None
         for name, count in counts.items():
@@ -85,6 +79,7 @@ class Steady:
             if (
                 logprobs is None
                 or row is None
+                or row.sampling_params.detokenize  # vLLM's front end needs its own outputs
                 or row.num_preemptions  # it may be waiting again, with earlier tokens still in flight
                 or len(own) != 1
                 or own[0] in ends
@@ -102,14 +97,10 @@ class Steady:
                 row.update_block_hashes()
             if ahead:
                 row.num_output_placeholders -= 1
-            if row.sampling_params.detokenize:
-                of = drawn.logprobs.slice_request(place, 1)
-                outputs.append(EngineCoreOutput(request_id=name, new_token_ids=own, new_logprobs=of))
-                continue
             batch.names.append(name)
             batch.tokens.append(own[0])
             batch.logprobs.append(logprobs[place])
-        return others, [*outputs, batch] if batch.names else outputs
+        return others, batch
 
     def _steady_rows(self) -> list[Any]:
         """The rows of the next step if all are steady; else []."""
@@ -153,11 +144,7 @@ class Steady:
 
 
 def steady(scheduler: Any, ends: Sequence[int]) -> bool:
-    """Makes one of vLLM's schedulers faster. Returns False, and changes nothing, if its kind is not supported.
-
-    Args:
-        ends: ids that may end rows.
-    """
+    """Makes one of vLLM's schedulers faster; `ends`: ids that may end rows. False: its kind is not supported."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if type(scheduler) not in (Scheduler, AsyncScheduler) or len(managers) != 1:
         return False

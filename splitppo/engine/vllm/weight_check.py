@@ -1,8 +1,7 @@
 """The proof of a sync: the engine has every tensor that the trainer sent, complete and unchanged.
 
-vLLM's models fuse, shard, pad, duplicate and reorder the tensors that they load, and document it nowhere. So the first
-load is traced, to see which part of a sent tensor goes to which part of the engine's tensors. Each sync then compares
-checksums of these parts, which depend on the position of every number.
+vLLM's models fuse, shard, pad, duplicate and reorder what they load, and document it nowhere. So the first load is
+traced, to see which part of a sent tensor goes where. Each sync then compares checksums of these parts.
 """
 
 import functools
@@ -38,10 +37,8 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the numbers' bit patterns, each times an odd weight of its position, modulo 2**64.
-
-    Returns an int64 on the tensor's device. Its value is the same on all devices, and 0 for zeros.
-    """
+    """The sum of the numbers' bit patterns, each times an odd weight of its position, modulo 2**64: an int64 on the
+    tensor's device, the same on all devices, and 0 for zeros."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     numbers = tensor.detach().reshape(-1).view(integers)
     weights = _weights(numbers.device)
@@ -136,9 +133,8 @@ class _Trace(TorchDispatchMode):
                     yield self.names[owner], int(indices[start] - self.firsts[owner]), end - start, start
 
     def _tracks(self, tensor: Any) -> bool:
-        if not isinstance(tensor, Tensor):
-            return False
-        return self.sent.find(tensor) is not None or tensor.untyped_storage().data_ptr() in self.temporaries
+        known = isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.temporaries
+        return known or self.sent.find(tensor) is not None
 
     def _indices(self, tensor: Tensor) -> Tensor:
         """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for other numbers."""
@@ -202,14 +198,8 @@ class Received:
 
 
 def compare(sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Report]) -> tuple[list[str], list[str]]:
-    """Compares the sent tensors with the workers' reports.
-
-    Args:
-        sent: for each worker, name -> count of numbers and checksum.
-
-    Returns:
-        the names of tensors that the workers together do not hold completely, and of tensors that differ.
-    """
+    """Compares the tensors `sent` to each worker (name -> count of numbers and checksum) with the workers' reports.
+    Returns the names of those that the workers together do not hold completely, and of tensors that differ."""
     boxes = {name: [box for _, loaded, _ in reports for box in loaded.get(name, [])] for name in sent[0]}
     lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, tuple(boxes[name]))]
     different = [name for _, _, names in reports for name in names]

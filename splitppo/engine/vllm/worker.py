@@ -1,10 +1,6 @@
-"""Code that runs in vLLM's workers: it loads weights from the trainer's buckets and reports what the model holds.
-
-vLLM imports this module in each worker before it builds the model.
-"""
+"""Code in vLLM's workers, imported before the model is built: loads the trainer's buckets, reports what is held."""
 
 # pyright: reportMissingImports=false
-# (vLLM is not installed everywhere)
 
 from typing import Any
 
@@ -43,8 +39,8 @@ class WeightReceiver:
         self._splitppo_received = Received(self.get_model())
 
     def splitppo_limit(self, vocabulary: int) -> None:
-        """Prevents ids from `vocabulary` on from being drawn. The logits keep their length: vLLM's kernels were
-        compiled for it, and are slower with a length that is no multiple of 16."""
+        """Prevents ids from `vocabulary` on from being drawn. The logits keep their length, for which vLLM's kernels
+        were compiled."""
         found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
         if not found:
             raise RuntimeError(f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by")
