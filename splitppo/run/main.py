@@ -10,21 +10,26 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
+from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
+from splitppo.config.toml import to_toml
 from splitppo.engine.build import launch_engine
-from splitppo.errors import say, to_user_error
+from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import facts_of
-from splitppo.job.runtime import Runtime
+from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
-from splitppo.run.checks import check_inputs, finished, preflight
-from splitppo.run.dry_run import dry_run
+from splitppo.run.build import load_data
+from splitppo.run.checks import check_inputs, finished, preflight, warnings
 from splitppo.run.life import Run, open_run
 from splitppo.run.resolve import Resolved, pick_device, resolve
+from splitppo.run.screen import counted
+
+SHOWN = 64  # ranks of the placement that a dry run shows
 
 
 @dataclass
@@ -65,12 +70,9 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         print(dry_run(config, launch))
         return 0
     launch.check_nodes()
-    device, (world, local_world) = pick_device(config, launch), (launch.world, launch.local_world)
-    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
-    check_inputs(config)
-    resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
-    config = resolved.config
-    preflight(resolved)
+    device = pick_device(config, launch)
+    resolved = prepare(config, launch.world, launch.local_world, device, probe=launch.rank == 0)
+    config, placement = resolved.config, resolved.placement
     if found := finished(config):
         if launch.rank == 0:
             print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
@@ -97,6 +99,36 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         mark_saved()
     runtime.close()
     return RESUMABLE if run.stopped else 0
+
+
+def prepare(config: Config, world: int, local_world: int, device: torch.device, *, probe: bool = True) -> Resolved:
+    """The configuration, checked and resolved: all that needs no process group."""
+    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    check_inputs(config)
+    resolved = resolve(config, placement, local_world, device, probe=probe)
+    preflight(resolved)
+    return resolved
+
+
+def dry_run(config: Config, launch: Launch) -> str:
+    """Settings, placement, data, parameters, and estimated memory a rank; needs no process group."""
+    world = launch.world if config.world_size is None else config.world_size
+    if world < 1 or world % config.nodes:
+        remedy = f"set --world-size to a multiple of {config.nodes}"
+        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; {remedy}")
+    local_world = world // config.nodes
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
+    resolved = prepare(config, world, local_world, device)
+    resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
+    training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
+    hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
+    parts = [to_toml(resolved.config), format_map(resolved.placement, hosts, [device.type] * len(hosts))]
+    parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
+    parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
+    parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
+    counts = [f"{name} {f'{m.number} x ' * (m.number > 1)}{m.parameters:,}" for name, m in resolved.models.items()]
+    return "\n".join([*parts, f"parameters: {', '.join(counts)}", *memory.table(resolved)])
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
