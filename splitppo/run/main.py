@@ -24,12 +24,14 @@ from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mar
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
 from splitppo.run.build import load_data
-from splitppo.run.checks import check_inputs, finished, preflight, warnings
+from splitppo.run.checks import check_inputs, preflight, warnings
+from splitppo.run.folder import finished
 from splitppo.run.life import Run, open_run
 from splitppo.run.resolve import Resolved, pick_device, resolve
 from splitppo.run.screen import counted
 
 SHOWN = 64  # ranks of the placement that a dry run shows
+PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
 
 
 @dataclass
@@ -147,23 +149,21 @@ def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
 def _interrupted(rank: Rank) -> int:
     state = "before the run began"
     if rank.run:
-        rank.run.commit_written()
-        saved = rank.run.last_checkpoint()
+        saved = rank.run.last_checkpoint(PATIENCE)
         state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
     print(f"interrupted: {state}", file=sys.stderr)
     return 128 + signal.SIGINT
 
 
 def _failed(rank: Rank, error: Exception) -> int:
-    if rank.run:
-        rank.run.commit_written()
+    saved = rank.run and rank.run.last_checkpoint(PATIENCE)
     if (users := to_user_error(error)) and users is not error:
-        if rank.runtime and rank.run:
-            users.add_note(f"on {rank.runtime.status.describe(rank.launch.rank)}")
+        if rank.run:
+            users.add_note(f"on {rank.run.runtime.status.describe(rank.launch.rank)}")
         error = users
     if isinstance(error, torch.OutOfMemoryError) and rank.run:
         for line in memory.out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
             error.add_note(line)
-    if rank.run and (saved := rank.run.last_checkpoint()):
+    if saved:
         error.add_note(f"the last good checkpoint is {saved}")
     return report_failure(error, rank.runtime, rank.launch)

@@ -31,10 +31,9 @@ from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
-from splitppo.run.life import Run
+from splitppo.run.life import Run, find_checkpoint
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
-from splitppo.run.start import find_checkpoint
 
 FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
 FLAGS += ["--rollout.max-new-tokens=4"]
@@ -148,7 +147,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda run, _: hold(run, os.getppid(), started(os.getppid())),
         r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
     ),
-    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir=.*lock.*; fix that, or"),
+    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "/lock: Is a directory; fix that, or"),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
         r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
