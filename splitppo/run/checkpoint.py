@@ -64,7 +64,6 @@ def measure(path: Path) -> File:
 
 
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
-    """Writes the list of a part's files."""
     write_whole(part / MANIFEST, json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n")
 
 
@@ -101,8 +100,6 @@ def _file_damage(path: Path, written: File, sizes_only: bool) -> str:
             return f"{name} has {size} bytes, not {written[0]}"
         if not sizes_only and measure(path) != written:
             return f"{name} is not what was written (CRC-32)"
-    except FileNotFoundError:
-        return f"{name} is missing"
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         return f"{name} can't be read ({error})"
     return ""
@@ -148,8 +145,8 @@ def find(run_dir: Path, resume: str) -> Path | None:
 
 
 def tidy(run_dir: Path, start: int) -> None:
-    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later ones (all damaged). The
-    run writes these again, and parts of two runs must never make one checkpoint."""
+    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later ones (all damaged), so
+    that parts of two runs never make one checkpoint."""
     whole = set(complete(run_dir))
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
         if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):

@@ -24,10 +24,8 @@ def check_inputs(config: Config) -> None:
     if not any(file.startswith("hf://") for file in (*files, *held_out)):
         data.check_files(config.data)
     if files and config.log.validate_every and not held_out:
-        raise UserError(
-            f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
-            "give them, or set it to 0"
-        )
+        needs = "needs held-out data.validation_files; give them, or set it to 0"
+        raise UserError(f"log.validate_every={config.log.validate_every} {needs}")
     data.read_lengths(config.rollout)
     check_trackers(config)
 
@@ -46,17 +44,15 @@ def preflight(resolved: Resolved) -> None:
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
-    device, policy = resolved.device.type, resolved.models["policy"].config
-    check_engine(config, placement, device, resolved.local_world, policy)
+    policy = resolved.models["policy"].config
+    check_engine(config, placement, resolved.device.type, resolved.local_world, policy)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config, config.resume)
     elif config.run_dir is None and config.checkpoint.every:
-        raise UserError(
-            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
-            "restart would begin in a folder of its own"
-        )
+        needs = "needs --run-dir: each restart would begin in a folder of its own"
+        raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")
 
 
 def warnings(resolved: Resolved) -> list[str]:

@@ -21,8 +21,7 @@ from splitppo.job.nodes import installed
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
 
-# Settings that may change when a run resumes: where and how it computes, and what it reports. A dot at the end: all
-# settings of that table.
+# settings that may change when a run resumes; with a dot at the end, all of a table
 _FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
@@ -47,12 +46,9 @@ def finished(config: Config) -> Path | None:
 
 
 def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
-    """Refuses a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from; `inputs`
-    (`inputs_of`) are compared if given. Raises UserError, which names the folder or the checkpoint.
-
-    Under torchrun --max-restarts this is checked when the restart count is known: what the first start left in the
-    folder belongs to the next one.
-    """
+    """Raises UserError for a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from;
+    `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is
+    known: what the first start left in the folder belongs to the next one."""
     if config.run_dir is None:
         if resume not in ("auto", "never"):
             raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
@@ -60,9 +56,9 @@ def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | No
     folder = Path(config.run_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     for path in (existing, *(path for name in FOLDERS if (path := folder / name).exists())):
-        if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            wrong = f"{path} is no folder that can be read and written to"
-            raise UserError(f"run_dir={folder}: {wrong}; move it away, or choose another --run-dir")
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
+            raise UserError(f"run_dir={folder}: {wrong}")
     found = checkpoint.find(folder, resume)
     begun = not found and has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
@@ -154,7 +150,6 @@ def has_steps(folder: Path) -> bool:
 
 def write_run_files(config: Config, folder: Path, resumed: str, inputs: Mapping[str, str]) -> None:
     """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
-    folder.mkdir(parents=True, exist_ok=True)
     if resumed:
         print(f"going on from {resumed}", flush=True)
         for name, was, now in changes(config, folder, inputs):

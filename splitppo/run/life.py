@@ -34,20 +34,6 @@ from splitppo.run.trackers import Trackers
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
-def open_run(resolved: Resolved, runtime: Runtime, engine: Process | None = None) -> "Run":
-    """Agrees with the other ranks on the run's folder and first step, and reads the data; all ranks call it."""
-    runtime.status.set_phase("reading the data")
-    lock = Lock(Peer.of_this_process(runtime.device))
-    try:
-        run = Run(resolved, runtime, *_begin_folder(resolved, runtime, lock), engine, lock)
-        if runtime.launch.rank == 0:
-            say(opening(resolved, run.folder, run.start, run.build.training, run.build.validation))
-        return run
-    except BaseException:
-        lock.release()
-        raise
-
-
 def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
     """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the checkpoint to resume."""
     config, rank = resolved.config, runtime.launch.rank
@@ -65,7 +51,12 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
         (folder / "placement.txt").write_text(placed + "\n")
     if "tiny" in models.values():
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
-    _log_to(folder / "logs", rank)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
+    form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
+    logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+    # of the value model's output; nothing changes it in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return folder, Path(found) if found else None
 
 
@@ -76,10 +67,10 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
     def candidates() -> str:
         restarts = runtime.job.add("splitppo/begun", 0)  # starts of this job (torchrun --max-restarts) that passed here
-        if not restarts:
-            check_run_folder(config, config.resume, inputs)
-        else:
+        if restarts:
             check_same_run(config, folder, inputs)
+        else:
+            check_run_folder(config, config.resume, inputs)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
         found = checkpoint.candidates(folder, resume)
@@ -103,42 +94,30 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
     return str(found or "")
 
 
-def _log_to(folder: Path, rank: int) -> None:
-    """Writes this rank's warnings, and its libraries' messages, to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / f"rank_{rank:03d}.log"
-    logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
-    logging.captureWarnings(True)
-    # of the value model's output; nothing changes it in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
-
-
 class Run:
-    """A run as one rank sees it.
+    """A run as one rank sees it; `build` makes its parts. To begin it the ranks agree on its folder and first step, and
+    read the data; all ranks call this."""
 
-    Attributes:
-        folder: the run's folder.
-        resumed: the checkpoint that it resumes from.
-        start: the step after which that was written, or 0.
-        stopped: who requested a stop before the last step.
-        build: makes actor, critic and links.
-    """
-
-    def __init__(
-        self, resolved: Resolved, runtime: Runtime, folder: Path, saved: Path | None, engine: Process | None, lock: Lock
-    ):
-        self.config, self.runtime, self.folder = resolved.config, runtime, folder
-        self.resumed, self.lock = saved, lock
-        self.start = checkpoint.step_of(saved) if saved else 0
-        self.stopped: str | None = None
+    def __init__(self, resolved: Resolved, runtime: Runtime, engine: Process | None = None):
+        self.config, self.runtime, self.lock = resolved.config, runtime, Lock(Peer.of_this_process(runtime.device))
+        self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
         self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
-        runtime.last_checkpoint = self.last_checkpoint
-        self.build = Builder(resolved, runtime, folder, engine, self.allocate)
         self.logs: dict[Role, ColumnLog] = {}
         self.links: Links | None = None
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
+        runtime.status.set_phase("reading the data")
+        try:
+            self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock)
+            self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
+            runtime.last_checkpoint = self.last_checkpoint
+            self.build = Builder(resolved, runtime, self.folder, engine, self.allocate)
+        except BaseException:
+            self.lock.release()
+            raise
+        if runtime.launch.rank == 0:
+            say(opening(resolved, self.folder, self.start, self.build.training, self.build.validation))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and begins the logs and trackers; validates before the first step."""
@@ -156,13 +135,13 @@ class Run:
                 metrics = actor.validate(0)
             if metrics:
                 self.logs["actor"].finish(0, metrics)
+            for log in self.logs.values():
+                log.began = log.now()
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
-        # Freeze the models' objects: a full garbage collection over them takes up to 1 s, and every rank waits for the
-        # slowest.
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if (stop := self.runtime.stop.last_step()) and stop[0] <= step:
@@ -204,10 +183,9 @@ class Run:
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates
         self.bad[role] = self.bad.get(role, 0) + 1 if all_skipped else 0
         if self.bad[role] >= BAD_STEPS:
-            raise FloatingPointError(
-                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss and the scores, and "
-                f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
-            )
+            remedy = f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
+            wrong = f"no gradient of the {role}'s last {BAD_STEPS} steps was finite"
+            raise FloatingPointError(f"{wrong}; check its loss and the scores, and {remedy}")
         if role == "actor":
             self.trackers.update()
 

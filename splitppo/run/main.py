@@ -26,7 +26,7 @@ from splitppo.run import memory
 from splitppo.run.build import load_data
 from splitppo.run.checks import check_inputs, preflight, warnings
 from splitppo.run.folder import finished
-from splitppo.run.life import Run, open_run
+from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, pick_device, resolve
 from splitppo.run.screen import counted
 
@@ -93,7 +93,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     if runtime.stop.before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
-    run = rank.run = open_run(agree(resolved, runtime), runtime, engine)
+    run = rank.run = Run(agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
     signals.close()

@@ -113,8 +113,8 @@ def listing(*left: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "message", "by_size"),
     [
-        (lost, r"^critic/__0_0\.distcp is missing", True),
-        (no_description, r"^actor/\.metadata is missing", True),
+        (lost, r"^critic/__0_0\.distcp can't be read", True),
+        (no_description, r"^actor/\.metadata can't be read", True),
         (longer, r"^actor/__0_0\.distcp has 3 bytes, not 2", True),
         (other_content, r"^critic/state\.json is not what was written", False),
         (folder_for_file, r"^actor/state\.json can't be read", False),

@@ -113,7 +113,7 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
     "nothing": (lambda run, _: None, "going on from .*step_000002"),
     "a line of metrics torn": (lambda run, _: append(metrics(run), '{"step": 3, "ti'), "from .*step_000002"),
     "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
-    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp is missing"),
+    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp can't be read"),
     "a byte flipped": (lambda run, _: flip(tensors(run)), r"actor/__0_0.distcp is not what was written \(CRC-32\)"),
     "a file cut": (lambda run, _: cut(part(run, "critic") / ".metadata", 1), r"critic/.metadata has \d+ bytes, not"),
     "a folder for a file": (lambda run, _: folder_for_file(tensors(run)), "step_000002: actor/__0_0"),
