@@ -89,19 +89,15 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
             return f"{part.name}/{MANIFEST} is of step {step}"
         if not {".metadata", "state.json"} < files.keys():  # and at least one file of tensors
             return f"{part.name}/{MANIFEST} does not list what a part has"
-        listed += [(part / name, file) for name, file in files.items()]
-    return next(filter(None, (_file_damage(path, file, sizes_only) for path, file in listed[rank::ranks])), "")
-
-
-def _file_damage(path: Path, written: File, sizes_only: bool) -> str:
-    name = f"{path.parent.name}/{path.name}"
-    try:
-        if (size := path.stat().st_size) != written[0]:
-            return f"{name} has {size} bytes, not {written[0]}"
-        if not sizes_only and measure(path) != written:
-            return f"{name} is not what was written (CRC-32)"
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        return f"{name} can't be read ({error})"
+        listed += [(f"{part.name}/{name}", file) for name, file in files.items()]
+    for name, written in listed[rank::ranks]:
+        try:
+            if (size := (folder / name).stat().st_size) != written[0]:
+                return f"{name} has {size} bytes, not {written[0]}"
+            if not sizes_only and measure(folder / name) != written:
+                return f"{name} is not what was written (CRC-32)"
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            return f"{name} can't be read ({error})"
     return ""
 
 
@@ -159,9 +155,6 @@ def tidy(run_dir: Path, start: int) -> None:
             aside = folder.with_name(f"{folder.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-        else:
-            for part in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(part)
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:

@@ -85,11 +85,9 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
         yield parse(line, f"{path}:{number}")
     if torn:
         try:
-            found = parse(torn, where := f"{path}:{len(whole) + 1}")
+            yield parse(torn, f"{path}:{len(whole) + 1}")
         except UserError:
-            print(f"note: {where} is torn and was skipped", file=sys.stderr)
-            return
-        yield found
+            print(f"note: {path}:{len(whole) + 1} is torn and was skipped", file=sys.stderr)
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,15 +34,12 @@ BLOCK = 2**18  # bytes read at once
 
 
 def finished(config: Config) -> Path | None:
-    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError if the settings make this
-    another run."""
-    if config.run_dir is None or config.resume == "never":
-        return None
-    found = checkpoint.step_folder(Path(config.run_dir), config.steps)
-    if not checkpoint.is_complete(found) or checkpoint.damage(found, sizes_only=True):
+    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for another run."""
+    found = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
+    if config.run_dir is None or config.resume == "never" or not checkpoint.is_complete(found):
         return None
     check_same_run(config, Path(config.run_dir))
-    return found
+    return None if checkpoint.damage(found, sizes_only=True) else found
 
 
 def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
@@ -72,8 +69,7 @@ def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | No
 
 
 def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError if the settings, or the input files (`inputs_of`), would make this another run than the one in
-    the folder, unless `force` allows that."""
+    """Raises UserError if settings or `inputs` (`inputs_of`) make this another run than the folder's, unless forced."""
     if config.force:
         return
     found = []
@@ -102,9 +98,8 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
 
 
 def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """`SETTING FILE` -> size and hash, for each file that the run reads; not for those that a reward file imports. Of a
-    hub name, FILE does not depend on where the cache lies. `models`: model -> its folder or hub name. `local`: hub name
-    -> its path."""
+    """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's imports. FILE does not
+    depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path."""
     data, reward = config.data, config.reward
     given = {"data.files": data.files, "data.validation_files": data.validation_files}
     given["rollout.lengths"] = (config.rollout.lengths or "",)

@@ -95,8 +95,7 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
 
 class Run:
-    """A run as one rank sees it; `build` makes its parts. To begin it the ranks agree on its folder and first step, and
-    read the data; all ranks call this."""
+    """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first step."""
 
     def __init__(self, resolved: Resolved, runtime: Runtime, engine: Process | None = None):
         self.config, self.runtime, self.lock = resolved.config, runtime, Lock(Peer.of_this_process(runtime.device))
@@ -124,8 +123,6 @@ class Run:
         for role, holder in (("actor", actor), ("critic", critic)):
             if holder and self.resumed:
                 load(holder.learners, self.resumed / role, holder.load_state)
-                for learner in holder.learners:
-                    learner.updates = self.start
         how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
@@ -163,12 +160,6 @@ class Run:
         last = settings.last and step == self.config.steps
         if regular or last or (stop and stop[0] <= step):
             self.savers[role].begin(step, holder.state())
-
-    def may_stop(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. Rank 0, an actor rank, says so here, before any rank can
-        finish the step: all need its rows' log-probs for that."""
-        if self.runtime.launch.rank == 0:
-            self.runtime.stop.answer(step)
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run has the metrics of all

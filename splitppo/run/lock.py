@@ -32,8 +32,7 @@ class Lock:
         self.path = Path()
 
     def take(self, folder: Path) -> Path:
-        """Makes the folder if needed, locks and returns it. Waits while the last owner may be dead. Raises UserError if
-        another process holds it."""
+        """Makes and locks the folder. Waits while its last owner may be dead. Raises UserError if one holds it."""
         folder.mkdir(parents=True, exist_ok=True)
         path, first = folder / "lock", 0
         for seconds in itertools.count():

@@ -50,7 +50,10 @@ def run_rank(play: Callable[[Run], None], argv: Sequence[str] | None = None) -> 
     try:
         return _run(rank, play, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        return _interrupted(rank)
+        saved = rank.run and rank.run.last_checkpoint(PATIENCE)
+        state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
+        print(f"interrupted: {state if rank.run else 'before the run began'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # from here on an engine that ends is a consequence
         if not rank.run and isinstance(error, BrokenPipeError):
@@ -73,8 +76,11 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         return 0
     launch.check_nodes()
     device = pick_device(config, launch)
-    resolved = prepare(config, launch.world, launch.local_world, device, probe=launch.rank == 0)
-    config, placement = resolved.config, resolved.placement
+    placement = place(config.placement, world=launch.world, local_world=launch.local_world, gpu=device.type == "cuda")
+    check_inputs(config)
+    resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
+    preflight(resolved)
+    config = resolved.config
     if found := finished(config):
         if launch.rank == 0:
             print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
@@ -103,15 +109,6 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     return RESUMABLE if run.stopped else 0
 
 
-def prepare(config: Config, world: int, local_world: int, device: torch.device, *, probe: bool = True) -> Resolved:
-    """The configuration, checked and resolved: all that needs no process group."""
-    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
-    check_inputs(config)
-    resolved = resolve(config, placement, local_world, device, probe=probe)
-    preflight(resolved)
-    return resolved
-
-
 def dry_run(config: Config, launch: Launch) -> str:
     """Settings, placement, data, parameters, and estimated memory a rank; needs no process group."""
     world = launch.world if config.world_size is None else config.world_size
@@ -121,11 +118,14 @@ def dry_run(config: Config, launch: Launch) -> str:
     local_world = world // config.nodes
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
-    resolved = prepare(config, world, local_world, device)
+    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    check_inputs(config)
+    resolved = resolve(config, placement, local_world, device, probe=True)
+    preflight(resolved)
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
     training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
-    parts = [to_toml(resolved.config), format_map(resolved.placement, hosts, [device.type] * len(hosts))]
+    parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
     parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
     parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
@@ -144,15 +144,6 @@ def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
     if line and runtime.launch.rank == 0:
         say(line)
     return resolved
-
-
-def _interrupted(rank: Rank) -> int:
-    state = "before the run began"
-    if rank.run:
-        saved = rank.run.last_checkpoint(PATIENCE)
-        state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
-    print(f"interrupted: {state}", file=sys.stderr)
-    return 128 + signal.SIGINT
 
 
 def _failed(rank: Rank, error: Exception) -> int:

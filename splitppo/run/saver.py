@@ -16,7 +16,7 @@ from splitppo.learner import Learner
 from splitppo.models.offload import host_copy
 from splitppo.models.sharding import described, local
 from splitppo.placement import Role
-from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
+from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, step_of, write_manifest
 from splitppo.run.files import read_file, sync_folder, write_whole
 
 Tensors = dict[str, dict[str, Tensor]]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
@@ -41,18 +41,15 @@ def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str,
     read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
     for learner in learners:
         learner.release_memory()
+        learner.updates = step_of(part.parent)
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
 
 
 class Saver:
     """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until `begin` has copied
     the tensors to host memory. The thread writes the files, then waits for `commit`: the step's metrics are on disk
-    before its checkpoint is complete.
-
-    Args:
-        group: Gloo process group of the role's ranks, used by this thread alone.
-        committed: the group's first rank calls it after each complete part.
-    """
+    before its checkpoint is complete. `group`: Gloo process group of the role's ranks, used by this thread alone.
+    `committed`: the group's first rank calls it after each complete part."""
 
     def __init__(self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable):
         self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group

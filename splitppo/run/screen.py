@@ -34,7 +34,6 @@ SHOWN = {
     "response_length/clip_ratio": "cut",
     "actor/mismatch_mean": "mismatch",
 }
-NEXT = ("report", "chat", "export")  # commands for a run that has ended
 
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
@@ -119,7 +118,7 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
-    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in NEXT), strict=True)
+    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
     return "\n".join(_titled(title, text) for title, text in lines)
 
 
