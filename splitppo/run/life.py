@@ -13,7 +13,7 @@ from splitppo.channel import Links
 from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.engine.vllm.process import Process
-from splitppo.errors import say, warn
+from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.learner import Learner
@@ -112,8 +112,10 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, self.allocate)
-        except BaseException:
+        except BaseException as error:
             self.lock.release()
+            if isinstance(error, OSError):
+                raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
             raise
         if runtime.launch.rank == 0:
             say(opening(resolved, self.folder, self.start, self.build.training, self.build.validation))

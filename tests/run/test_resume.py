@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda run, _: hold(run, os.getppid(), started(os.getppid())),
         r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
     ),
-    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "/lock: Is a directory; fix that, or"),
+    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir: .*lock.*; fix that, or choose"),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
         r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
