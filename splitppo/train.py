@@ -29,7 +29,7 @@ from splitppo.run.main import run_rank
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:
     """Generates and sends finished rows, receives advantages, updates the policy."""
-    log = run.log("actor")
+    log = run.logs["actor"]
     for step in run.steps():
         with log.span("sync"):
             actor.sync()
@@ -43,7 +43,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("barrier_wait"):
             actor.group.barrier()
         rollout = Rollout(samples)
-        run.may_stop(step)
+        run.runtime.stop.answer(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()
@@ -63,7 +63,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
     """Scores rows as they arrive, sends advantages, updates the value model during the actor's next rollout."""
-    log = run.log("critic")
+    log = run.logs["critic"]
     for step in run.steps():
         parts = []
         for chunk in range(links.chunks):
@@ -92,7 +92,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
     """The same algorithm on ranks that play both roles, one after the other."""
-    log, critic_log = run.log("actor"), run.log("critic")
+    log, critic_log = run.logs["actor"], run.logs["critic"]
     for step in run.steps():
         with log.span("sync"):
             actor.sync()
@@ -106,7 +106,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         with critic_log.span("score"):
             scored = critic.score(step, rollout, pending)
             critic.release_frozen()
-        run.may_stop(step)
+        run.runtime.stop.answer(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()

@@ -332,9 +332,7 @@ def save_rank(rank, world, folder, target):
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
     told = target / "committed"
-    saver = Saver(
-        [learner], "actor", target, runtime.saving["actor"], committed=lambda step: told.write_text(str(step))
-    )
+    saver = Saver([learner], "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1"))
     save, updated = saving.dcp.save, threading.Event()
 
     def save_late(*args, **kwargs):

@@ -87,8 +87,9 @@ class StopRequests:
         self.store.set("stop/requested", f"{why} to rank {self.rank}")
 
     def answer(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. One rank calls it, before any can finish the step."""
-        if self.store.check(["stop/requested"]):
+        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0 answers, before any rank
+        can finish the step: all need its rows' log-probs for that."""
+        if self.rank == 0 and self.store.check(["stop/requested"]):
             self.job.set("splitppo/stopped", "1")
             self.store.set("stop/step", str(step))
             self.store.get("stop/step")  # then all ranks can see it

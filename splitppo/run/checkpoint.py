@@ -1,4 +1,4 @@
-"""Checkpoints on disk: layout, damage, the one that a run resumes from, the ones to remove.
+"""Checkpoints on disk: layout, damage, the one to resume from, the ones to remove.
 
     RUN/checkpoints/step_000010/{actor,critic}/    each group's part
         *.distcp, .metadata                        tensors, by torch.distributed.checkpoint
@@ -6,9 +6,8 @@
         manifest.json                              the step; size and CRC-32 of each file above
 
 A group writes its part as `ROLE.partial` and renames it when all of it is on disk (saver.py). A checkpoint is complete
-when both parts are there, and damaged if a file differs from its manifest. Loading reshards the tensors for any
-placement. The order of the data, the noise and the learning rate are functions of seed and step: no checkpoint holds
-them.
+when both parts are there, and damaged if a file differs from its manifest. Loading reshards the tensors. The order of
+the data, the noise and the learning rate are functions of seed and step: no checkpoint holds them.
 """
 
 import json
@@ -19,27 +18,21 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from splitppo.errors import UserError, warn
+from splitppo.placement import ROLES
 from splitppo.run.files import BROKEN, write_whole
 
-ROLES = ("actor", "critic")
+File = tuple[int, int]  # size in bytes, CRC-32
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 BLOCK = 2**24  # bytes read at once
-
-
-class File(NamedTuple):
-    """Size and checksum of a file."""
-
-    bytes: int
-    crc32: int
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -49,11 +42,6 @@ def step_folder(run_dir: Path, step: int) -> Path:
 def step_of(folder: Path) -> int:
     """The step after which a checkpoint was written, from its folder's name; 0 for any other folder."""
     return int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else 0
-
-
-def is_in(folder: Path, run_dir: Path) -> bool:
-    """Whether a checkpoint belongs to the run in `run_dir`."""
-    return folder.parent.parent.resolve() == run_dir.resolve()
 
 
 def is_complete(folder: Path) -> bool:
@@ -72,11 +60,10 @@ def measure(path: Path) -> File:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             crc, size = zlib.crc32(block, crc), size + len(block)
-    return File(size, crc)
+    return size, crc
 
 
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
-    """Writes the list of a part's files."""
     write_whole(part / MANIFEST, json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n")
 
 
@@ -84,7 +71,7 @@ def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
     """A part's step and files. Raises ValueError if the manifest is missing or damaged."""
     try:
         found = json.loads((part / MANIFEST).read_text())
-        return int(found["step"]), {name: File(int(size), int(crc)) for name, (size, crc) in found["files"].items()}
+        return int(found["step"]), {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
     except BROKEN as error:
         raise ValueError(f"{part.name}/{MANIFEST} can't be read ({error})") from error
 
@@ -102,21 +89,15 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
             return f"{part.name}/{MANIFEST} is of step {step}"
         if not {".metadata", "state.json"} < files.keys():  # and at least one file of tensors
             return f"{part.name}/{MANIFEST} does not list what a part has"
-        listed += [(part / name, file) for name, file in files.items()]
-    return next(filter(None, (_file_damage(path, file, sizes_only) for path, file in listed[rank::ranks])), "")
-
-
-def _file_damage(path: Path, written: File, sizes_only: bool) -> str:
-    name = f"{path.parent.name}/{path.name}"
-    try:
-        if (size := path.stat().st_size) != written.bytes:
-            return f"{name} has {size} bytes, not {written.bytes}"
-        if not sizes_only and measure(path) != written:
-            return f"{name} is not what was written (CRC-32)"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        return f"{name} can't be read ({error})"
+        listed += [(f"{part.name}/{name}", file) for name, file in files.items()]
+    for name, written in listed[rank::ranks]:
+        try:
+            if (size := (folder / name).stat().st_size) != written[0]:
+                return f"{name} has {size} bytes, not {written[0]}"
+            if not sizes_only and measure(folder / name) != written:
+                return f"{name} is not what was written (CRC-32)"
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            return f"{name} can't be read ({error})"
     return ""
 
 
@@ -143,12 +124,11 @@ def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, report:
     Raises UserError if all of them are damaged."""
     damaged = []
     for folder in reversed(folders):
-        if wrong := damage_of(folder):
-            damaged.append(f"{folder}: {wrong}")
-            continue
-        if damaged and report:
-            warn(f"damaged, not used: {'; '.join(damaged)}")
-        return folder
+        if not (wrong := damage_of(folder)):
+            if damaged and report:
+                warn(f"damaged, not used: {'; '.join(damaged)}")
+            return folder
+        damaged.append(f"{folder}: {wrong}")
     if damaged:
         why = f"no checkpoint can be used: {'; '.join(damaged)}"
         raise UserError(f"{why}; name another one with --resume, or start in another --run-dir")
@@ -161,8 +141,8 @@ def find(run_dir: Path, resume: str) -> Path | None:
 
 
 def tidy(run_dir: Path, start: int) -> None:
-    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later ones (all damaged). The
-    run writes these again, and parts of two runs must never make one checkpoint."""
+    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later ones (all damaged), so
+    that parts of two runs never make one checkpoint."""
     whole = set(complete(run_dir))
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
         if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):
@@ -175,9 +155,6 @@ def tidy(run_dir: Path, start: int) -> None:
             aside = folder.with_name(f"{folder.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-        else:
-            for part in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(part)
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
@@ -211,10 +188,7 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _TensorsOnly(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return _TensorsOnly(file).load()
 
 
 class _TensorsOnly(pickle.Unpickler):
@@ -238,5 +212,4 @@ _ALLOWED = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
 }  # fmt: skip

@@ -1,8 +1,6 @@
 """What files, folders, functions and the engine get wrong, found before a process group or GPU is touched."""
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 from splitppo import data
 from splitppo.config import Config
@@ -12,12 +10,10 @@ from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.placement import Role, check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
-from splitppo.run import checkpoint, memory
-from splitppo.run.folder import check_same_run, has_steps
+from splitppo.run import memory
+from splitppo.run.folder import check_run_folder
 from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
-
-FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")
 
 
 def check_inputs(config: Config) -> None:
@@ -28,10 +24,8 @@ def check_inputs(config: Config) -> None:
     if not any(file.startswith("hf://") for file in (*files, *held_out)):
         data.check_files(config.data)
     if files and config.log.validate_every and not held_out:
-        raise UserError(
-            f"log.validate_every={config.log.validate_every} needs held-out data.validation_files; "
-            "give them, or set it to 0"
-        )
+        needs = "needs held-out data.validation_files; give them, or set it to 0"
+        raise UserError(f"log.validate_every={config.log.validate_every} {needs}")
     data.read_lengths(config.rollout)
     check_trackers(config)
 
@@ -46,22 +40,19 @@ def preflight(resolved: Resolved) -> None:
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         if (size := config.tensor_parallel(name)) > 1:
-            check_plan(
-                model.config, model.kind, size, f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
-            )
+            setting = "reward.model" if name == "reward" else f"{name}.path"
+            check_plan(model.config, model.kind, size, f"{setting}={model.name}")
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
-    device, policy = resolved.device.type, resolved.models["policy"].config
-    check_engine(config, placement, device, resolved.local_world, policy)
+    policy = resolved.models["policy"].config
+    check_engine(config, placement, resolved.device.type, resolved.local_world, policy)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config, config.resume)
     elif config.run_dir is None and config.checkpoint.every:
-        raise UserError(
-            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: each "
-            "restart would begin in a folder of its own"
-        )
+        needs = "needs --run-dir: each restart would begin in a folder of its own"
+        raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")
 
 
 def warnings(resolved: Resolved) -> list[str]:
@@ -92,54 +83,3 @@ def warnings(resolved: Resolved) -> list[str]:
             peak = f"the learning rate does not reach its peak in {config.steps} steps"
             found.append(f"{name}.optim.warmup_steps={optim.warmup_steps}: {peak}")
     return found
-
-
-def finished(config: Config) -> Path | None:
-    """The checkpoint of the last step, if the run in `run_dir` has already done all its steps.
-
-    Raises:
-        UserError: settings have changed that make this another run.
-    """
-    if config.run_dir is None or config.resume == "never":
-        return None
-    found = next(reversed(checkpoint.complete(Path(config.run_dir))), None)
-    if found is None or checkpoint.step_of(found) != config.steps or checkpoint.damage(found, sizes_only=True):
-        return None
-    if not config.force:
-        check_same_run(config, Path(config.run_dir))
-    return found
-
-
-def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
-    """Refuses a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from.
-
-    Under torchrun --max-restarts this is checked when the restart count is known: what the first start left in the
-    folder belongs to the next one. `inputs` (`folder.inputs_of`) are compared if given.
-
-    Raises:
-        UserError: names the folder or the checkpoint.
-    """
-    if config.run_dir is not None:
-        _check_run_dir(Path(config.run_dir))
-        found = checkpoint.find(Path(config.run_dir), resume)
-        begun = not found and has_steps(Path(config.run_dir))
-        same = config.checkpoint.every and (Path(config.run_dir) / "config.toml").is_file()
-        if begun and not config.force and (resume == "never" or not same):
-            held = f"run_dir={config.run_dir} holds a run without checkpoints"
-            raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
-        own = found and checkpoint.is_in(found, Path(config.run_dir))
-        if (own or begun) and not config.force:
-            check_same_run(config, Path(config.run_dir), inputs)
-        if found and (step := checkpoint.step_of(found)) > config.steps:
-            raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
-    elif resume not in ("auto", "never"):
-        raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
-
-
-def _check_run_dir(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"run_dir={folder}: {existing} is no folder that can be written to; choose another --run-dir")
-    for path in (folder / name for name in FOLDERS):
-        if path.exists() and not (path.is_dir() and os.access(path, os.R_OK | os.W_OK | os.X_OK)):
-            raise UserError(f"run_dir={folder}: {path} is no folder that can be read and written to; move it away")

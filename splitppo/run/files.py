@@ -1,8 +1,4 @@
-"""Small files of a run: whole ones, JSON lines (RUN/metrics: one record a step; RUN/samples) and tables of rows.
-
-After a crash a file that `write_whole` writes has its old or its new content, never a part of it. Without torch, so
-that the tools start fast.
-"""
+"""Small files of a run: whole ones, JSON lines and tables of rows. Without torch, so that the tools start fast."""
 
 import json
 import math
@@ -10,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +33,7 @@ def read_if_there(path: Path, parse: Callable[[str], Any]) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes and syncs a new file, then renames it to `path`."""
+    """Writes and syncs a new file, then renames it to `path`: after a crash it is the old or the new one."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -57,13 +54,10 @@ def sync_folder(path: Path) -> None:
 
 def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
     """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line holds none."""
-    try:
-        found = json.loads(line)
-    except BROKEN as error:
-        raise UserError(f"{where}: {line[:40]!r} is no JSON, and each line must be; fix or remove that line") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line")
-    return found
+    with suppress(*BROKEN):
+        if isinstance(found := json.loads(line), dict):
+            return found
+    raise UserError(f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line")
 
 
 def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
@@ -87,15 +81,13 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
     killed while it wrote it. Another line that can't be parsed is a UserError."""
     # not splitlines(): a text may hold Unicode's line separators
     *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate([*whole, torn] if torn else whole, 1):
+    for number, line in enumerate(whole, 1):
+        yield parse(line, f"{path}:{number}")
+    if torn:
         try:
-            found = parse(line, f"{path}:{number}")
+            yield parse(torn, f"{path}:{len(whole) + 1}")
         except UserError:
-            if number <= len(whole):
-                raise
-            print(f"note: {path}:{number} is torn and was skipped", file=sys.stderr)
-            return
-        yield found
+            print(f"note: {path}:{len(whole) + 1} is torn and was skipped", file=sys.stderr)
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +97,7 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md); older files are replaced."""
+    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
@@ -114,10 +106,8 @@ def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table whose columns are the first row's keys.
-
-    A cell shows the beginning and the end of what is longer than 120 characters, and `↵` for a new line.
-    """
+    """Rows as a Markdown table whose columns are the first row's keys. A cell shows the beginning and the end of what
+    is longer than 120 characters, and `↵` for a new line."""
     names = list(rows[0]) if rows else []
     cells = [names, ["---"] * len(names)] if names else []
     cells += [[_cell(row[name]) for name in names] for row in rows]

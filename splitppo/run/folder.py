@@ -1,16 +1,15 @@
-"""What a run's folder records: the settings, the files that the run reads, the versions, the libraries' messages."""
+"""A run's folder: whether the run can go on in it, and what it records of settings, input files and versions."""
 
 import hashlib
 import itertools
 import json
-import logging
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +18,10 @@ from splitppo.config import Config
 from splitppo.config.toml import leaves, to_toml, toml_value
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
+from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
 
-# Settings that may change when a run resumes: where and how it computes, and what it reports. A dot at the end: all
-# settings of that table.
+# settings that may change when a run resumes; with a dot at the end, all of a table
 _FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
@@ -30,12 +29,49 @@ _FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micr
 FREE = tuple(_FREE.split())
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
+FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")  # of a run
 BLOCK = 2**18  # bytes read at once
 
 
+def finished(config: Config) -> Path | None:
+    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for another run."""
+    found = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
+    if config.run_dir is None or config.resume == "never" or not checkpoint.is_complete(found):
+        return None
+    check_same_run(config, Path(config.run_dir))
+    return None if checkpoint.damage(found, sizes_only=True) else found
+
+
+def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
+    """Raises UserError for a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from;
+    `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is
+    known: what the first start left in the folder belongs to the next one."""
+    if config.run_dir is None:
+        if resume not in ("auto", "never"):
+            raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
+        return
+    folder = Path(config.run_dir)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    for path in (existing, *(path for name in FOLDERS if (path := folder / name).exists())):
+        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
+            raise UserError(f"run_dir={folder}: {wrong}")
+    found = checkpoint.find(folder, resume)
+    begun = not found and has_steps(folder)
+    same = config.checkpoint.every and (folder / "config.toml").is_file()
+    if begun and not config.force and (resume == "never" or not same):
+        held = f"run_dir={folder} holds a run without checkpoints"
+        raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
+    if begun or (found and found.parent.parent.resolve() == folder.resolve()):
+        check_same_run(config, folder, inputs)
+    if found and (step := checkpoint.step_of(found)) > config.steps:
+        raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
+
+
 def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError if the settings, or the input files (`inputs_of`), would make this another run than the one in
-    the folder."""
+    """Raises UserError if settings or `inputs` (`inputs_of`) make this another run than the folder's, unless forced."""
+    if config.force:
+        return
     found = []
     scheduled = any(optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim))
     for name, was, now in changes(config, folder, inputs):
@@ -45,10 +81,8 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
             found.append(f"{name} was {was}, and is {now}{why}")
     if found:
         named = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
-        raise UserError(
-            f"{named}: that is another run than the one in {folder}; restore the old values, choose another --run-dir, "
-            "or --force to resume all the same"
-        )
+        remedy = "restore the old values, choose another --run-dir, or --force to resume all the same"
+        raise UserError(f"{named}: that is another run than the one in {folder}; {remedy}")
 
 
 def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
@@ -57,16 +91,15 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
     if (path := folder / "config.toml").is_file():
         settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(config))
         before, now = ({name: toml_value(value) for name, value in leaves(table)} for table in settings)
-    if inputs is not None and (path := folder / "inputs.json").is_file():  # runs of earlier versions have none
+    if inputs is not None and (path := folder / "inputs.json").is_file():
         now, before = now | dict(inputs), before | read_file(path, lambda text: dict(json.loads(text)), remedy)
     both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]
     return [(name, was, given) for name, was, given in both if was != given]
 
 
 def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """`SETTING FILE` -> size and hash, for each file that the run reads; not for those that a reward file imports. Of a
-    hub name, FILE does not depend on where the cache lies. `models`: model -> its folder or hub name. `local`: hub name
-    -> its path."""
+    """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's imports. FILE does not
+    depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path."""
     data, reward = config.data, config.reward
     given = {"data.files": data.files, "data.validation_files": data.validation_files}
     given["rollout.lengths"] = (config.rollout.lengths or "",)
@@ -112,7 +145,6 @@ def has_steps(folder: Path) -> bool:
 
 def write_run_files(config: Config, folder: Path, resumed: str, inputs: Mapping[str, str]) -> None:
     """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
-    folder.mkdir(parents=True, exist_ok=True)
     if resumed:
         print(f"going on from {resumed}", flush=True)
         for name, was, now in changes(config, folder, inputs):
@@ -127,14 +159,3 @@ def write_run_files(config: Config, folder: Path, resumed: str, inputs: Mapping[
     revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     versions["git"] = revision or "not a checkout"
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
-
-
-def log_to_file(path: Path) -> None:
-    """Writes this rank's warnings, and its libraries' messages, to a file."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    # of the value model's output; nothing changes it in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")

@@ -1,145 +1,172 @@
 """A run from its first step to its last, as one rank sees it: logs, checkpoints, trackers, the end."""
 
 import gc
-from collections.abc import Iterator, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from splitppo.actor import Actor
 from splitppo.channel import Links
+from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.engine.vllm.process import Process
-from splitppo.errors import UserError, say
+from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import Peer
-from splitppo.job.runtime import Runtime
+from splitppo.job.runtime import Runtime, format_map
 from splitppo.learner import Learner
+from splitppo.models.tiny import build_tiny
 from splitppo.placement import Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
-from splitppo.run.files import write_rows
-from splitppo.run.lock import Lock
-from splitppo.run.metrics import ColumnLog
+from splitppo.run.checks import warnings as warnings_of
+from splitppo.run.files import write_rows, write_whole
+from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
+from splitppo.run.lock import STALE, Lock
+from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.screen import opening, summary
-from splitppo.run.start import begin_folder
 from splitppo.run.trackers import Trackers
 
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
-def open_run(resolved: Resolved, runtime: Runtime, engine: Process | None = None) -> "Run":
-    """Agrees with the other ranks on the run's folder and first step, and reads the data; all ranks call it."""
-    runtime.status.set_phase("reading the data")
-    lock = Lock(Peer.of_this_process(runtime.device))
-    try:
-        run = Run(resolved, runtime, *begin_folder(resolved, runtime, lock), engine, lock)
-        if runtime.launch.rank == 0:
-            say(opening(resolved, run.folder, run.start, run.build.training, run.build.validation))
-        return run
-    except BaseException as error:
-        lock.release()
-        if isinstance(error, OSError):
-            wrong = f"run_dir={resolved.config.run_dir or 'runs'}: {error}; fix that, or choose another --run-dir"
-            raise UserError(wrong) from error
-        raise
+def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
+    """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the checkpoint to resume."""
+    config, rank = resolved.config, runtime.launch.rank
+    given = Path(config.run_dir) if config.run_dir else None
+    folder = Path(runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
+    models = {name: model.name for name, model in resolved.models.items()}
+    inputs = inputs_of(config, models, resolved.local) if rank == 0 else {}
+    found = find_checkpoint(config, runtime, folder, inputs)
+    if rank == 0:
+        for warning in warnings_of(resolved):
+            warn(warning)
+        write_run_files(config, folder, found, inputs)
+        write_whole(folder / "resolved.json", resolved.to_json() + "\n")
+        placed = format_map(runtime.placement, runtime.hosts, runtime.devices)
+        (folder / "placement.txt").write_text(placed + "\n")
+    if "tiny" in models.values():
+        runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
+    form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
+    logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+    # of the value model's output; nothing changes it in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    return folder, Path(found) if found else None
+
+
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:
+    """Returns the checkpoint that the run resumes from, or "", and removes unfinished ones. All ranks call it, each
+    checks some of the files; `inputs` (`inputs_of`) matters on rank 0."""
+    launch = runtime.launch
+
+    def candidates() -> str:
+        restarts = runtime.job.add("splitppo/begun", 0)  # starts of this job (torchrun --max-restarts) that passed here
+        if restarts:
+            check_same_run(config, folder, inputs)
+        else:
+            check_run_folder(config, config.resume, inputs)
+        # a restart resumes from the newest checkpoint, whatever the first start resumed from
+        resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
+        found = checkpoint.candidates(folder, resume)
+        runtime.job.add("splitppo/begun", 1)
+        return "\n".join(map(str, found))
+
+    def damage_of(folder: Path) -> str:
+        own = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
+        return next(filter(None, runtime.all_gather(f"damage/{folder}", own)), "")
+
+    listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
+    found = checkpoint.choose(list(listed), damage_of, report=launch.rank == 0)
+
+    def tidy() -> str:
+        start = checkpoint.step_of(found) if found else 0
+        for path in folder.glob("metrics/*.jsonl") if start else ():
+            records_until(path, start)  # refuses a broken one now
+        return checkpoint.tidy(folder, start) or "tidy"
+
+    runtime.broadcast("tidy", tidy)
+    return str(found or "")
 
 
 class Run:
-    """A run as one rank sees it.
+    """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first step."""
 
-    Attributes:
-        folder: the run's folder.
-        resumed: the checkpoint that it resumes from.
-        start: the step after which that was written, or 0.
-        stopped: who requested a stop before the last step.
-        build: makes actor, critic and links.
-    """
-
-    def __init__(
-        self, resolved: Resolved, runtime: Runtime, folder: Path, saved: Path | None, engine: Process | None, lock: Lock
-    ):
-        self.config, self.runtime, self.folder = resolved.config, runtime, folder
-        self.resumed, self.lock = saved, lock
-        self.start = checkpoint.step_of(saved) if saved else 0
-        self.stopped: str | None = None
+    def __init__(self, resolved: Resolved, runtime: Runtime, engine: Process | None = None):
+        self.config, self.runtime, self.lock = resolved.config, runtime, Lock(Peer.of_this_process(runtime.device))
+        self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
         self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
-        runtime.last_checkpoint = self.last_checkpoint
-        self.build = Builder(resolved, runtime, folder, engine, self.allocate)
         self.logs: dict[Role, ColumnLog] = {}
         self.links: Links | None = None
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
-
-    def log(self, role: Role) -> ColumnLog:
-        """The role's log, made on first use."""
-        if role not in self.logs:
-            first, phase = self.runtime.groups[role].is_first, self.runtime.status.set_phase
-            start, steps = self.start, self.config.steps
-            self.logs[role] = ColumnLog(role, self.folder, first=first, phase=phase, start=start, steps=steps)
-        return self.logs[role]
+        runtime.status.set_phase("reading the data")
+        try:
+            self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock)
+            self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
+            runtime.last_checkpoint = self.last_checkpoint
+            self.build = Builder(resolved, runtime, self.folder, engine, self.allocate)
+        except BaseException as error:
+            self.lock.release()
+            if isinstance(error, OSError):
+                raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
+            raise
+        if runtime.launch.rank == 0:
+            say(opening(resolved, self.folder, self.start, self.build.training, self.build.validation))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
-        """Loads the checkpoint, if any, and validates before the first step."""
-        first = "actor" in self.runtime.groups and self.runtime.groups["actor"].is_first
-        self.trackers = Trackers(self.config, self.folder, self.start, active=first)
-        if self.resumed:
-            for role, holder in (("actor", actor), ("critic", critic)):
-                if holder:
-                    load(holder.learners, self.resumed / role, holder.load_state)
-                    for learner in holder.learners:
-                        learner.updates = self.start
-        elif actor:
-            log = self.log("actor")
-            with log.span("validate"):
+        """Loads the checkpoint, if any, and begins the logs and trackers; validates before the first step."""
+        for role, holder in (("actor", actor), ("critic", critic)):
+            if holder and self.resumed:
+                load(holder.learners, self.resumed / role, holder.load_state)
+        how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
+        for role, group in self.runtime.groups.items():
+            self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
+        self.trackers = Trackers(self.config, self.folder, self.start, active=self.runtime.launch.rank == 0)
+        if actor and not self.resumed:
+            with self.logs["actor"].span("validate"):
                 metrics = actor.validate(0)
             if metrics:
-                log.finish(0, metrics)
+                self.logs["actor"].finish(0, metrics)
+            for log in self.logs.values():
+                log.began = log.now()
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
-        # Freeze the models' objects: a full garbage collection over them takes up to 1 s, and every rank waits for the
-        # slowest.
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if (stop := self.runtime.stop.last_step()) and stop[0] <= step:
                 self.stopped = stop[1] if step < self.config.steps else None
                 return
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: the interval says so, or the run ends or stops here."""
-        settings, stop = self.config.checkpoint, self.runtime.stop.last_step()
-        regular = settings.every > 0 and step % settings.every == 0
-        last = settings.last and step == self.config.steps
-        return regular or last or (stop is not None and stop[0] <= step)
-
     def allocate(self, role: Role, learners: Sequence[Learner]) -> None:
         """Prepares to write the learners' checkpoints: allocates host memory, if the run writes any at intervals."""
-        group = self.runtime.saving[role]
-        self.savers[role] = Saver(learners, role, self.folder, group, committed=self._prune)
-        if self.config.checkpoint.every:
+        group, settings = self.runtime.saving[role], self.config.checkpoint
+        prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
+        self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
+        if settings.every:
             self.savers[role].allocate()
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
-        """Starts to write the role's part of a checkpoint, if one is due after this step."""
-        if self.due(step):
+        """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
+        settings, stop = self.config.checkpoint, self.runtime.stop.last_step()
+        regular = settings.every > 0 and step % settings.every == 0
+        last = settings.last and step == self.config.steps
+        if regular or last or (stop and stop[0] <= step):
             self.savers[role].begin(step, holder.state())
 
-    def may_stop(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. The actor group's first rank says so here, before any rank
-        can finish the step: all need its rows' log-probs for that."""
-        group = self.runtime.groups.get("actor")
-        if group is not None and group.is_first:
-            self.runtime.stop.answer(step)
-
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
-        """Ends a step: writes its metrics, then lets its checkpoint count. So a resumed run has the metrics of every
-        step up to its checkpoint. Raises FloatingPointError if no update of the last `BAD_STEPS` steps had a finite
-        gradient."""
-        log = self.log(role)
+        """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run has the metrics of all
+        steps before. Raises FloatingPointError if no update of the last `BAD_STEPS` steps had a finite gradient."""
+        log = self.logs[role]
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.barrier(f"barrier of step {step}")
@@ -149,10 +176,9 @@ class Run:
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates
         self.bad[role] = self.bad.get(role, 0) + 1 if all_skipped else 0
         if self.bad[role] >= BAD_STEPS:
-            raise FloatingPointError(
-                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss and the scores, and "
-                f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
-            )
+            remedy = f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
+            wrong = f"no gradient of the {role}'s last {BAD_STEPS} steps was finite"
+            raise FloatingPointError(f"{wrong}; check its loss and the scores, and {remedy}")
         if role == "actor":
             self.trackers.update()
 
@@ -161,15 +187,13 @@ class Run:
         if self.runtime.groups["critic"].is_first and samples:
             write_rows(self.folder / "samples", step, samples)
 
-    def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint whose files have the right sizes, or None."""
+    def last_checkpoint(self, patience: float = 0.0) -> Path | None:
+        """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most
+        for one that may be committed."""
+        for saver in self.savers.values() if patience else ():
+            saver.commit_written(patience)
         found = reversed(checkpoint.complete(self.folder))
         return next((folder for folder in found if not checkpoint.damage(folder, sizes_only=True)), None)
-
-    def commit_written(self) -> None:
-        """After a failure, commits a checkpoint whose files are already all written."""
-        for saver in self.savers.values():
-            saver.commit_written(2.0)
 
     def end(self) -> None:
         """Waits for the checkpoints and the other group's last update, and prints the run's folder."""
@@ -184,6 +208,3 @@ class Run:
                 say(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} resumes")
         self.runtime.wait_for_all()
         self.lock.release()
-
-    def _prune(self, _: int) -> None:
-        checkpoint.prune(self.folder, self.config.checkpoint.keep, self.config.checkpoint.keep_every)

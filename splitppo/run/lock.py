@@ -1,8 +1,7 @@
-"""Lets one run at a time use a run's folder. RUN/lock names the process that holds it.
+"""Lets one run at a time use a run's folder: RUN/lock, created exclusively (over NFS, too), names the process.
 
-Processes create the file exclusively, which works over NFS, too. The owner touches it every `HEARTBEAT` seconds. On the
-owner's machine another process sees whether the owner lives. On other machines the owner counts as dead when the file
-has not been touched for `STALE` seconds of the file system's clock; a process that wants the folder waits that long.
+The owner touches it every `HEARTBEAT` seconds. On its machine others see whether it lives. On other machines it counts
+as dead when the file has not been touched for `STALE` seconds of the file system's clock; they wait that long.
 """
 
 import itertools
@@ -24,20 +23,18 @@ HEARTBEAT, STALE = 10.0, 60.0
 
 
 class Lock:
-    """A process's hold on a run's folder. The process ends if another one takes the folder, which can happen when this
-    one was stopped for longer than `STALE`."""
+    """A process's hold on a run's folder. The process ends if another one takes it while this is stopped."""
 
     def __init__(self, own: Peer):
         self.own, self.released = own, threading.Event()
         held = {"host": own.host, "pid": own.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self.text = json.dumps(held | {"machine": own.machine, "started": started(own.pid)})
-        self.path: Path | None = None
+        self.path = Path()
 
     def take(self, folder: Path) -> Path:
-        """Makes the folder if needed, locks it and returns it. Waits while the last owner may be dead. Raises UserError
-        if another process holds the folder."""
+        """Makes and locks the folder. Waits while its last owner may be dead. Raises UserError if one holds it."""
         folder.mkdir(parents=True, exist_ok=True)
-        path, first = folder / "lock", None
+        path, first = folder / "lock", 0
         for seconds in itertools.count():
             with suppress(FileExistsError), path.open("x") as file:
                 file.write(self.text)
@@ -52,12 +49,12 @@ class Lock:
         """Unlocks the folder, if this process holds one."""
         self.released.set()
         with suppress(OSError):
-            if self.path and self.path.read_bytes() == self.text.encode():
+            if self.path.read_bytes() == self.text.encode():
                 self.path.unlink()
 
-    def _check_owner(self, path: Path, first: int | None, waited: int) -> int:
+    def _check_owner(self, path: Path, first: int, waited: int) -> int:
         """Removes a dead process's lock, or waits a second. Returns when the file had been touched last at the first
-        check, which was `waited` seconds ago: `first`, None at that check."""
+        check, `waited` seconds ago: `first`, 0 at that check."""
         # opening a file fetches its state from an NFS server, and a new file has the server's time
         with path.open(errors="replace") as file, tempfile.TemporaryFile(dir=path.parent) as new:
             text, touched = file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -73,7 +70,7 @@ class Lock:
             return touched
         if here or touched != (first or touched):
             raise UserError(f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir")
-        if first is None:
+        if not first:
             left = f"up to {STALE - max(age, 0):.0f} s to see whether it is alive"
             print(f"{path.parent} was last held by {owner}: waiting {left}", flush=True)
         time.sleep(1)

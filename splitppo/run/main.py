@@ -10,21 +10,28 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
+from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
+from splitppo.config.toml import to_toml
 from splitppo.engine.build import launch_engine
-from splitppo.errors import say, to_user_error
+from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import facts_of
-from splitppo.job.runtime import Runtime
+from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
-from splitppo.run.checks import check_inputs, finished, preflight
-from splitppo.run.dry_run import dry_run
-from splitppo.run.life import Run, open_run
+from splitppo.run.build import load_data
+from splitppo.run.checks import check_inputs, preflight, warnings
+from splitppo.run.folder import finished
+from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, pick_device, resolve
+from splitppo.run.screen import counted
+
+SHOWN = 64  # ranks of the placement that a dry run shows
+PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
 
 
 @dataclass
@@ -43,7 +50,10 @@ def run_rank(play: Callable[[Run], None], argv: Sequence[str] | None = None) -> 
     try:
         return _run(rank, play, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        return _interrupted(rank)
+        saved = rank.run and rank.run.last_checkpoint(PATIENCE)
+        state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
+        print(f"interrupted: {state if rank.run else 'before the run began'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # from here on an engine that ends is a consequence
         if not rank.run and isinstance(error, BrokenPipeError):
@@ -65,12 +75,12 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         print(dry_run(config, launch))
         return 0
     launch.check_nodes()
-    device, (world, local_world) = pick_device(config, launch), (launch.world, launch.local_world)
-    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    device = pick_device(config, launch)
+    placement = place(config.placement, world=launch.world, local_world=launch.local_world, gpu=device.type == "cuda")
     check_inputs(config)
     resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
-    config = resolved.config
     preflight(resolved)
+    config = resolved.config
     if found := finished(config):
         if launch.rank == 0:
             print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
@@ -89,7 +99,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     if runtime.stop.before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
-    run = rank.run = open_run(agree(resolved, runtime), runtime, engine)
+    run = rank.run = Run(agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
     signals.close()
@@ -97,6 +107,30 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         mark_saved()
     runtime.close()
     return RESUMABLE if run.stopped else 0
+
+
+def dry_run(config: Config, launch: Launch) -> str:
+    """Settings, placement, data, parameters, and estimated memory a rank; needs no process group."""
+    world = launch.world if config.world_size is None else config.world_size
+    if world < 1 or world % config.nodes:
+        remedy = f"set --world-size to a multiple of {config.nodes}"
+        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; {remedy}")
+    local_world = world // config.nodes
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
+    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    check_inputs(config)
+    resolved = resolve(config, placement, local_world, device, probe=True)
+    preflight(resolved)
+    resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
+    training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
+    hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
+    parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
+    parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
+    parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
+    parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
+    counts = [f"{name} {f'{m.number} x ' * (m.number > 1)}{m.parameters:,}" for name, m in resolved.models.items()]
+    return "\n".join([*parts, f"parameters: {', '.join(counts)}", *memory.table(resolved)])
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
@@ -112,26 +146,15 @@ def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
     return resolved
 
 
-def _interrupted(rank: Rank) -> int:
-    state = "before the run began"
-    if rank.run:
-        rank.run.commit_written()
-        saved = rank.run.last_checkpoint()
-        state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
-    print(f"interrupted: {state}", file=sys.stderr)
-    return 128 + signal.SIGINT
-
-
 def _failed(rank: Rank, error: Exception) -> int:
-    if rank.run:
-        rank.run.commit_written()
+    saved = rank.run and rank.run.last_checkpoint(PATIENCE)
     if (users := to_user_error(error)) and users is not error:
-        if rank.runtime and rank.run:
-            users.add_note(f"on {rank.runtime.status.describe(rank.launch.rank)}")
+        if rank.run:
+            users.add_note(f"on {rank.run.runtime.status.describe(rank.launch.rank)}")
         error = users
     if isinstance(error, torch.OutOfMemoryError) and rank.run:
         for line in memory.out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
             error.add_note(line)
-    if rank.run and (saved := rank.run.last_checkpoint()):
+    if saved:
         error.add_note(f"the last good checkpoint is {saved}")
     return report_failure(error, rank.runtime, rank.launch)

@@ -16,7 +16,7 @@ from splitppo.learner import Learner
 from splitppo.models.offload import host_copy
 from splitppo.models.sharding import described, local
 from splitppo.placement import Role
-from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, write_manifest
+from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, step_of, write_manifest
 from splitppo.run.files import read_file, sync_folder, write_whole
 
 Tensors = dict[str, dict[str, Tensor]]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
@@ -25,48 +25,33 @@ Tensors = dict[str, dict[str, Tensor]]  # kind (model, exp_avg, ...) -> Hugging 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
     """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but the first begin with
     the learner's number."""
-    held: Tensors = {"model": {}}
+    held: Tensors = {}
     for number, learner in enumerate(learners):
-        _add_tensors(held, learner, f"{number}." if number else "")
+        prefix = f"{number}." if number else ""
+        for name, parameter in learner.sharded().items():
+            state = learner.state_of(parameter) if parameter.requires_grad else {}
+            for kind, tensor in {"model": parameter.detach(), **state}.items():
+                held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
     return held
-
-
-def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
-    for name, parameter in learner.sharded().items():
-        held["model"][prefix + name] = described(learner.model, name, parameter.detach())
-        if not parameter.requires_grad:
-            continue
-        for kind, tensor in learner.state_of(parameter).items():
-            held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
 
 
 def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
     """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it. `set_state` gets
-    the `state` that `Saver.begin` got.
-
-    Raises:
-        UserError: the part is damaged, or of other models.
-    """
+    the `state` that `Saver.begin` got. Raises UserError if the part is damaged, or of other models."""
     read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
     for learner in learners:
         learner.release_memory()
+        learner.updates = step_of(part.parent)
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
 
 
 class Saver:
-    """Writes a group's parts of checkpoints, one at a time, in a thread.
+    """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until `begin` has copied
+    the tensors to host memory. The thread writes the files, then waits for `commit`: the step's metrics are on disk
+    before its checkpoint is complete. `group`: Gloo process group of the role's ranks, used by this thread alone.
+    `committed`: the group's first rank calls it after each complete part."""
 
-    Training waits only until `begin` has copied the tensors to host memory. The thread writes the files, then waits for
-    `commit`: the step's metrics are on disk before its checkpoint is complete.
-
-    Args:
-        group: Gloo process group of the role's ranks, used by this thread alone.
-        committed: the group's first rank calls it with the step of each complete part.
-    """
-
-    def __init__(
-        self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable[[int], object]
-    ):
+    def __init__(self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable):
         self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group
         self.rank, self.committed = dist.get_rank(group), committed
         self.copies: Tensors = {}
@@ -82,12 +67,8 @@ class Saver:
             learner.release_memory(changed=False)
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Starts to write the part of a step, as soon as the previous part is written. `state` goes into state.json; it
-        is the same on all ranks.
-
-        Raises:
-            FloatingPointError: a weight is not finite; nothing is written.
-        """
+        """Starts to write the part of a step, as soon as the previous part is written. `state`, the same on all ranks,
+        goes into state.json. Raises FloatingPointError if a weight is not finite; then nothing is written."""
         self.wait()
         for learner in self.learners:
             learner.check_finite()
@@ -117,12 +98,8 @@ class Saver:
             self.thread.join(seconds)
 
     def wait(self) -> None:
-        """Waits until the part is complete.
-
-        Raises:
-            UserError: the disk refused it.
-            RuntimeError: it could not be written for another reason, the `__cause__`.
-        """
+        """Waits until the part is complete. Raises UserError if the disk refused it, or RuntimeError if it could not be
+        written for another reason, the `__cause__`."""
         if self.thread is None:
             return
         self.thread.join()
@@ -139,26 +116,21 @@ class Saver:
         part = step_folder(self.run_dir, self.step) / self.role
         partial = part.with_name(f"{part.name}{PARTIAL}")
         try:
-            self._write_files(partial, state)
             if self.rank == 0:
+                partial.mkdir(parents=True, exist_ok=True)
+                write_whole(partial / "state.json", state)
+            # 0: the tensors are in host memory; to copy ahead, the writer would open the first GPU
+            writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+            dcp.save(self.copies, storage_writer=writer, process_group=self.group)
+            names = [path.name for path in partial.glob(f"__{self.rank}_*")]
+            names += [".metadata", "state.json"] * (self.rank == 0)
+            files: list[Any] = [{}] * dist.get_world_size(self.group)
+            dist.all_gather_object(files, {name: measure(partial / name) for name in names}, group=self.group)
+            if self.rank == 0:
+                write_manifest(partial, self.step, {name: file for held in files for name, file in held.items()})
                 self.may_commit.wait()
                 partial.rename(part)
                 sync_folder(part.parent)
-                self.committed(self.step)
+                self.committed()
         except BaseException as error:
             self.error = error
-
-    def _write_files(self, partial: Path, state: str) -> None:
-        if self.rank == 0:
-            partial.mkdir(parents=True, exist_ok=True)
-            write_whole(partial / "state.json", state)
-        # 0: the tensors are in host memory; to copy ahead, the writer would open the first GPU
-        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
-        dcp.save(self.copies, storage_writer=writer, process_group=self.group)
-        files = {path.name: measure(path) for path in partial.glob(f"__{self.rank}_*")}
-        if self.rank == 0:
-            files |= {name: measure(partial / name) for name in (".metadata", "state.json")}
-        gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
-        dist.gather_object(files, gathered, group=self.group, group_dst=0)
-        if gathered is not None:
-            write_manifest(partial, self.step, {name: file for files in gathered for name, file in files.items()})

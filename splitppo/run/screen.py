@@ -1,6 +1,5 @@
 """What a run shows on the screen: some lines at its start, a line for each step and role, a summary at its end."""
 
-import sys
 import textwrap
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -8,8 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from tqdm import tqdm
 
 from splitppo.config import Config
 from splitppo.data import PromptSet
@@ -38,28 +35,35 @@ SHOWN = {
     "actor/mismatch_mean": "mismatch",
 }
 
-NEXT = ("report", "chat", "export")  # commands for a run that has ended
-
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
     """What the run is, in about ten lines. `start`: the step that it resumes after."""
-    placement, dtype = resolved.placement, str(resolved.dtype).removeprefix("torch.")
+    config, placement, dtype = resolved.config, resolved.placement, str(resolved.dtype).removeprefix("torch.")
     facts = [f"ranks {placement.world}", resolved.device.type, dtype, f"engine {resolved.engine}"]
-    lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}", "data": _data(resolved.config, training)}
-    lines["data"] += f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
-    lines["reward"] = ", ".join(filter(None, [*resolved.config.reward.function, resolved.config.reward.model]))
+    source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
+    lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}"}
+    lines["data"] = f"{source}: {counted(training, validation)}"
+    lines["reward"] = ", ".join(filter(None, [*config.reward.function, config.reward.model]))
     lines |= {name: _model(resolved, name) for name in resolved.models}
     sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
     lines["placement"] = f"{placement.mode}: {sizes}"
-    lines |= {"one step": _step(resolved.config), "steps": _steps(resolved.config, start)}
+    rollout, rows = config.rollout, f"{config.rollout.batch_size} rows"
+    if rollout.window:
+        rows = f"{rollout.window} tokens of each of {rollout.batch_size} slots,"
+    rows += f" ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens"
+    lines["one step"] = f"{rows}; epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}"
+    due = {"held-out score": config.log.validate_every, "checkpoint": config.checkpoint.every}
+    steps = [f"{start} to {config.steps}", *(f"{name} every {every}" for name, every in due.items() if every)]
+    lines["steps"] = ", ".join(steps)
     lines["run folder"] = f"{folder} (messages of libraries and engines: logs/)"
     return "\n".join(_titled(title, text) for title, text in lines.items())
 
 
-def _data(config: Config, training: PromptSet) -> str:
+def counted(training: PromptSet, validation: PromptSet) -> str:
+    """How many prompts there are, and of which lengths."""
     lengths = [len(prompt.tokens) for prompt in training.prompts]
-    source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
-    return f"{source}: {len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens"
+    held_out = f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
+    return f"{len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens{held_out}"
 
 
 def _model(resolved: Resolved, name: str) -> str:
@@ -71,56 +75,33 @@ def _model(resolved: Resolved, name: str) -> str:
     return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks{sets}"
 
 
-def _step(config: Config) -> str:
-    rollout, ppo = config.rollout, config.ppo
-    rows = f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens"
-    if rollout.window:
-        rows = f"{rollout.window} tokens of each of {rollout.batch_size} slots, {rows.partition(' rows ')[2]}"
-    return f"{rows}; epochs {ppo.epochs}, mini-batches {ppo.mini_batches}"
-
-
-def _steps(config: Config, start: int) -> str:
-    parts = [f"{start} to {config.steps}"]
-    parts += [f"held-out score every {config.log.validate_every}"] * bool(config.log.validate_every)
-    parts += [f"checkpoint every {config.checkpoint.every}"] * bool(config.checkpoint.every)
-    return ", ".join(parts)
-
-
 def _titled(title: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{title:<12} ", subsequent_indent=" " * 13)
 
 
 class Screen:
-    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them."""
+    """A role's lines, on the first rank of its group."""
 
-    def __init__(self, role: Role, start: int, steps: int):
+    def __init__(self, role: Role, steps: int):
         self.role, self.steps = role, steps
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
-        quiet = role != "actor" or not sys.stdout.isatty()
-        self.bar = tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True, disable=quiet)
 
     def step(self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
-        """A step has ended: it took so many seconds, of which so many in each span."""
+        """A step has ended: it took so many seconds, of which so many in each span. Prints its score and figures, as
+        many as fit, its two longest spans and the time that is left."""
         self.times.append(took)
-        left = timedelta(seconds=round((self.steps - step) * median(self.times)))
-        say(step_line(self.role, step, self.steps, f"ETA {left}" if step < self.steps else "", took, spans, metrics))
+        longest = sorted((pair for pair in spans.items() if pair[1] >= 0.05 * took), key=lambda pair: -pair[1])[:2]
+        end = "".join(f"  {name} {seconds:.2f} s" for name, seconds in longest)
+        if step < self.steps:
+            end += f"  ETA {timedelta(seconds=round((self.steps - step) * median(self.times)))}"
+        line = f"{f'[{self.role}]':<8} step {step:>4}/{self.steps}"
+        for figure in (f"  {short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics):
+            if len(line) + len(figure) + len(end) + 3 > WIDTH:
+                break
+            line += figure
+        say(f"{line}  |{end}")
         if skipped := metrics.get(f"{self.role}/skipped"):
             say(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
-        self.bar.update(step - self.bar.n)
-
-
-def step_line(
-    role: str, step: int, steps: int, eta: str, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]
-) -> str:
-    """A step's score and figures, as many as fit, and its two longest spans."""
-    longest = sorted((pair for pair in spans.items() if pair[1] >= 0.05 * took), key=lambda pair: -pair[1])[:2]
-    end = "".join(f"  {name} {seconds:.2f} s" for name, seconds in longest) + (f"  {eta}" if eta else "")
-    line = f"{f'[{role}]':<8} step {step:>4}/{steps}"
-    for figure in (f"  {short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics):
-        if len(line) + len(figure) + len(end) + 3 > WIDTH:
-            break
-        line += figure
-    return f"{line}  |{end}"
 
 
 def summary(folder: Path, config: Config, saved: Path | None) -> str:
@@ -133,13 +114,11 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
         if scores := {step["step"]: step[name] for role in ROLES for step in steps[role] if name in step}:
             (first, before), *_, (last, after) = [*scores.items()] * 2
             at = max(scores, key=lambda step: scores[step])
-            found = (
-                f"score {before:.3f} at step {first}, {after:.3f} at step {last}; best {scores[at]:.3f} at step {at}"
-            )
-            lines.append((title, found))
+            found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
+            lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
-    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in NEXT), strict=True)
+    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
     return "\n".join(_titled(title, text) for title, text in lines)
 
 

@@ -28,7 +28,7 @@ from splitppo.models.weights import fill, save
 from splitppo.placement import place
 from splitppo.rollout import Sample
 from splitppo.run.checks import preflight
-from splitppo.run.dry_run import dry_run
+from splitppo.run.main import dry_run
 from splitppo.run.resolve import resolve
 
 CPU = torch.device("cpu")

@@ -80,7 +80,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
             metrics = learner.update(rows, [rows.rows], fields, objective, step=number, epochs=1)
             sizes.append(on_device(model))
             if (kind, number) == ("all", 2):
-                writer = saver.Saver([learner], "actor", folder, runtime.saving["actor"], committed=lambda _: None)
+                writer = saver.Saver([learner], "actor", folder, runtime.saving["actor"], committed=lambda: None)
                 writer.begin(2, {})
                 sizes.append(on_device(model))
                 writer.commit(2)

@@ -247,8 +247,7 @@ def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeyp
     status: Any = SimpleNamespace(phase="critic step 3 update", describe=lambda rank: "critic rank 6")
     run: Any = SimpleNamespace(
         build=SimpleNamespace(resolved=found), runtime=SimpleNamespace(status=status),
-        commit_written=lambda: None,
-        last_checkpoint=lambda: None,
+        last_checkpoint=lambda _: None,
     )  # fmt: skip
     reported: list[BaseException] = []
     monkeypatch.setattr(run_main, "report_failure", lambda error, *_: reported.append(error) or 1)

@@ -48,7 +48,7 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text('{"response": "a\u2028b"}\n{"respo', encoding="utf-8")
     assert list(read_lines(path)) == [{"response": "a\u2028b"}]
     assert f"{path}:2 is torn" in capsys.readouterr().err
-    for wrong, says in (('{"respo\n{"a": 1}\n', "no JSON, .*; fix"), ("[1]\n", "no JSON object, .*; fix")):
+    for wrong, says in (('{"respo\n{"a": 1}\n', "no JSON object, .*; fix"), ("[1]\n", "no JSON object, .*; fix")):
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):
             list(read_lines(path))

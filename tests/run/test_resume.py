@@ -31,10 +31,9 @@ from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
-from splitppo.run.life import Run
+from splitppo.run.life import Run, find_checkpoint
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
-from splitppo.run.start import find_checkpoint
 
 FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
 FLAGS += ["--rollout.max-new-tokens=4"]
@@ -114,7 +113,7 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
     "nothing": (lambda run, _: None, "going on from .*step_000002"),
     "a line of metrics torn": (lambda run, _: append(metrics(run), '{"step": 3, "ti'), "from .*step_000002"),
     "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
-    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp is missing"),
+    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp can't be read"),
     "a byte flipped": (lambda run, _: flip(tensors(run)), r"actor/__0_0.distcp is not what was written \(CRC-32\)"),
     "a file cut": (lambda run, _: cut(part(run, "critic") / ".metadata", 1), r"critic/.metadata has \d+ bytes, not"),
     "a folder for a file": (lambda run, _: folder_for_file(tensors(run)), "step_000002: actor/__0_0"),
@@ -148,7 +147,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda run, _: hold(run, os.getppid(), started(os.getppid())),
         r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
     ),
-    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir=.*lock.*; fix that, or"),
+    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir: .*lock.*; fix that, or choose"),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
         r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",

@@ -38,8 +38,8 @@ from splitppo.placement import Placement, Role
 from splitppo.rollout import Rollout, Sample
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
-from splitppo.run.checks import check_run_folder, warnings
-from splitppo.run.folder import check_same_run, write_run_files
+from splitppo.run.checks import warnings
+from splitppo.run.folder import check_run_folder, check_same_run, write_run_files
 from splitppo.run.resolve import model_paths, pick_device
 from splitppo.run.trackers import Trackers
 from splitppo.tools import chat, export

@@ -10,33 +10,39 @@ import torch
 from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.data import PromptSet
-from splitppo.errors import say
 from splitppo.placement import place
 from splitppo.rollout import Prompt
 from splitppo.run.resolve import resolve
-from splitppo.run.screen import SHOWN, WIDTH, Screen, opening, step_line, summary
+from splitppo.run.screen import SHOWN, WIDTH, Screen, opening, summary
 
 FIGURES = dict.fromkeys(SHOWN, 1234.5678) | {"critic/score/mean": 0.6251}
 
 
-def test_a_steps_line_has_the_score_first_and_its_two_longest_spans() -> None:
+def line_of(role: Any, step: int, steps: int, took: float, spans: Any, metrics: Any, capsys: Any) -> str:
+    """What the screen shows of one step."""
+    Screen(role, steps).step(step, took, spans, metrics)
+    return capsys.readouterr().out.rstrip("\n")
+
+
+def test_a_steps_line_has_the_score_first_and_its_two_longest_spans(capsys) -> None:
     spans = {"wait_logprobs": 1.0, "update": 5.25, "score": 3.0}
-    line = step_line("critic", 7, 60, "ETA 0:01:00", 10.0, spans, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251})
+    line = line_of("critic", 7, 13, 10.0, spans, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys)
     head, tail = line.split("|")
-    assert head.split() == ["[critic]", "step", "7/60", "score", "0.625", "loss", "2"]
+    assert head.split() == ["[critic]", "step", "7/13", "score", "0.625", "loss", "2"]
     assert tail.split("  ")[1:] == ["update 5.25 s", "score 3.00 s", "ETA 0:01:00"]
 
 
-def test_a_span_that_took_next_to_nothing_is_left_out() -> None:
-    line = step_line("actor", 1, 2, "", 10.0, {"sync": 0.49, "rollout": 0.5}, {})
+def test_a_span_that_took_next_to_nothing_is_left_out(capsys) -> None:
+    line = line_of("actor", 2, 2, 10.0, {"sync": 0.49, "rollout": 0.5}, {}, capsys)
     assert "sync" not in line
     assert line.endswith("|  rollout 0.50 s")
 
 
-def test_no_line_is_too_wide_and_figures_go_before_spans_do() -> None:
+def test_no_line_is_too_wide_and_figures_go_before_spans_do(capsys) -> None:
     spans = {"wait_advantages": 1000.0, "wait_rollouts": 1000.0}
-    line = step_line("critic", 1000, 1000, "ETA 9 days, 10:00:00", 2000.0, spans, FIGURES)
+    line = line_of("critic", 1000, 1400, 2000.0, spans, FIGURES, capsys)
     assert len(line) <= WIDTH
+    assert line.endswith("ETA 9 days, 6:13:20")
     assert "wait_advantages" in line
     assert "wait_rollouts" in line
     assert "held-out" in line  # as many as fit, from the first
@@ -44,7 +50,7 @@ def test_no_line_is_too_wide_and_figures_go_before_spans_do() -> None:
 
 
 def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("actor", 0, 10)
+    screen = Screen("actor", 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
         screen.step(step, took, {}, {})
     assert "ETA 0:00:14" in capsys.readouterr().out.splitlines()[-1]
@@ -52,13 +58,6 @@ def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.Captu
     last, skipped = capsys.readouterr().out.splitlines()
     assert "ETA" not in last
     assert "SKIPPED 1 " in skipped
-
-
-def test_on_a_terminal_a_line_takes_the_place_of_the_progress_bar(monkeypatch, capsys) -> None:
-    say("plain")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    say("line")
-    assert capsys.readouterr().out == "plain\n\r\x1b[Kline\n"
 
 
 def shown(*flags: str, start: int = 0) -> dict[str, str]:
