@@ -76,7 +76,6 @@ class Builder:
     """Builds what this rank's role needs. All ranks of a group build the same parts in the same order.
 
     Args:
-        folder: the run's.
         engine: the process of this rank's engine (`launch_engine`), if it has one.
         allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
     """
@@ -103,10 +102,9 @@ class Builder:
     def actor(self) -> Actor:
         """Policy, reference, engine. vLLM is built in a process of its own while the models are loaded here."""
         resolved, runner, found = self.resolved, self._runner("actor"), self.resolved.models["policy"]
-        longest = max(len(prompt.tokens) for prompt in self.prompts)
         log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
         model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
-        known: Any = {"longest_prompt": longest, "log": log}
+        known: Any = {"longest_prompt": max(len(prompt.tokens) for prompt in self.prompts), "log": log}
         engine = start_engine(resolved.engine, self.config, self.runtime, runner.group, *model, **known)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
@@ -140,9 +138,8 @@ class Builder:
         runtime, config = self.runtime, self.config
         rank, (group,), describe = runtime.launch.rank, runtime.groups.values(), runtime.status.describe
         wire = Wire(rank, runtime.wire, runtime.wire_store, runtime.device, config.timeout, describe)
-        owned = self.context.ownership
-        rollout: Any = {"chunks": config.rollout.messages, "window": config.rollout.window}
-        return Links(wire, runtime.placement, owned, group, **rollout)
+        owned, rollout = self.context.ownership, config.rollout
+        return Links(wire, runtime.placement, owned, group, chunks=rollout.messages, window=rollout.window)
 
     def _warm_up(self, column: Actor | Critic) -> None:
         if self.resolved.compiled:
@@ -164,15 +161,13 @@ class Builder:
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
         chosen = self.config.policy if name == "policy" else self.config.value
         once, aggregate = self.config.compute.gather == "mini_batch", self.config.ppo.aggregate
-        model = self._model(name, runner, number)
         how: Any = {"steps": self.config.steps, "aggregate": aggregate, "gather_once": once}
-        return Learner(model, runner, chosen.optim, offload=chosen.offload, **how)
+        return Learner(self._model(name, runner, number), runner, chosen.optim, offload=chosen.offload, **how)
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
-        model, offload = self._model("reference", runner), self.config.reference.offload
-        return Reference(model, runner, self.outputs, offload=offload)
+        return Reference(self._model("reference", runner), runner, self.outputs, offload=self.config.reference.offload)
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward

@@ -105,9 +105,8 @@ class Resolved:
 
 
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Fetches what is named on the hub. Reads and checks each model's folder. With `probe` it tries on small copies
-    whether the models run on packed rows: one rank does it for all (`main.agree`). Raises UserError if a model can't be
-    read, or not be run."""
+    """Fetches what is named on the hub; reads and checks each model's folder. With `probe` it tries whether the models
+    run on packed rows: one rank does it for all (`main.agree`). Raises UserError if a model can't be read, or run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32

@@ -56,7 +56,7 @@ class Wandb:
         path.write_text(self.run.id)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        self.table = wandb.Table
+        self.table, self.close = wandb.Table, self.run.finish
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
@@ -64,9 +64,6 @@ class Wandb:
         for name, rows in tables.items():
             found[name] = self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
         self.run.log(found)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 class TensorBoard:
@@ -76,6 +73,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # needs an optional package
 
         self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1 if start else 0)
+        self.close = self.writer.close
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         for name, value in metrics.items():
@@ -84,16 +82,12 @@ class TensorBoard:
             self.writer.add_text(name, table(rows), step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
 
-    def close(self) -> None:
-        self.writer.close()
-
 
 TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Trackers:
-    """The trackers of a run that resumes after step `start`, or begins (0). They do nothing on a rank that is not
-    `active`."""
+    """The trackers of a run that resumes after step `start`, or begins (0); idle on a rank that is not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
