@@ -36,7 +36,7 @@ for what in "$@"; do
         default)
             torchrun=(torchrun --standalone --nproc_per_node "$gpus" -m splitppo.train --run-dir "$out/default")
             if "${torchrun[@]}" > "$out/default.log" 2>&1; then
-                grep '^start-up' "$out/default.log"; splitppo report "$out/default"
+                splitppo report "$out/default"
             else
                 tail -n 30 "$out/default.log" >&2; status=1
             fi

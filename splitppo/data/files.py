@@ -1,7 +1,5 @@
-"""Rows: from .parquet, .json and .jsonl files with verl's columns or plain ones, or generated for tests and first runs.
-
-Every fault in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line).
-"""
+"""Rows: from .parquet, .json and .jsonl files with verl's columns or plain ones, or generated for first runs. A fault
+in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line)."""
 
 import itertools
 import json
@@ -28,7 +26,7 @@ Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
 
 @dataclass(frozen=True)
 class Row:
-    """A row before tokenising. `where` names the row in errors; `prompt` is a string or a list of messages."""
+    """A row before tokenising. `where` names it in errors."""
 
     where: str
     prompt: str | list[dict[str, Any]]
@@ -38,30 +36,27 @@ class Row:
 
 
 def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
-    """The rows of a file; in the place of a row that can't be used its error. `setting` names the file in errors.
-    Raises UserError if there are no rows."""
+    """The rows of a file, or the error of a row that can't be used. Raises UserError if there are none."""
     keys = {config.prompt_key, config.answer_key} - {""}
     used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
     number = 0
     for number, columns in raw_rows(file, setting, used):
         try:
-            row = _check_row(config, Path(file).stem, f"{file} row {number}", columns)
+            yield _check_row(config, Path(file).stem, f"{file} row {number}", columns)
         except UserError as error:
-            row = error
-        yield row
+            yield error
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
 
 
-def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """(row number, row as parsed) of each row of a file. `setting` names the file and `kinds` the kinds of file that
-    the caller can read, in errors. `used`: the columns that the caller reads."""
+def raw_rows(file: str, setting: str, used: set[str]) -> Numbered:
+    """The rows of a file, of which the caller reads the columns `used`. `setting` names the file in errors."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     if path.suffix not in readers or path.is_dir():
-        raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
+        raise UserError(f"{setting}={file}: unknown kind of file; use {KINDS}")
     return readers[path.suffix](path, file, used)
 
 
@@ -72,10 +67,9 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
             for column in table.schema_arrow:
                 # in such a column, "7" the text and 7 the number are the same bytes
                 if column.name in used and "arrow.json" in str(column.type):
-                    raise UserError(
-                        f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
-                        "numbers look the same; give it one type, or write the rows as .jsonl"
-                    )
+                    what = "of JSON texts (values of mixed types), where strings and numbers look the same"
+                    remedy = "give it one type, or write the rows as .jsonl"
+                    raise UserError(f"{file} has a column {column.name} {what}; {remedy}")
             for batch in table.iter_batches(batch_size=256):
                 yield from zip(numbers, batch.to_pylist(), strict=False)
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
@@ -136,10 +130,8 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             known = ", ".join(name for name, _ in leaves(columns))
-            none = ", or '' if the reward needs no answer" if field == "answer_key" else ""
-            raise UserError(
-                f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}{none}"
-            )
+            remedy = f"set --data.{field}" + ", or '' if the reward needs no answer" * (field == "answer_key")
+            raise UserError(f"data.{field}={key}: {where} has no such column; columns: {known}; {remedy}")
         value = value[part]
     return value
 
@@ -161,8 +153,7 @@ def _check_prompt(prompt: Any, where: str) -> None:
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:
-    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if there is no such
-    file, or a number in it is no length up to `rollout.max_new_tokens`."""
+    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if one is no length."""
     file, most = config.lengths, config.max_new_tokens
     if file is None:
         return []
@@ -178,11 +169,9 @@ def read_lengths(config: RolloutConfig) -> list[int]:
 
 
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
-    """The rows of `data.task`, a pure function of task, digits and seed.
+    """The rows of `data.task`, a pure function of task, digits and seed; no row is in both splits.
 
-    `echo`: repeat three digits of 0 to 3 ("312=" asks for "312"); 64 rows. `addition`: "What is a+b?" for pairs of
-    numbers of `data.digits` digits; at most 4,000 rows. A fifth of the rows is held out. No row is in both splits
-    ("3+4" and "4+3" are two rows).
+    `echo`: "312=" asks for "312", three digits of 0 to 3. `addition`: "What is a+b?" for numbers of `data.digits`.
     """
     task, digits = config.task, config.digits
     operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)

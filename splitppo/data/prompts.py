@@ -31,15 +31,12 @@ class PromptSet:
 
 
 def check_files(config: DataConfig) -> None:
-    """Raises UserError if a file or its first row is wrong, or a file is both trained on and held out. Needs no
-    tokenizer. One setting may name a file twice."""
+    """Raises UserError if a file or its first row is wrong, or a file is both trained on and held out."""
     trained = {os.path.realpath(file) for file in config.files}
     for file in config.validation_files:
         if os.path.realpath(file) in trained:
-            raise UserError(
-                f"data.validation_files={file} is one of data.files, too; held-out rows must not be trained on: "
-                "split the file in two, or name another"
-            )
+            remedy = "held-out rows must not be trained on: split the file in two, or name another"
+            raise UserError(f"data.validation_files={file} is one of data.files, too; {remedy}")
     for setting, files in (("data.files", config.files), ("data.validation_files", config.validation_files)):
         for file in files:
             first = next(read_file(config, file, setting))
@@ -50,40 +47,29 @@ def check_files(config: DataConfig) -> None:
 def load_prompts(
     config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split, check: Check = lambda _: {}
 ) -> PromptSet:
-    """The prompts of a split, a pure function of the arguments and the files.
-
-    Training reads `data.files`, or generates `data.task` without files. Held-out prompts are those of
-    `data.validation_files`, else the held-out part of the generated task, else none.
+    """The prompts of a split, a pure function of the arguments and the files: those of its files, else those of
+    `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
 
     Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do too, as one user
-    message. Other strings get the tokenizer's special tokens; they have no use for `data.system` or `data.chat_kwargs`.
+    message. Other strings get the tokenizer's special tokens.
 
-    With `data.invalid=filter`, rows that can't be used, or that `check` finds wrong, are left out; a file of such rows
-    alone is refused.
-
-    For a prompt above `max_prompt_tokens`, `data.overlong` decides: a UserError (`refuse`), no row (`filter`), or the
-    prompt's last tokens (`cut`; `messages` stay whole). `data.max_rows` then draws training prompts at random, from
-    each file in proportion to its size. `data.validation_rows` takes the first held-out prompts. A wrong row or setting
-    is a UserError, and so is no row.
+    A row that can't be used, or that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such
+    rows alone is refused. A prompt above `max_prompt_tokens` is a UserError, left out or cut (`data.overlong`). Then
+    `data.max_rows` draws training prompts at random, from each file in proportion to its size. `data.validation_rows`
+    takes the first held-out prompts.
     """
-    setting, groups = _read(config, seed, split)
-    read = [row for group in groups for row in group]
-    if not read:
-        return PromptSet([], [])
-    file_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-
-    def sizes(indices: Sequence[int]) -> list[int]:
-        return np.bincount(file_of[indices], minlength=len(groups)).tolist()
-
+    setting, files = _read(config, seed, split)
+    read = [row for file in files for row in file]
+    file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
     prompts, wrong = tokenize(config, rows, tokenizer)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
         wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
-    left = sizes(list(usable))
+    left = {file_of[index] for index in usable}
     for index in sorted(wrong):
-        if not left[file_of[index]]:
+        if file_of[index] not in left:
             raise wrong[index]
         if config.invalid == "refuse":
             raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)")
@@ -95,16 +81,17 @@ def load_prompts(
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
-        chosen = [chosen[index] for index in draw(sizes(chosen), config.max_rows, seed)]
+        by_file = [[index for index in chosen if file_of[index] == number] for number in range(len(files))]
+        chosen = _draw(by_file, config.max_rows, seed)
     return PromptSet([kept[index] for index in chosen], notes)
 
 
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
     """The setting that a split's rows come from, for messages, and what each file holds."""
-    files = config.files if split == "train" else config.validation_files
-    if not files and (split == "train" or not config.files):
-        return f"data.task={config.task}", [list(generate(config, seed, held_out=split == "validation"))]
-    setting = "data.files" if split == "train" else "data.validation_files"
+    held_out = split == "validation"
+    setting, files = ("data.validation_files", config.validation_files) if held_out else ("data.files", config.files)
+    if not files and not (held_out and config.files):
+        return f"data.task={config.task}", [list(generate(config, seed, held_out=held_out))]
     return setting, [list(read_file(config, file, setting)) for file in files]
 
 
@@ -115,27 +102,31 @@ def tokenize(
     _check_template(config, tokenizer)
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     conversations = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
-    texts: dict[int, str] = {}
-    wrong: dict[int, UserError] = {}
-    for index, row in rows.items():
-        messages = conversations[index]
-        try:
-            texts[index] = str(row.prompt) if messages is None else _render(row, messages, tokenizer, arguments)
-        except UserError as error:
-            wrong[index] = error
+    texts: dict[int, Any] = {}
     tokens: dict[int, list[int]] = {}
+    wrong: dict[int, UserError] = {}
+    for index, messages in conversations.items():
+        row = rows[index]
+        try:
+            texts[index] = (
+                row.prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            )
+        except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
+            refused = f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())})"
+            wrong[index] = UserError(f"{refused}; fix the row, or data.chat_kwargs or data.system if set")
     # one call for plain texts, which get special tokens, and one for rendered texts, which already hold them
     for plain in {conversations[index] is None for index in texts}:
         chosen = [index for index in texts if (conversations[index] is None) == plain]
         ids = tokenizer([texts[index] for index in chosen], add_special_tokens=plain, verbose=False)["input_ids"]
-        tokens.update(zip(chosen, ids, strict=True))
-    for index in (index for index in texts if not tokens[index]):
-        wrong[index] = UserError(f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer")
-    prompts = {
-        i: Prompt(texts[i], list(tokens[i]), row.data_source, row.ground_truth, row.extra_info, conversations[i])
-        for i, row in rows.items()
-        if i not in wrong
-    }
+        tokens.update(zip(chosen, map(list, ids), strict=True))
+    prompts = {}
+    for index, text in texts.items():
+        row = rows[index]
+        if not tokens[index]:
+            wrong[index] = UserError(f"{row.where} has a prompt of no tokens; drop the row or fix the tokenizer")
+        else:
+            data = row.data_source, row.ground_truth, row.extra_info
+            prompts[index] = Prompt(text, tokens[index], *data, conversations[index])
     return prompts, wrong
 
 
@@ -144,10 +135,8 @@ def _check_template(config: DataConfig, tokenizer: Any) -> None:
     given = {"data.system": config.system is not None, "data.chat_kwargs": bool(json.loads(config.chat_kwargs))}
     for setting in (name for name, is_set in given.items() if is_set):
         if not tokenizer.chat_template:
-            raise UserError(
-                f"{setting} is for the chat template, but the tokenizer ({tokenizer.name_or_path}) has none; "
-                f"use an instruct model or drop {setting}"
-            )
+            none = f"the tokenizer ({tokenizer.name_or_path}) has none; use an instruct model or drop {setting}"
+            raise UserError(f"{setting} is for the chat template, but {none}")
         if not config.chat:
             raise UserError(f"{setting} is for the chat template, but data.chat is off; drop one of the two")
 
@@ -160,63 +149,41 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
             return None
         messages = [{"role": "user", "content": messages}]
     elif not tokenizer.chat_template:
-        raise UserError(
-            f"{row.where} has a prompt of chat messages, but the tokenizer ({tokenizer.name_or_path}) has no chat "
-            "template; use an instruct model or string prompts"
-        )
+        remedy = "use an instruct model or string prompts"
+        none = f"the tokenizer ({tokenizer.name_or_path}) has no chat template; {remedy}"
+        raise UserError(f"{row.where} has a prompt of chat messages, but {none}")
     if config.system is None or any(message["role"] in ("system", "developer") for message in messages):
         return messages
     return [{"role": "system", "content": config.system}, *messages]
-
-
-def _render(row: Row, messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-    except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
-        raise UserError(
-            f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())}); fix the row, or "
-            "data.chat_kwargs or data.system if set"
-        ) from error
 
 
 def _fit(
     config: DataConfig, rows: Mapping[int, Row], prompts: dict[int, Prompt], tokenizer: Any, longest: int, setting: str
 ) -> tuple[dict[int, Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about the others."""
-    count, lengths = len(prompts), {index: len(prompt.tokens) for index, prompt in prompts.items()}
+    lengths = {index: len(prompt.tokens) for index, prompt in prompts.items()}
     over = [index for index, length in lengths.items() if length > longest]
-    kept = dict(prompts)
     if not over:
-        return kept, []
-    limit, first = f"rollout.max_prompt_tokens={longest}", rows[over[0]].where
+        return prompts, []
+    count, limit, first = len(prompts), f"rollout.max_prompt_tokens={longest}", rows[over[0]].where
     if config.overlong == "refuse":
-        raise UserError(
-            f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens ({len(over)} of {count} rows are too "
-            f"long); set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
-        )
+        long = f"{first} has a prompt of {lengths[over[0]]} tokens ({len(over)} of {count} rows are too long)"
+        remedy = f"set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
+        raise UserError(f"{limit}: {long}; {remedy}")
     if config.overlong == "filter" and len(over) == count:
-        raise UserError(
-            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; the shortest has "
-            f"{min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
-        )
-    for index in over:
-        if config.overlong == "filter":
-            del kept[index]
-        else:
-            tokens = prompts[index].tokens[-longest:]
-            kept[index] = replace(prompts[index], text=tokenizer.decode(tokens), tokens=tokens)
-    change = "are left out" if config.overlong == "filter" else "lose their first tokens"
-    return kept, [
-        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts over {limit} and "
-        f"{change}; the first is {first} ({lengths[over[0]]} tokens)"
-    ]
+        remedy = f"the shortest has {min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
+        raise UserError(f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; {remedy}")
+    kept, change = {index: prompt for index, prompt in prompts.items() if lengths[index] <= longest}, "are left out"
+    if config.overlong == "cut":
+        tails, change = {index: prompts[index].tokens[-longest:] for index in over}, "lose their first tokens"
+        cut = {index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids) for index, ids in tails.items()}
+        kept = prompts | cut
+    what = f"{len(over)} of {count} rows of {setting} have prompts over {limit} and {change}"
+    return kept, [f"data.overlong={config.overlong}: {what}; the first is {first} ({lengths[over[0]]} tokens)"]
 
 
 def prompt_index(n_prompts: int, place: int, seed: int) -> int:
-    """The index, below `n_prompts`, of the prompt at a place of the data order, from 0.
-
-    Every epoch is a new seeded permutation of all prompts.
-    """
+    """The index of the prompt at a place of the data order, from 0: every epoch is a new seeded permutation of all."""
     epoch, place = divmod(place, n_prompts)
     return int(_permutation(n_prompts, epoch, seed)[place])
 
@@ -226,11 +193,10 @@ def _permutation(n_prompts: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([_ORDER_STREAM, seed % 2**64, epoch]).permutation(n_prompts)
 
 
-def draw(sizes: Sequence[int], count: int, seed: int) -> list[int]:
-    """`count` random indices below sum(sizes), ascending. Each part of `sizes` has its share, to within 1."""
+def _draw(parts: Sequence[Sequence[int]], count: int, seed: int) -> list[int]:
+    """`count` random members of the parts, ascending. Each part has its share, to within 1."""
     rng = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
-    shuffled = np.concatenate([start + rng.permutation(size) for start, size in zip(starts, sizes, strict=True)])
+    shuffled = np.concatenate([rng.permutation(part) for part in parts])
     # equal strides over the parts, each in random order
     phase = int(rng.integers(len(shuffled)))
     return sorted(int(shuffled[(i * len(shuffled) + phase) // count]) for i in range(count))

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.resolve import Resolved
 from splitppo.validation import Validator
-
-LONG_PHASE = 3.0  # seconds after which a phase of the start is named on the screen
 
 
 def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
@@ -81,14 +77,8 @@ class Builder:
     """Builds what this rank's role needs. All ranks of a group build the same parts in the same order.
 
     Args:
-        folder: the run's.
         engine: the process of this rank's engine (`launch_engine`), if it has one.
         allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
-
-    Attributes:
-        context: what both roles know of the run.
-        training, validation: the prompts.
-        phases: name and seconds of each phase of the start.
     """
 
     def __init__(
@@ -105,43 +95,33 @@ class Builder:
         if runtime.launch.rank == 0:
             for line in self.training.notes + self.validation.notes:
                 say(line)
-        every = self.training.prompts + self.validation.prompts
-        self.data_sources = {prompt.data_source for prompt in every}
-        self.longest_prompt = max(len(prompt.tokens) for prompt in every)
+        self.prompts = self.training.prompts + self.validation.prompts
         self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
-        self.phases: list[tuple[str, float]] = []
-        self._phase: tuple[str, float] | None = None
-        self._slow: threading.Timer | None = None
+        temperature = self.config.rollout.temperature
+        self.outputs = PolicyOutputs(temperature, resolved.vocabulary_size, compiled=resolved.compiled)
 
     def actor(self) -> Actor:
         """Policy, reference, engine. vLLM is built in a process of its own while the models are loaded here."""
-        runner = self._runner("actor")
-        engine = self._engine(runner)
+        resolved, runner, found = self.resolved, self._runner("actor"), self.resolved.models["policy"]
+        log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
+        model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
+        known: Any = {"longest_prompt": max(len(prompt.tokens) for prompt in self.prompts), "log": log}
+        known["peak"] = memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0
+        engine = start_engine(resolved.engine, self.config, self.runtime, runner.group, *model, **known)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
             shared = over_set(engine, runner.group)
-            actor = Actor(
-                self.context,
-                policy,
-                self._outputs(),
-                reference,
-                shared,
-                engine_dtype=self.resolved.dtype,
-                validator=self._validator(shared, runner),
-            )
-            if self.resolved.compiled:
-                self._begin_phase("compiling")
-                actor.warm_up()
+            known = {"engine_dtype": resolved.dtype, "validator": self._validator(shared, runner)}
+            actor = Actor(self.context, policy, self.outputs, reference, shared, **known)
+            self._warm_up(actor)
             self.allocate("actor", [policy])
             self._begin_phase("starting the engine")
             facts = finish_start(engine)
-            self._begin_phase("")
         except BaseException:
             engine.close()
             raise
         if runner.group.is_first:
             say(facts)
-            say(f"start-up: {', '.join(f'{name} {took:.1f} s' for name, took in self.phases)}")
         return actor
 
     def critic(self) -> Critic:
@@ -151,11 +131,8 @@ class Builder:
         values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
-        if self.resolved.compiled:
-            self._begin_phase("compiling")
-            critic.warm_up()
+        self._warm_up(critic)
         self.allocate("critic", values)
-        self._begin_phase("")
         return critic
 
     def links(self) -> Links:
@@ -163,33 +140,16 @@ class Builder:
         runtime, config = self.runtime, self.config
         rank, (group,), describe = runtime.launch.rank, runtime.groups.values(), runtime.status.describe
         wire = Wire(rank, runtime.wire, runtime.wire_store, runtime.device, config.timeout, describe)
-        owned = self.context.ownership
-        rollout: Any = {"chunks": config.rollout.messages, "window": config.rollout.window}
-        return Links(wire, runtime.placement, owned, group, **rollout)
+        owned, rollout = self.context.ownership, config.rollout
+        return Links(wire, runtime.placement, owned, group, chunks=rollout.messages, window=rollout.window)
 
-    def _engine(self, runner: Runner) -> RolloutEngine:
-        resolved, policy = self.resolved, self.resolved.models["policy"]
-        return start_engine(
-            resolved.engine,
-            self.config,
-            self.runtime,
-            runner.group,
-            policy.folder(self.folder),
-            policy.config,
-            resolved.tokenizer,
-            resolved.dtype,
-            self.engine_process,
-            longest_prompt=self.longest_prompt,
-            peak=memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0,
-            log=self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log",
-        )
+    def _warm_up(self, column: Actor | Critic) -> None:
+        if self.resolved.compiled:
+            self._begin_phase("compiling")
+            column.warm_up()
 
     def _runner(self, role: Role) -> Runner:
         return Runner(self.runtime.groups[role], self.runtime.device, self.config.compute.micro_batch_tokens)
-
-    def _outputs(self) -> PolicyOutputs:
-        temperature, size = self.config.rollout.temperature, self.context.vocabulary_size
-        return PolicyOutputs(temperature, size, compiled=self.resolved.compiled)
 
     def _save_value(self, value: Learner) -> None:
         """Writes the value model beside the checkpoints, with the tokenizer, for other runs to start from."""
@@ -203,15 +163,13 @@ class Builder:
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
         chosen = self.config.policy if name == "policy" else self.config.value
         once, aggregate = self.config.compute.gather == "mini_batch", self.config.ppo.aggregate
-        model = self._model(name, runner, number)
         how: Any = {"steps": self.config.steps, "aggregate": aggregate, "gather_once": once}
-        return Learner(model, runner, chosen.optim, offload=chosen.offload, **how)
+        return Learner(self._model(name, runner, number), runner, chosen.optim, offload=chosen.offload, **how)
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
-        model, offload = self._model("reference", runner), self.config.reference.offload
-        return Reference(model, runner, self._outputs(), offload=offload)
+        return Reference(self._model("reference", runner), runner, self.outputs, offload=self.config.reference.offload)
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward
@@ -230,7 +188,7 @@ class Builder:
         reward = self.config.reward
         functions, weights = (functions, weights) if runner.group.speaks else (("none",), ())
         limits: Any = {"workers": reward.workers, "timeout": reward.timeout, "failed_score": reward.failed_score}
-        return Scorer(functions, weights, self.data_sources, **limits)
+        return Scorer(functions, weights, {prompt.data_source for prompt in self.prompts}, **limits)
 
     def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
         reward = self.config.reward
@@ -242,11 +200,10 @@ class Builder:
         return Validator(self.context, engine, runner.group, scorer, write)
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
-        """Builds, shards and fills a model; `number` counts in an ensemble. Frozen models are held in the precision in
-        which they run."""
+        """Builds, shards and fills a model; `number` counts in an ensemble."""
         self._begin_phase(f"loading the {name}")
         resolved, found, config = self.resolved, self.resolved.models[name], self.config
-        frozen = name in ("reference", "reward")
+        frozen = name in ("reference", "reward")  # held in the precision in which it runs
         model = build.build(found.config, found.kind, resolved.dtype if frozen else torch.float32, packed=found.packed)
         # with gradients, the reference's layers are to the compiler what the policy's are; it runs without them
         model.requires_grad_(name != "reward")
@@ -263,15 +220,7 @@ class Builder:
         return model
 
     def _begin_phase(self, name: str) -> None:
-        """Times the phases of the start, and tells the other ranks which one this rank is in; "" ends the last. The
-        first rank of each group names a phase that takes long."""
-        if self._phase:
-            self.phases.append((self._phase[0], time.monotonic() - self._phase[1]))
-        if self._slow:
-            self._slow.cancel()
-        self._phase = (name, time.monotonic()) if name else None
-        self.runtime.status.set_phase(name or "started")
-        if name and any(group.is_first for group in self.runtime.groups.values()):
-            self._slow = threading.Timer(LONG_PHASE, say, [f"[{'+'.join(self.runtime.groups)}] {name} ..."])
-            self._slow.daemon = True
-            self._slow.start()
+        """Names a phase of the start: to the other ranks, and on the screen if this is the first rank of a group."""
+        self.runtime.status.set_phase(name)
+        if any(group.is_first for group in self.runtime.groups.values()):
+            say(f"[{'+'.join(self.runtime.groups)}] {name} ...")

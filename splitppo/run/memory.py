@@ -1,7 +1,4 @@
-"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what makes a run fit.
-
-Activations are those of the largest micro-batch that a rank can get: its rows at their full length.
-"""
+"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what makes a run fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,17 +29,14 @@ VLLM = "vLLM's "  # begins the parts that another process holds
 
 def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
     """Phase -> what a rank holds in it at most. The names are those of the spans: `actor update`."""
-    held = {name: _held(resolved, name) for name in resolved.models}
     context = {"CUDA": CONTEXT} if resolved.device.type == "cuda" else {}
     found: dict[str, Parts] = {}
     for role in resolved.placement.groups:
-        own = [name for name in held if resolved.placement.colocated or resolved.role_of(name) == role]
-        idle = {part: size for name in own for part, (size, stays) in held[name].items() if stays}
-        for phase, names, work in _turns(resolved, role, memory):
-            turn = {part: size for name in names for part, (size, _) in held[name].items()}
-            before = found.get(f"{role} {phase}", {})
-            parts = context | idle | turn | work
-            found[f"{role} {phase}"] = max(before, parts, key=needed)
+        own = [name for name in resolved.models if resolved.placement.colocated or resolved.role_of(name) == role]
+        held = [(name, *part) for name in own for part in _held(resolved, name)]
+        for phase, turn, work in _turns(resolved, role, memory):
+            models = {part: size for name, part, size, stays in held if stays or name in turn}
+            found[f"{role} {phase}"] = max(found.get(f"{role} {phase}", {}), context | models | work, key=needed)
     return found
 
 
@@ -53,10 +47,9 @@ def needed(parts: Parts) -> float:
 
 def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     """The phases, and what is held in each, in GiB."""
-    lines = ["memory a rank needs by phase, estimated (GiB):"]
-    for phase, parts in phases(resolved, memory).items():
-        lines.append(f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}")
-    return lines
+    found = phases(resolved, memory).items()
+    lines = [f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}" for phase, parts in found]
+    return ["memory a rank needs by phase, estimated (GiB):", *lines]
 
 
 def trainer_peak(resolved: Resolved) -> float:
@@ -74,11 +67,7 @@ def gpu_memory(resolved: Resolved) -> float | None:
 
 
 def check_memory(resolved: Resolved, memory: float) -> str | None:
-    """A warning if rows of full length would not fit. None if all fits.
-
-    Raises:
-        UserError: the shortest rows would not fit either.
-    """
+    """A warning if rows of full length would not fit. Raises UserError if the shortest rows would not fit either."""
     need, phase, parts = highest(resolved, memory)
     if need <= memory:
         return None
@@ -110,8 +99,7 @@ def remedies(resolved: Resolved, memory: float) -> str:
 
 
 def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple[Resolved, dict[str, str]]:
-    """The cheapest of the ways that make a run fit, of those whose flags begin with `allowed`; all that help if it does
-    not fit. Returns the changed run, and the flags by setting."""
+    """The run with the cheapest ways that make it fit, of those whose flags begin so, or all; the flags by setting."""
     chosen: dict[str, str] = {}
     while (need := highest(resolved, memory)[0]) > memory:
         for flags, changed in ways(resolved):
@@ -124,8 +112,7 @@ def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple
 
 
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
-    """The run with what `auto` offloads: in a colocated run what makes it fit into `memory` bytes of each GPU, else
-    nothing. Also returns a line that says so, or ""."""
+    """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line that says so."""
     automatic = [name for name in ("policy", "value") if resolved.offload(name) == "auto"]
     for name in automatic:
         resolved = with_setting(resolved, name, "offload", "none")
@@ -184,23 +171,22 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
 
 
 def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut. Embeddings
-    and output layer are not cut."""
+    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut."""
     size, local_world = resolved.config.fsdp.shard_size, resolved.local_world
     ranks = replicas(resolved.role_of(name), resolved.placement, size, local_world=local_world)[0]
     found = _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward")
     return found, len(ranks), resolved.config.tensor_parallel(name)
 
 
-def _held(resolved: Resolved, name: str) -> dict[str, tuple[float, bool]]:
-    """What a rank holds of a model in its turns: bytes, and whether they stay there between its turns."""
+def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
+    """What a rank holds of a model in its turns, its bytes, and whether it stays there between its turns."""
     model, (_, ranks, _), offload = resolved.models[name], _of(resolved, name), resolved.offload(name)
     if name in ("reference", "reward"):
-        return {name: (model.parameters * resolved.dtype.itemsize / ranks, offload != "all")}
-    held = {f"{name}'s weights": (model.number * model.parameters * 4 / ranks, offload != "all")}
+        yield name, model.parameters * resolved.dtype.itemsize / ranks, offload != "all"
+        return
+    yield f"{name}'s weights", model.number * model.parameters * 4 / ranks, offload != "all"
     if offload in ("auto", "none"):
-        held[f"{name}'s optimizer"] = (model.number * model.trained * 8 / ranks, True)
-    return held
+        yield f"{name}'s optimizer", model.number * model.trained * 8 / ranks, True
 
 
 def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
@@ -219,8 +205,7 @@ def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str,
 
 
 def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
-    """What the engine holds throughout, and beside that in the sync and in the rollout. Of vLLM the first is what it
-    keeps asleep, and the trainer's buckets."""
+    """What the engine holds throughout (vLLM asleep, with the trainer's buckets), in the sync, and in the rollout."""
     config, model, size = resolved.config, resolved.models["policy"], resolved.config.engine.tensor_parallel
     found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
     rows = min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"]))) * size
@@ -242,7 +227,7 @@ def _longest(config: Config) -> int:
 
 
 def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
-    """Tokens of the largest micro-batch of so many rows, and how many there are. Packed ones are about equal."""
+    """Tokens of the largest micro-batch of so many rows of full length, and how many there are."""
     longest = _longest(resolved.config)
     most = min(rows, max(resolved.config.compute.micro_batch_tokens // longest, 1))
     count = -(-rows // most)
@@ -253,8 +238,6 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
     config, (found, _, cut) = resolved.config, _of(resolved, name)
     rows = -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
-    if role == "critic" and not resolved.placement.colocated and config.rollout.messages > 1:
-        rows -= rows // 2  # of the first chunk
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
@@ -272,8 +255,7 @@ def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool)
 
 
 def _update(resolved: Resolved, name: str, role: Role) -> Parts:
-    """The update's peak. It is where the backward pass begins, in the output layer or in the last transformer layer; or
-    where it ends, and the gradients of what is outside the layers are reduced."""
+    """The update's peak: where the backward pass begins, or where it ends and the root's gradients are reduced."""
     config, model, (found, shards, cut) = resolved.config, resolved.models[name], _of(resolved, name)
     ppo, width, ranks = config.ppo, resolved.dtype.itemsize, len(resolved.placement.groups[role]) // cut
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
@@ -286,8 +268,7 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
     inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + 2 * found.layer * width / cut
     gathered, gradients = (found.root + 2 * found.layer / cut) * width, model.trained * 4 / shards
-    once = config.compute.gather == "mini_batch"
-    if once:
+    if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
         gathered, gradients = held * width, held * 4 * model.trained / model.parameters
     activations = {f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside)}

@@ -1,9 +1,4 @@
-"""A role's spans and metrics: RUN/metrics/{actor,critic}.jsonl, one JSON object a step.
-
-Each line holds `step` first, then `time` (Unix seconds at the step's end), the metrics, `timing_s/NAME` (seconds in
-each span), `timing_s/step`, `optimizer_steps` (loss and gradient norm of each) and `spans` ([name, start, end], Unix
-seconds). The README's glossary explains the names.
-"""
+"""A role's spans and metrics: RUN/metrics/{actor,critic}.jsonl, one JSON object a step (docs/metrics.md)."""
 
 import json
 import os
@@ -22,20 +17,17 @@ from splitppo.run.screen import Screen
 
 
 def records_until(path: Path, step: int) -> str:
-    """The lines of a role's file up to a step, each step's last. Raises UserError if one is broken, but for a torn last
-    line: the lines up to a checkpoint are on disk before it is complete."""
+    """The lines of a role's file up to a step, each step's last. Raises UserError if one before the last is broken."""
     lines = read_lines(path, lambda line, where: (parse_record(line, where)["step"], f"{line}\n"))
     return "".join(line for number, line in dict(lines if path.is_file() else ()).items() if number <= step)
 
 
 class ColumnLog:
     """The spans and metrics of one role. Only the `first` rank of the role's group writes and prints. `phase` is called
-    with the name of each span as it begins. Records after `start`, the step that the run resumes after, are removed
-    from the file."""
+    with the name of each span as it begins. Records after `start`, where the run resumes, are removed from the file."""
 
     def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int):
-        self.role: Role = role
-        self.phase = phase
+        self.role, self.phase = role, phase
         self.screen = Screen(role, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []

@@ -1,7 +1,4 @@
-"""The configuration, resolved: what "auto" came to, who plays which role, every model's folder and config.
-
-It is made once, before any process group or GPU is touched. Nothing downstream asks for these facts again.
-"""
+"""The configuration, resolved before any process group or GPU is touched: what "auto" came to, every model's folder."""
 
 import json
 from collections.abc import Mapping
@@ -93,37 +90,23 @@ class Resolved:
 
     def to_json(self) -> str:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
-        models = {
-            name: {
-                "name": model.name,
-                "folder": model.path,
-                "type": model.config.model_type,
-                "group": self.role_of(name),
-                "parameters": model.parameters * model.number,
-                "random_init": model.random_init,
-                "packed": model.packed,
-                "tensor_parallel": self.config.tensor_parallel(name),
-                "offload": self.offload(name),
-            }
-            for name, model in self.models.items()
-        }
-        facts = {
-            "placement": self.placement.mode,
-            **{role: len(ranks) for role, ranks in self.placement.groups.items()},
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "compiled": self.compiled,
-            "engine": self.engine,
-            "vocabulary_size": self.vocabulary_size,
-            "models": models,
-        }
+        facts: dict[str, Any] = {"placement": self.placement.mode}
+        facts |= {role: len(ranks) for role, ranks in self.placement.groups.items()}
+        facts |= {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+        facts |= {"compiled": self.compiled, "engine": self.engine, "vocabulary_size": self.vocabulary_size}
+        facts["models"] = {}
+        for name, model in self.models.items():
+            own = {"name": model.name, "folder": model.path, "type": model.config.model_type}
+            own |= {"group": self.role_of(name), "parameters": model.parameters * model.number}
+            own |= {"random_init": model.random_init, "packed": model.packed}
+            own |= {"tensor_parallel": self.config.tensor_parallel(name), "offload": self.offload(name)}
+            facts["models"][name] = own
         return json.dumps(facts, indent=1)
 
 
 def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Fetches what is named on the hub. Reads and checks each model's folder. With `probe` it tries on a small copy of
-    each model whether it can run on packed rows. That takes a second or two, so one rank does it for all; the others
-    take its answer (`main.agree`). Raises UserError if a model can't be read, or not be run."""
+    """Fetches what is named on the hub; reads and checks each model's folder. With `probe` it tries whether the models
+    run on packed rows: one rank does it for all (`main.agree`). Raises UserError if a model can't be read, or run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
@@ -134,16 +117,14 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
         for name, given in model_paths(config).items():
             kind, drawn, path = KINDS[name], _is_drawn(config, name), local.get(given, given)
             found = tiny.model_config() if path == "tiny" else read_config(path, own_code=own_code)
-            frozen, number = (), 1
-            if name in ("policy", "value"):
-                frozen = getattr(config, name).freeze
+            frozen, number = getattr(config, name).freeze if name in ("policy", "value") else (), 1
             if name == "value":
                 found, number = shorten(found, config.value.layers, given), config.value.ensemble
+            packed = wanted and name != "reward"
             if path != "tiny":
                 check_folder(found, path, kind, random_init=drawn)
-            packed = wanted and name != "reward"
-            if probe and name != "reward" and path != "tiny":
-                packed = _packs(config, name, given, found, packed)
+                if probe and name != "reward":
+                    packed = _packs(config, name, given, found, packed)
             models[name] = Model(kind, given, path, found, drawn, packed, frozen, number)
             if frozen:
                 count_trained(found, kind, frozen, f"{name}.freeze")  # refuses what matches nothing
@@ -153,22 +134,21 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
         tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy, own_code=own_code)
     size = vocabulary_size(tokenizer)
     _check_sizes(config, models, size)
-    compiled, engine = compiles(config, device), engine_kind(config, device.type)
+    compiled = config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
+    engine = engine_kind(config, device.type)
     return Resolved(config, local, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size)
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
-    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few. Raises
-    UserError if a GPU is asked for and not there, or there are fewer GPUs than local ranks."""
+    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few."""
     gpus, wanted = torch.cuda.device_count(), config.compute.device
     embedded = config.policy.path == "tiny"
     if wanted == "cpu" or (wanted == "auto" and (not gpus or (embedded and gpus < launch.local_world))):
         return torch.device("cpu")
     if gpus < launch.local_world:
-        raise UserError(
-            f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs: each rank needs its "
-            f"own; start {f'{gpus} ranks' if gpus else 'on a GPU machine'} or set --compute.device cpu"
-        )
+        few = f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs"
+        start = f"start {f'{gpus} ranks' if gpus else 'on a GPU machine'}"
+        raise UserError(f"{few}: each rank needs its own; {start} or set --compute.device cpu")
     return torch.device("cuda", launch.local_rank)
 
 
@@ -178,25 +158,19 @@ def dtype_of(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if config.compute.dtype == "auto" else config.compute.dtype)
 
 
-def compiles(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled."""
-    return config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
-
-
 def pin(config: Config) -> tuple[Config, dict[str, str]]:
     """The configuration with the commit in each hub name, and each such name's path in the cache. A run that goes on
-    keeps its commits, wherever the branches are by now. Raises UserError if a model's folder, or what is named on the
-    hub, can't be found or fetched."""
+    keeps its commits. Raises UserError if what is named can't be found or fetched."""
     models, local, file = {*model_paths(config).values()}, {}, Path(config.run_dir or "", "config.toml")
     begun = config.run_dir is not None and config.resume != "never" and file.is_file()
-    options: Any = {"before": file.read_text(errors="replace") if begun else ""}
-    options["own_code"] = config.policy.trust_remote_code
+    before, own_code = file.read_text(errors="replace") if begun else "", config.policy.trust_remote_code
 
     def find(setting: str, name: str) -> str:
         if not setting.startswith("data.") and (name not in models or not setting.endswith((".path", ".model"))):
             return name
-        pinned, path = hub.find(setting, name, **options)
-        local.update({pinned: path} if path != pinned else {})
+        pinned, path = hub.find(setting, name, before=before, own_code=own_code)
+        if path != pinned:
+            local[pinned] = path
         return pinned
 
     return map_paths(config, find), local
@@ -216,8 +190,8 @@ def _is_drawn(config: Config, name: str) -> bool:
     """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
     if name == "reward":
         return config.reward.model_random_init
-    own = {"value": config.value.path, "reference": config.reference.path, "policy": None}[name]
-    return (name == "value" and config.value.random_init) or (own is None and config.policy.random_init)
+    own = name != "policy" and getattr(config, name).path
+    return (name == "value" and config.value.random_init) or (not own and config.policy.random_init)
 
 
 def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted: bool) -> bool:
@@ -239,13 +213,10 @@ def _check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int) -
         text = model.config.get_text_config()
         most, setting = most_positions(text)
         if longest > (most or longest):
-            raise UserError(
-                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
-                f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting}) that "
-                f"{name}.path={model.name} can read; lower one of them, or use another model"
-            )
+            given = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
+            given += f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting})"
+            remedy = "lower one of them, or use another model"
+            raise UserError(f"{given} that {name}.path={model.name} can read; {remedy}")
         if text.vocab_size < vocabulary:
-            raise UserError(
-                f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer "
-                f"({vocabulary}); the {name} must read the policy's token ids"
-            )
+            small = f"its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer ({vocabulary})"
+            raise UserError(f"{name}.path={model.name}: {small}; the {name} must read the policy's token ids")

@@ -2,26 +2,24 @@
 
 The actor group's first rank sends both roles' records. After each step it reads the new lines of RUN/metrics/, so a
 record of the critic may come one step later than the actor's. A resumed run sends the steps that it does.
-
-Metrics that both roles have get the role into their name: `timing_s/actor/NAME`, `perf/critic/NAME`. Tables show the
-samples of each validation, and those of about `SAMPLE_TABLES` training steps.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from splitppo.config import Config
 from splitppo.errors import UserError
-from splitppo.placement import Role
+from splitppo.placement import ROLES, Role
 from splitppo.run.files import parse_record, read_file, read_lines, shown, table
 
 TABLE_ROWS = 64  # rows of a table at most
-SAMPLE_TABLES = 100
+SAMPLE_TABLES = 100  # training steps whose samples are shown, about
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,20 +27,14 @@ Rows = Sequence[Mapping[str, Any]]
 def check_trackers(config: Config) -> None:
     """Raises UserError if a tracker's package is not installed."""
     for name in config.log.trackers:
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name has no origin
-            raise UserError(
-                f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
-                f"pip install 'splitppo[{name}]' or leave {name} out"
-            )
+        if getattr(find_spec(name), "origin", None) is None:  # a folder of that name has no origin
+            remedy = f"pip install 'splitppo[{name}]' or leave {name} out"
+            raise UserError(f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; {remedy}")
 
 
 class Wandb:
-    """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id).
-
-    wandb only appends, so steps that a run repeats after a crash are there twice. It uploads every 15 seconds or so, so
-    it may lack the last steps of a killed run. Raises UserError if wandb cannot log in.
-    """
+    """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id): steps that it
+    repeats are there twice. Raises UserError if wandb cannot log in."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
         import wandb  # an optional package
@@ -64,18 +56,14 @@ class Wandb:
         path.write_text(self.run.id)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        self.table = wandb.Table
+        self.table, self.close = wandb.Table, self.run.finish
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        shown = {
-            name: self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
-            for name, rows in tables.items()
-        }
-        self.run.log({"step": step, **metrics, **shown})
-
-    def close(self) -> None:
-        self.run.finish()
+        found: dict[str, Any] = {"step": step, **metrics}
+        for name, rows in tables.items():
+            found[name] = self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
+        self.run.log(found)
 
 
 class TensorBoard:
@@ -85,6 +73,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # needs an optional package
 
         self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1 if start else 0)
+        self.close = self.writer.close
 
     def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
         for name, value in metrics.items():
@@ -93,46 +82,24 @@ class TensorBoard:
             self.writer.add_text(name, table(rows), step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
 
-    def close(self) -> None:
-        self.writer.close()
-
 
 TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-class Tail:
-    """Reads the records that a file gains. A torn last line waits until all of it is written."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset, self.lines = path, 0, 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The new records; none while there is no file."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self.offset, self.lines = self.offset + len(line), self.lines + 1
-                    yield parse_record(line, f"{self.path}:{self.lines}")
-
-
 class Trackers:
-    """The trackers of a run that resumes after step `start`, or begins (0). They do nothing on a rank that is not
-    `active`."""
+    """The trackers of a run that resumes after step `start`, or begins (0); idle on a rank that is not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
         self.run_dir, self.steps, self.start = run_dir, config.steps, start
-        self.tails: dict[Role, Tail] = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in get_args(Role)}
+        self.read: dict[Role, tuple[int, int]] = dict.fromkeys(ROLES, (0, 0))  # bytes and lines of the records so far
         self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of
         an earlier run after `start` from their files."""
-        for role, tail in self.tails.items() if self.trackers else ():
-            for record in tail.read():
+        for role in ROLES if self.trackers else ():
+            for record in self._records(role):
                 if (step := record["step"]) > self.start or not self.start:
                     figures, tables = metrics_of(role, record), self._tables(role, step)
                     for tracker in self.trackers:
@@ -144,6 +111,16 @@ class Trackers:
         for tracker in self.trackers:
             tracker.close()
 
+    def _records(self, role: Role) -> Iterator[dict[str, Any]]:
+        """What the role's file has gained. A torn last line waits until all of it is written."""
+        path, (offset, number) = self.run_dir / "metrics" / f"{role}.jsonl", self.read[role]
+        with path.open("rb") if path.is_file() else BytesIO() as file:
+            file.seek(offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    offset, number = self.read[role] = offset + len(line), number + 1
+                    yield parse_record(line, f"{path}:{number}")
+
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""
         name, folder = ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
@@ -154,7 +131,7 @@ class Trackers:
 
 
 def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's numbers under their names in the trackers."""
+    """A record's numbers under their names in the trackers, which hold the role where both have them."""
     return {
         re.sub("^(timing_s|perf)/", rf"\1/{role}/", name): float(value)
         for name, value in record.items()

@@ -18,7 +18,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run import trackers
-from splitppo.run.trackers import Tail, Trackers, check_trackers, metrics_of
+from splitppo.run.trackers import Trackers, check_trackers, metrics_of
 
 ROLES = ("actor", "critic")
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
@@ -166,27 +166,6 @@ def test_tensorboard_holds_both_roles_figures(tracked):
     assert f"| {first['question']} |" in texts[-1].tensor_proto.string_val[0].decode()
 
 
-def test_torn_line_waits_for_its_end(tmp_path):
-    path = tmp_path / "actor.jsonl"
-    tail = Tail(path)
-
-    def new() -> list[tuple[int, str]]:
-        return [(record["step"], record.get("note", "")) for record in tail.read()]
-
-    assert new() == []
-    path.write_text('{"step": 1}\n{"step": 2, "no')
-    assert new() == [(1, "")]
-    assert new() == []
-    with path.open("a") as file:
-        file.write('te": "ä"}\n{"step": 3}\n')
-    assert new() == [(2, "ä"), (3, "")]
-    assert new() == []
-    with path.open("a") as file:
-        file.write("{]\n")
-    with pytest.raises(UserError, match=r"actor\.jsonl:4: .*fix or remove that line"):
-        new()
-
-
 def test_names_of_both_roles_do_not_collide():
     record = {"step": 3, "time": 1e9, "val/score/mean": 0.5, "perf/throughput": 7.0, "tokens": 12}
     record |= {"timing_s/wait_critic": 1.0, "timing_s/wait_advantages": 2.0, "timing_s/step": 12.0}
@@ -240,6 +219,30 @@ def write_lines(run_dir: Path, role: str, *steps: int) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps({"step": step, "time": 0.0, f"{role}/loss": step / 2}) + "\n" for step in steps)
+
+
+def test_torn_line_waits_for_its_end(tmp_path, notes):
+    owner, tracker = noted(tmp_path, 0)
+    path = tmp_path / "metrics" / "actor.jsonl"
+
+    def new() -> list[tuple[int, dict[str, float]]]:
+        tracker.got.clear()
+        owner.update()
+        return [(step, figures) for step, figures, _ in tracker.got]
+
+    assert new() == []
+    path.parent.mkdir()
+    path.write_text('{"step": 1, "time": 0}\n{"step": 2, "no')
+    assert new() == [(1, {})]
+    assert new() == []
+    with path.open("a") as file:
+        file.write('te/ä": 5, "time": 0}\n{"step": 3, "time": 0}\n')
+    assert new() == [(2, {"note/ä": 5.0}), (3, {})]
+    assert new() == []
+    with path.open("a") as file:
+        file.write("{]\n")
+    with pytest.raises(UserError, match=r"actor\.jsonl:4: .*fix or remove that line"):
+        new()
 
 
 def test_late_lines_of_the_critic_come_under_their_own_step(tmp_path, notes):
