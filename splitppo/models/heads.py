@@ -23,17 +23,13 @@ LOGIT_SETTINGS = (
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions.
-
-    The output layer runs piece by piece, and again in the backward pass. The logits of a whole micro-batch would take
-    more memory than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward).
-    `vocabulary` is the number of ids that may be sampled; the model may have more. `compiled` fuses the computation on
-    the logits.
-    """
+    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions. The output
+    layer runs piece by piece, and again in the backward pass: the logits of a whole micro-batch would take more memory
+    than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward)."""
 
     temperature: float
-    vocabulary: int
-    compiled: bool = False
+    vocabulary: int  # ids that may be sampled; the model may have more
+    compiled: bool = False  # fuses the computation on the logits
 
     def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""

@@ -27,12 +27,8 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 class Offloaded:
     """Tensors whose memory on the device is given back while they are not needed. All that refers to them stays as it
-    is, as where FSDP gives back gathered weights.
-
-    Args:
-        pairs: each tensor, which has its storage alone, and its copy in host memory.
-        stream: for the copies.
-    """
+    is, as where FSDP gives back gathered weights. `pairs`: each tensor, which has its storage alone, and its copy in
+    host memory; `stream` is for the copies."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None):
         self.pairs, self.stream, self.here = pairs, stream, True
