@@ -83,20 +83,18 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
 
 def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     """Raises a UserError if models of this type can't be trained, or as reward models don't give one score."""
-    if kind != "reward":
-        _check_causal(config, kind, folder)
-    elif not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
-        raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
-    elif config.num_labels != 1:
-        problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
-        raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
-
-
-def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    if kind == "reward":
+        if not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
+            problem = f"no sequence classification of type {config.model_type!r}"
+            raise UserError(f"reward.model={folder}: {problem}; use another")
+        if config.num_labels != 1:
+            problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
+            raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
+        return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
     encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or CAUSAL in code_of(config)
-    need = None
+    need = ""
     if not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif config.get_text_config(decoder=True) is not config:
