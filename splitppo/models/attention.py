@@ -1,8 +1,5 @@
-"""Attention over packed rows: one row follows another without padding, and no row sees another.
-
-transformers finds `packed_attention` under the name PACKED. The model gets the boundaries of the rows as inputs, named
-as for transformers' flash attention. So they also reach layers that are recomputed in the backward pass.
-"""
+"""Attention over packed rows: one row follows another without padding, and no row sees another. The boundaries of the
+rows are the model's inputs, named as for transformers' flash attention, so recomputed layers get them, too."""
 
 from inspect import signature
 from typing import Any, cast

@@ -147,8 +147,6 @@ def build(
     """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward model is transformers'
     sequence-classification model. With `packed` the model takes packed rows (attention.py), and no others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
-    if kind == "reward":
-        config.num_labels = 1
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with on_meta():
         options = {"attn_implementation": PACKED} if packed else {}

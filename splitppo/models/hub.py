@@ -1,8 +1,5 @@
-"""Names on the Hugging Face hub: a model is OWNER/NAME[@REVISION], a data file hf://datasets/OWNER/NAME[@REVISION]/FILE.
-
-They become paths in the local cache. What the cache lacks is fetched by huggingface_hub, which reads HF_HOME,
-HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
-"""
+"""Names on the Hugging Face hub (docs/models.md) become paths in the local cache. What the cache lacks is fetched by
+huggingface_hub, which reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN."""
 
 import os
 import re

@@ -124,8 +124,7 @@ def padded(cut: Cut, count: int) -> Cut:
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses. If
-    ranks that share its layers own different rows, all of them run all these rows."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner = model, runner

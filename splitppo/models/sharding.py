@@ -58,8 +58,8 @@ def parallelize(
 
 
 def keep_gathered(model: nn.Module, *, last: bool) -> None:
-    """Call it before each micro-batch of a mini-batch. Layers stay gathered from the first forward pass to the backward
-    pass of the `last` micro-batch, which also reduces the gradients."""
+    """Call it before each micro-batch. Layers stay gathered until the backward pass of the mini-batch's `last`
+    micro-batch, which also reduces the gradients."""
     for module in _sharded_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_reshard_after_backward(last, recurse=False)
