@@ -119,8 +119,7 @@ def _fetch(name: HubName, own_code: bool) -> str:
 
 
 def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
-    """Fetches files into the folder of their commit. After a failure they are removed there. The blobs of whole files
-    stay, and the next attempt takes them."""
+    """Fetches files into the folder of their commit. After a failure only the blobs of whole files stay."""
     cache, blobs, start = Path(constants.HF_HUB_CACHE), name.folder / "blobs", time.monotonic()
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -83,8 +83,7 @@ class HostShards(Offloaded):
 
 
 class HostState:
-    """AdamW's moments in host memory. `step` brings them to the device part by part: while one part is used, the next
-    one comes and the last one goes."""
+    """AdamW's moments in host memory. While `step` uses one part of them, the next comes and the last one goes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.optimizer, self.parts = optimizer, []

@@ -88,8 +88,7 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
 
 def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
-    them all, or one a mesh; all ranks call it. The tensors may share memory with the parameters (in a group of one) or
-    with each other."""
+    them all, or one a mesh; all ranks call it. Tensors may share memory with the parameters or with each other."""
     parts, found = parts_of(model), {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)

@@ -39,10 +39,9 @@ def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_in
 def fill(
     model: nn.Module, folder: str, device: torch.device, random_init: bool = False, head: Head = "zero", seed: int = 0
 ) -> None:
-    """Gives a (sharded) meta model its memory, and weights from a folder's safetensors. Each rank reads only its own
-    shards. With `random_init` they are drawn from `seed` instead; `head` is how a scalar head starts that the folder
-    does not have (`normal` is drawn). Raises UserError if a weight is not there, or of another shape, or of a type that
-    can't be read."""
+    """Gives a (sharded) meta model its memory, and weights from a folder's safetensors (each rank reads its shards), or
+    drawn from `seed` with `random_init`. `head`: how a scalar head starts that the folder lacks (`normal` is drawn).
+    Raises UserError if a weight is not there, or of another shape, or of a type that can't be read."""
     materialize(model, device)
     weights = None if random_init else _Weights(folder, model)
     if weights:
