@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from splitppo import algo
 from splitppo.config import Offload, OptimConfig
 from splitppo.models.attention import is_packed
-from splitppo.models.balance import balance
 from splitppo.models.batching import ROUND, Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, micro_batch, to_device
 from splitppo.models.build import hf_name
 from splitppo.models.offload import HostShards, HostState, state_of
-from splitppo.models.runner import Outputs, Runner, work
+from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.models.weights import persistent_buffers
 from splitppo.rollout import Rollout, pad_rows
@@ -125,8 +123,8 @@ class Learner:
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
-        cost, group, device = partial(work, self.model), self.runner.group, self.runner.device
-        rollout, mini_batches, fields = balance(rollout, mini_batches, fields, cost, group, device)
+        group = self.runner.group
+        rollout, mini_batches, fields = self.runner.balance(self.model, rollout, mini_batches, fields)
         by_row = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         work_metrics = self._work_metrics(rollout, plans, epochs)

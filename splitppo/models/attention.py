@@ -1,8 +1,5 @@
-"""Attention over packed rows: one row follows another without padding, and no row sees another.
-
-transformers finds `packed_attention` under the name PACKED. The model gets the boundaries of the rows as inputs, named
-as for transformers' flash attention. So they also reach layers that are recomputed in the backward pass.
-"""
+"""Attention over packed rows: one row follows another without padding, and no row sees another. The boundaries of the
+rows are the model's inputs, named as for transformers' flash attention, so recomputed layers get them, too."""
 
 from inspect import signature
 from typing import Any, cast
@@ -35,16 +32,13 @@ def packed_attention(
     max_length_q: int = 0,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row.
+    """Causal attention within each row: `[1, L, heads, width]`, and None in place of the attention weights.
 
     Args:
         query: `[1, heads, L, width]`; key, value: `[1, groups, L, width]`.
         sliding_window: how many tokens a token sees, itself included; None: all before it.
         cu_seq_lens_q: `[rows + 1]` int32, where each row begins, and L.
         max_length_q: length of the longest row, or more.
-
-    Returns:
-        `[1, L, heads, width]`, and None in place of the attention weights.
     """
     if cu_seq_lens_q is None or other.get("softcap") is not None or other.get("s_aux") is not None:
         raise RuntimeError(f"{type(module).__name__} can't run packed rows; set --compute.packing off")

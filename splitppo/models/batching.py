@@ -17,24 +17,14 @@ ROUND = 64  # a packed micro-batch has a multiple of this many tokens
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward pass, prompt and response together.
+    """Rows of one forward pass, prompt and response together. Packed rows follow one another; their boundaries are
+    inputs (attention.py). Padded rows have the padding on the right, where no token sees it: attention is causal."""
 
-    Packed rows follow one another; their boundaries are inputs (attention.py). Padded rows have the padding on the
-    right. Attention is causal, so no token sees the padding, and there is no attention mask.
-
-    Attributes:
-        inputs: the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded.
-        before: `[N]` int64, the place before each response token in the flattened ids.
-        responses: `[N]` int64, the response tokens.
-        mask: `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row.
-        places: `[N]` int64, where in the flattened mask the response tokens are.
-    """
-
-    inputs: dict[str, Any]
-    before: Tensor
-    responses: Tensor
-    mask: Tensor
-    places: Tensor
+    inputs: dict[str, Any]  # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
+    before: Tensor  # `[N]` int64, the place before each response token in the flattened ids
+    responses: Tensor  # `[N]` int64, the response tokens
+    mask: Tensor  # `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row
+    places: Tensor  # `[N]` int64, where in the flattened mask the response tokens are
 
     def pad(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B, T]`, 0 where padded."""
@@ -46,7 +36,11 @@ def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool
     """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its group's passes."""
     rows = [torch.tensor(sample.prompt + sample.response) for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
     sampled = [sample.places + len(sample.prompt) for sample in samples] or [rows[0][:0]]
-    inputs, starts = _packed_inputs(rows) if packed else _padded_inputs(rows)
+    if packed:
+        inputs, starts = _packed_inputs(rows)
+    else:
+        ids = pad_rows(rows)
+        inputs, starts = {"input_ids": ids}, [i * ids.shape[1] for i in range(len(rows))]
     before = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
     responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
     lengths = torch.tensor([len(places) for places in sampled])
@@ -61,14 +55,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _padded_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
-    """The model's inputs, and where each row begins in the flattened ids."""
-    ids = pad_rows(rows)
-    return {"input_ids": ids}, [i * ids.shape[1] for i in range(len(rows))]
-
-
 def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
-    """The same for packed rows. A row of zeros fills them up to a multiple of ROUND: GPUs are faster at such sizes."""
+    """The model's inputs, and where each row begins in the flattened ids. A row of zeros fills them up to a multiple of
+    ROUND: GPUs are faster at such sizes."""
     ids, lengths = list(rows), [len(row) for row in rows]
     if missing := -sum(lengths) % ROUND:
         ids.append(torch.zeros(missing, dtype=torch.int64))
@@ -100,10 +89,8 @@ def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) ->
 def partition(
     costs: Sequence[float], count: int, *, sizes: Sequence[int] = (), room: int = 0
 ) -> list[list[int]] | None:
-    """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of each bin.
-
-    With `sizes`, the items of a bin have at most `room` together, unless the bin holds one item. None: they don't fit.
-    """
+    """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of each bin. With
+    `sizes`, the items of a bin have at most `room` together, unless the bin holds one item. None: they don't fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     cost, filled, sizes = [0.0] * count, [0] * count, sizes or [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -1,6 +1,7 @@
 """Model folders' configurations, and the models that they describe, built without memory."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +22,9 @@ Kind = Literal["policy", "value", "reward"]
 HEAD = ("score.weight", "score.bias")  # of a value model
 CAUSAL, SCORING = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# modules in which a layer mixes positions, as transformers calls them; those of linear attention, too
+_MIXERS = "attention attn conv linear_attn mamba mixer self_attention self_attn short_conv temporal_block time_mixer"
+ATTENTION = rf"\.(?:{'|'.join(_MIXERS.split())})\."
 
 
 def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
@@ -33,11 +37,8 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
     model has the configuration of the plain one, since its weights are read as floats. With `own_code` the folder's
-    Python code runs, here and where the model is built; `auto_map` names it.
-
-    Raises:
-        UserError: the folder has no readable config.json, or holds a model that can't be read.
-    """
+    Python code runs, here and where the model is built; `auto_map` names it. Raises UserError if the folder has no
+    readable config.json, or holds a model that can't be read."""
     if (Path(folder) / "adapter_config.json").is_file():
         problem = "a LoRA adapter; this version trains and reads whole models"
         raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
@@ -83,20 +84,18 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
 
 def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     """Raises a UserError if models of this type can't be trained, or as reward models don't give one score."""
-    if kind != "reward":
-        _check_causal(config, kind, folder)
-    elif not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
-        raise UserError(f"reward.model={folder}: no sequence classification of type {config.model_type!r}; use another")
-    elif config.num_labels != 1:
-        problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
-        raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
-
-
-def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
+    if kind == "reward":
+        if not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
+            problem = f"no sequence classification of type {config.model_type!r}"
+            raise UserError(f"reward.model={folder}: {problem}; use another")
+        if config.num_labels != 1:
+            problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
+            raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
+        return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
     encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or CAUSAL in code_of(config)
-    need = None
+    need = ""
     if not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif config.get_text_config(decoder=True) is not config:
@@ -108,11 +107,8 @@ def _check_causal(config: PretrainedConfig, kind: Kind, folder: str) -> None:
 
 
 def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> PretrainedConfig:
-    """The configuration of a model's first layers; the folder may hold the others' weights. None: all layers.
-
-    Raises:
-        UserError: the model has fewer layers.
-    """
+    """The configuration of a model's first layers; the folder may hold the others' weights. None: all layers. Raises
+    UserError if the model has fewer."""
     every = config.num_hidden_layers
     if layers is None or layers == every:
         return config
@@ -152,8 +148,6 @@ def build(
     """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward model is transformers'
     sequence-classification model. With `packed` the model takes packed rows (attention.py), and no others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
-    if kind == "reward":
-        config.num_labels = 1
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with no_init_weights(), on_meta():
         options = {"attn_implementation": PACKED} if packed else {}
@@ -177,6 +171,44 @@ def hf_name(name: str) -> str:
 def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
     """Parameters of the model, tied ones once."""
     return sum(parameter.numel() for parameter in build(config, kind).parameters())
+
+
+def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
+    """Takes the gradient from some weights of a model that is not sharded yet: `attention`, `embeddings`, `body`, or
+    regular expressions that a weight's name contains. Such weights have no optimizer state, and nothing of them is
+    reduced. Raises a UserError of `setting` if a part matches no weight, or nothing is left to train."""
+    weights = dict(model.named_parameters())
+    for part in parts:
+        found = [name for name in weights if _matches(model, part, name)]
+        if not found:
+            some = ", ".join(list(weights)[1:4])
+            raise UserError(f"{setting}={part} matches no weight; their names are like {some}")
+        for name in found:
+            weights[name].requires_grad_(False)
+    if parts and not any(weight.requires_grad for weight in weights.values()):
+        raise UserError(f"{setting}={' '.join(parts)} leaves no weight to train; name fewer")
+
+
+def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], setting: str) -> int:
+    """A model's parameters that are trained, tied ones once. Raises UserError as `freeze` does."""
+    model = build(config, kind)
+    freeze(model, parts, setting)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def _matches(model: nn.Module, part: str, name: str) -> bool:
+    match part:
+        case "attention":
+            return re.search(ATTENTION, name) is not None
+        case "embeddings":
+            found = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+            return name.startswith(tuple(f"{path}." for path in found))
+        case "body":
+            return name not in HEAD if isinstance(model, ValueModel) else name.startswith(f"{model.base_model_prefix}.")
+    try:
+        return re.search(part, name) is not None
+    except re.error as error:
+        raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from splitppo.models.build import Kind, build, shorten
 from splitppo.models.sharding import transformer_layers
 
 TRACED = "splitppo_traced"
-PRODUCTS = [torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm]
-PRODUCTS += [torch.ops.aten.convolution]
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
 TOKENS = 64  # of the traced row
 TRACED_LAYERS = 8
 TYPICAL = 20  # hidden states that a layer keeps of a token, for models that can't be traced
@@ -22,22 +21,15 @@ TYPICAL = 20  # hidden states that a layer keeps of a token, for models that can
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of a model. Those of activations are bytes a token.
+    """Sizes of a model. Those of activations are bytes a token."""
 
-    Attributes:
-        layer: parameters of the largest layer. root: those outside the layers, tied ones once. layers: how many.
-        vocabulary: ids that the output layer knows; 0 without an output layer.
-        saved: what autograd keeps of a layer. hidden: a hidden state. widest: the widest input or output of a layer's
-            matrices.
-    """
-
-    layer: int
-    root: int
-    vocabulary: int
+    layer: int  # parameters of the largest layer
+    root: int  # those outside the layers, tied ones once
+    vocabulary: int  # ids that the output layer knows; 0 without an output layer
     layers: int
-    saved: float
-    hidden: int
-    widest: int
+    saved: float  # what autograd keeps of a layer
+    hidden: int  # a hidden state
+    widest: int  # the widest input or output of a layer's matrices
 
 
 def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool) -> Footprint:
@@ -92,7 +84,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in PRODUCTS:
+        if func.overloadpacket.__name__ in PRODUCTS:
             self.seen += [*args, out]
         return out
 

@@ -1,7 +1,6 @@
 """What the learners compute at the response tokens: log-probs, entropies, values. Logits are never kept."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -24,30 +23,43 @@ LOGIT_SETTINGS = (
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions.
-
-    The output layer runs piece by piece, and again in the backward pass. The logits of a whole micro-batch would take
-    more memory than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward).
-    `vocabulary` is the number of ids that may be sampled; the model may have more. `compiled` fuses the computation on
-    the logits.
-    """
+    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions. The output
+    layer runs piece by piece, and again in the backward pass: the logits of a whole micro-batch would take more memory
+    than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward)."""
 
     temperature: float
-    vocabulary: int
-    compiled: bool = False
+    vocabulary: int  # ids that may be sampled; the model may have more
+    compiled: bool = False  # fuses the computation on the logits
 
     def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""
         head = cast(Any, model).get_output_embeddings()
+        run = partial(type(head).forward, head)  # the output layer's own forward, also while it is replaced
+        changed_later = any(getattr(model.config, name, None) for name in LOGIT_SETTINGS)
         # a tensor: to the compiler a number would be a computation on the CPU
         temperature = torch.full((), self.temperature, device=batch.before.device)
         measure = partial(self._measure, temperature=temperature, entropy=entropy)
-        if any(getattr(model.config, name, None) for name in LOGIT_SETTINGS):
-            with _replaced(head, batch, lambda states: _run(head, states)[None]):
-                logits = model(**batch.inputs, use_cache=False).logits[0]
-            pieces = _in_pieces(measure, logits, batch.responses)
-        else:
-            pieces = self._without_logits(model, head, batch, measure)
+        found: list[Tensor] = []
+
+        def forward(states: Tensor) -> Tensor:
+            """Of the states from which the tokens were chosen; within the model's forward pass, where the weights are
+            gathered. The model takes log-probs and entropies for logits, and passes them on."""
+            states = states.flatten(0, 1)[batch.before]
+            if changed_later:
+                return run(states)[None]
+            pieces = _in_pieces(lambda s, t: measure(run(s), t), states, batch.responses)
+            found.append(torch.stack(pieces, dim=-1)[None])
+            return found[0]
+
+        head.forward = forward
+        try:
+            logits = model(**batch.inputs, use_cache=False).logits
+        finally:
+            del head.forward
+        if not changed_later and logits is not found[0]:
+            kind = type(model).__name__
+            raise RuntimeError(f"{kind} changes its logits after its output layer in an unknown way; use another model")
+        pieces = _in_pieces(measure, logits[0], batch.responses) if changed_later else logits[0].unbind(-1)
         logprobs, entropies = (batch.pad(part) for part in pieces)
         return logprobs, entropies
 
@@ -57,22 +69,6 @@ class PolicyOutputs:
         for tensor in (logits, targets):
             maybe_mark_dynamic(tensor, 0)
         return _compiled()(logits, targets, vocabulary=self.vocabulary, **options)
-
-    def _without_logits(self, model: nn.Module, head: nn.Module, batch: MicroBatch, measure: Any) -> list[Tensor]:
-        """Lets the output layer return log-probs and entropies. The model takes them for logits and passes them on."""
-        found: list[Tensor] = []
-
-        def outputs(states: Tensor) -> Tensor:
-            pieces = _in_pieces(lambda s, t: measure(_run(head, s), t), states, batch.responses)
-            found.append(torch.stack(pieces, dim=-1)[None])
-            return found[0]
-
-        with _replaced(head, batch, outputs):
-            logits = model(**batch.inputs, use_cache=False).logits
-        if logits is not found[0]:
-            kind = type(model).__name__
-            raise RuntimeError(f"{kind} changes its logits after its output layer in an unknown way; use another model")
-        return list(logits[0].unbind(-1))
 
 
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -104,19 +100,3 @@ def _in_pieces(run: Callable[..., tuple[Tensor, Tensor]], states: Tensor, target
         for part, target in zip(states.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
     ]
     return [torch.cat(parts) for parts in zip(*cast(Any, pieces), strict=True)]
-
-
-def _run(head: nn.Module, states: Tensor) -> Tensor:
-    """The output layer's own forward, also while it is replaced."""
-    return type(head).forward(head, states)
-
-
-@contextmanager
-def _replaced(head: nn.Module, batch: MicroBatch, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces the output layer's forward. It gets only the states `[N, H]` from which the response tokens were chosen.
-    It runs within the model's forward pass, since only there the weights are gathered."""
-    head.forward = lambda states: forward(states.flatten(0, 1)[batch.before])
-    try:
-        yield
-    finally:
-        del head.forward

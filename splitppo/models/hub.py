@@ -1,8 +1,5 @@
-"""Names on the Hugging Face hub: a model is OWNER/NAME[@REVISION], a data file hf://datasets/OWNER/NAME[@REVISION]/FILE.
-
-They become paths in the local cache. What the cache lacks is fetched by huggingface_hub, which reads HF_HOME,
-HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
-"""
+"""Names on the Hugging Face hub (docs/models.md) become paths in the local cache. What the cache lacks is fetched by
+huggingface_hub, which reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN."""
 
 import os
 import re
@@ -18,7 +15,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download
+from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub import errors as hf
 from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
@@ -57,10 +54,9 @@ class HubName:
 
     def cached(self) -> str:
         """The revision's commit in the cache, or ""."""
-        commit = self.revision
-        with suppress(OSError):
-            commit = (self.folder / "refs" / self.revision).read_text()
-        return commit if (self.folder / "snapshots" / commit / (self.file or "config.json")).is_file() else ""
+        file = self.file or "config.json"
+        found = try_to_load_from_cache(self.repo, file, revision=self.revision, repo_type=self.kind)
+        return Path(found).relative_to(self.folder / "snapshots").parts[0] if isinstance(found, str) else ""
 
     def error(self, problem: str, remedy: str) -> UserError:
         return UserError(f"{self.setting}={self}: {problem}; {remedy}")
@@ -68,14 +64,10 @@ class HubName:
 
 def find(setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True) -> tuple[str, str]:
     """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice. Raises
-    UserError if there is no such folder, nor such a name on the hub, or it can't be fetched.
-
-    Args:
-        setting: the setting that holds the name. Those of `data.` name files, others models.
-        own_code: fetch the model's Python files, too.
-        before: settings (TOML) of the run that goes on; a name without a revision keeps the commit that it has there.
-        fetch: ask the hub for the commit, and fetch what is missing. If not, only the cache is searched.
-    """
+    UserError if there is no such folder, nor such a name on the hub, or it can't be fetched. Settings of `data.` name
+    files, others models; with `own_code` the model's Python files are fetched, too. `before`: settings (TOML) of the
+    run that goes on; a name without a revision keeps the commit that it has there. Without `fetch`, only the cache is
+    searched."""
     is_data = setting.startswith("data.")
     is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()
     if is_local:
@@ -127,8 +119,7 @@ def _fetch(name: HubName, own_code: bool) -> str:
 
 
 def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
-    """Fetches files into the folder of their commit. After a failure they are removed there. The blobs of whole files
-    stay, and the next attempt takes them."""
+    """Fetches files into the folder of their commit. After a failure only the blobs of whole files stay."""
     cache, blobs, start = Path(constants.HF_HUB_CACHE), name.folder / "blobs", time.monotonic()
     try:
         cache.mkdir(parents=True, exist_ok=True)

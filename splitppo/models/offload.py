@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, cycle, groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from splitppo.models.sharding import local, mesh_of
+from splitppo.models.sharding import as_shard, local
 
 PART = 2**28  # bytes of optimizer state that are moved at once, about
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,20 +18,13 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Host memory for a tensor, sharded in the same way and not filled; pinned for a tensor of a GPU."""
     shard = local(tensor)
     copy = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda or shard.is_pinned())
-    if not isinstance(tensor, DTensor):
-        return copy
-    whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(copy, mesh_of(copy, tensor.device_mesh), tensor.placements, run_check=False, **whole)
+    return as_shard(copy, tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else copy
 
 
 class Offloaded:
     """Tensors whose memory on the device is given back while they are not needed. All that refers to them stays as it
-    is, as where FSDP gives back gathered weights.
-
-    Args:
-        pairs: each tensor, which has its storage alone, and its copy in host memory.
-        stream: for the copies.
-    """
+    is, as where FSDP gives back gathered weights. `pairs`: each tensor, which has its storage alone, and its copy in
+    host memory; `stream` is for the copies."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None):
         self.pairs, self.stream, self.here = pairs, stream, True
@@ -91,8 +83,7 @@ class HostShards(Offloaded):
 
 
 class HostState:
-    """AdamW's moments in host memory. `step` brings them to the device part by part: while one part is used, the next
-    one comes and the last one goes."""
+    """AdamW's moments in host memory. While `step` uses one part of them, the next comes and the last one goes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.optimizer, self.parts = optimizer, []

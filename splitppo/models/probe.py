@@ -1,13 +1,9 @@
-"""Whether a model can run on packed (or padded) rows: tried on a small copy, against transformers row by row.
-
-The copy has the model's own configuration, but few layers and random weights. So the probe also finds problems that no
-list of model types knows, such as packed rows that see each other.
-"""
+"""Whether a model can run on packed (or padded) rows: tried on a copy with few layers and random weights, against
+transformers row by row. So it also finds problems that no list of model types knows."""
 
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,18 +68,15 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
 
 def _error(model: nn.Module, kind: Kind, packed: bool, samples: Sequence[Sample], expected: Sequence[Tensor]) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
-    batch = micro_batch(samples, CPU, packed=packed)
-    policy = partial(PolicyOutputs(1.0, VOCABULARY), entropy=False)
-    out = value_outputs(model, batch) if kind == "value" else policy(model, batch)[0]
+    batch, policy = micro_batch(samples, CPU, packed=packed), PolicyOutputs(1.0, VOCABULARY)
+    out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
-    error = float(torch.stack(errors).max())
-    return error if math.isfinite(error) else math.inf
+    return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
 
 
 def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
     """`[T]` log-probs of a row alone, by transformers; with a head its values."""
-    ids = torch.tensor([sample.prompt + sample.response])
-    n = len(sample.response)
+    ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
     if head is not None:
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)
@@ -92,8 +85,8 @@ def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
 
 def _random_model(config: PretrainedConfig) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    allowed: Any = {"trust_remote_code": bool(code_of(config))}
-    model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, **allowed).eval()
+    options: Any = {"dtype": torch.float32, "trust_remote_code": bool(code_of(config))}
+    model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options).eval()
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.1 * noise)

@@ -1,4 +1,4 @@
-"""Forward passes of a sharded model over rows of any lengths; frozen models."""
+"""Forward passes of a sharded model over rows of any lengths; moving rows between its ranks; frozen models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitppo.job.collectives import Group
 from splitppo.models.attention import is_packed
-from splitppo.models.balance import gather_samples
-from splitppo.models.batching import Cut, MicroBatch, cut_lengths, micro_batch, partition
+from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import HEADER, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -58,6 +58,54 @@ class Runner:
                 cuts[i] = partition(costs, count, sizes=lengths, room=self.budget) or cuts[i]
         return [padded(cut, count) for cut, count in zip(cuts, counts, strict=True)]
 
+    def balance(
+        self, model: nn.Module, rollout: Rollout, mini_batches: MiniBatches, fields: Fields
+    ) -> tuple[Rollout, MiniBatches, Fields]:
+        """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so that all have about
+        equal work. Every rank receives all rows (a few bytes a token) and keeps its own. `fields` are packed tensors
+        `[N]` float32. Returns what this rank trains on, in the form of the arguments; the samples have no log-probs."""
+        group = self.group
+        if group.dp_size == 1:
+            return rollout, mini_batches, fields
+        owned = [(row, i) for i, rows in enumerate(mini_batches) for row in rows]
+        samples = [rollout.samples[rollout.index[row]] for row, _ in owned]
+        table = [(i, sample.tokens) for (_, i), sample in zip(owned, samples, strict=True)]
+        # a token's values side by side, so that one rank's part follows another's
+        values = rollout.select(torch.stack(list(fields.values())), [row for row, _ in owned]).T
+        table, header, ids, values = self._gather([*map(_flat, (table, *pack_rows(samples))), values.flatten()], group)
+        mini_batch, tokens = table.view(-1, 2).T.tolist()
+        headers, row_ids = header.view(-1, HEADER).tolist(), ids.split(packed_sizes(header.tolist()))
+        row_values = values.view(-1, len(fields)).split(tokens)
+        place = {header[0]: i for i, header in enumerate(headers)}
+        kept: list[list[int]] = []
+        for index in range(len(mini_batches)):
+            rows = sorted(row for row, i in place.items() if mini_batch[i] == index)
+            costs = [work(model, sum(headers[place[row]][1:3])) for row in rows]  # prompt and response
+            bins = partition(costs, group.dp_size) or []
+            kept.append([rows[i] for i in bins[group.dp_rank]])
+        mine = [place[row] for row in sorted(row for part in kept for row in part)]
+        samples = [sample for i in mine for sample in unpack_rows(headers[i], row_ids[i].tolist())]
+        packed = torch.cat([values.view(-1, len(fields))[:0], *(row_values[i] for i in mine)])
+        return Rollout(samples), kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
+
+    def gather(self, samples: Sequence[Sample], group: Group) -> list[Sample]:
+        """The samples of all ranks of a group, in their order, without log-probs; all of them call it."""
+        header, ids = self._gather([*map(_flat, pack_rows(samples))], group)
+        return unpack_rows(header.tolist(), ids.tolist())
+
+    def _gather(self, parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+        """Each of the tensors `[n]`, gathered over the ranks and joined in their order, on the CPU."""
+        sizes = group.all_gather([len(part) for part in parts])
+        joined = []
+        for i, part in enumerate(parts):
+            padded = part.new_zeros(max(size[i] for size in sizes), device=self.device)
+            padded[: len(part)] = part
+            gathered = padded.new_empty(len(sizes) * len(padded))
+            dist.all_gather_into_tensor(gathered, padded, group=group.mesh.get_group(0))
+            lines = gathered.view(len(sizes), len(padded)).cpu()
+            joined.append(torch.cat([line[: size[i]] for line, size in zip(lines, sizes, strict=True)]))
+        return joined
+
 
 def work(model: nn.Module, tokens: int) -> float:
     """The cost of a row, in tokens of a short row. A layer's matrices have about 12 H^2 numbers. Attention costs a
@@ -66,14 +114,17 @@ def work(model: nn.Module, tokens: int) -> float:
     return tokens * (1 + tokens / (12 * width))
 
 
+def _flat(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).flatten()
+
+
 def padded(cut: Cut, count: int) -> Cut:
     """Appends micro-batches without rows, up to `count`."""
     return cut + [[] for _ in range(count - len(cut))]
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses. If
-    ranks that share its layers own different rows, all of them run all these rows."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner = model, runner
@@ -84,7 +135,7 @@ class Frozen:
 
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
-        return gather_samples(samples, self.peers, self.runner.device) if self.peers else list(samples)
+        return self.runner.gather(samples, self.peers) if self.peers else list(samples)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""

@@ -1,6 +1,6 @@
 """One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,14 +32,12 @@ def parallelize(
     tensor: TensorSet | None = None,
 ) -> None:
     """Prepares a model on the meta device for a group, in place: activation checkpointing, compilation, fully_shard.
-
     Weights are sharded over the mesh's last axis, and replicated over the first if the mesh has two. Weights and
     reductions are float32; forward and backward run in `dtype`, but for the modules that the model names in `float32`.
     Gradients are *summed* over the ranks: the loss is already normalised by the whole mini-batch.
 
     With a `tensor` set, layers are cut over the set, and each part is sharded over the set's `line`. What is not cut
-    (embeddings, output layer) is sharded over `mesh`, all ranks: these have the same gradient on all ranks of a set.
-    """
+    (embeddings, output layer) is sharded over `mesh`, all ranks: these have the same gradient on all ranks of a set."""
     cast(Any, model).mesh = mesh
     if tensor:
         cut_layers(model, tensor.size, tensor)
@@ -60,8 +58,8 @@ def parallelize(
 
 
 def keep_gathered(model: nn.Module, *, last: bool) -> None:
-    """Call it before each micro-batch of a mini-batch. Layers stay gathered from the first forward pass to the backward
-    pass of the `last` micro-batch, which also reduces the gradients."""
+    """Call it before each micro-batch. Layers stay gathered until the backward pass of the mini-batch's `last`
+    micro-batch, which also reduces the gradients."""
     for module in _sharded_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_reshard_after_backward(last, recurse=False)
@@ -90,8 +88,7 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
 
 def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
-    them all, or one a mesh; all ranks call it. The tensors may share memory with the parameters (in a group of one) or
-    with each other."""
+    them all, or one a mesh; all ranks call it. Tensors may share memory with the parameters or with each other."""
     parts, found = parts_of(model), {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
@@ -147,18 +144,18 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
     if not parts.ranks or name not in parts.axes or not isinstance(parameter, DTensor):
         return parameter
     # in the order in which they cut: first the set, then fully_shard (after an axis of replicas, which don't)
-    where, own, shape = [Shard(parts.axes[name]), *parameter.placements], local(parameter), [*parameter.shape]
+    where, shape = [Shard(parts.axes[name]), *parameter.placements], [*parameter.shape]
     shape[parts.axes[name]] *= parts.ranks.size
-    whole: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(own, mesh_of(own, parts.ranks.mesh), where, run_check=False, **whole)
+    return as_shard(local(parameter), parts.ranks.mesh, where, shape)
 
 
-def mesh_of(shard: Tensor, mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh for a shard, which may have moved to host memory: DTensor would bring it back to the mesh's device. What
-    is made anew says which rank holds which shard; nothing communicates over it."""
-    if shard.device.type == mesh.device_type:
-        return mesh
-    return DeviceMesh(shard.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+def as_shard(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
+    """A tensor of this shape of which the rank has `own`, perhaps in host memory: DTensor would bring that back to the
+    mesh's device. A mesh that is made anew says which rank holds which shard; nothing communicates over it."""
+    if own.device.type != mesh.device_type:
+        mesh = DeviceMesh(own.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    whole: Any = {"shape": torch.Size(shape), "stride": torch.empty(torch.Size(shape), device="meta").stride()}
+    return DTensor.from_local(own, mesh, placements, run_check=False, **whole)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

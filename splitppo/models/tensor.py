@@ -4,8 +4,6 @@ transformers' plan of a model (`base_model_tp_plan`) says which linear layers ar
 of the heads, some of the MLP's width) and which by their inputs (`rowwise`). Two sums over the set join the parts: of
 the rowwise layers' outputs, and in the backward pass of the gradients at the inputs of attention and MLP (Shoeybi et
 al. 2019, Megatron-LM, section 3). All else, embeddings and output layer included, runs whole on every rank of the set.
-
-The parts are plain tensors, so fully_shard, optimizer and compiler treat them as the weights of a narrower model.
 """
 
 import re
@@ -30,17 +28,11 @@ PARTIAL = "replicated_with_grad_allreduce"  # a norm of single heads: each rank 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a set has cut of a model, by Hugging Face names.
+    """What a set has cut of a model, by Hugging Face names."""
 
-    Attributes:
-        ranks: the set; None if layers are whole.
-        axes: weight -> the axis along which it is cut.
-        partial: weights that are whole on all ranks, of whose gradient each has a part.
-    """
-
-    ranks: TensorSet | None = None
-    axes: Mapping[str, int] = field(default_factory=dict)
-    partial: tuple[str, ...] = ()
+    ranks: TensorSet | None = None  # the set; None if layers are whole
+    axes: Mapping[str, int] = field(default_factory=dict)  # weight -> the axis along which it is cut
+    partial: tuple[str, ...] = ()  # weights that are whole on all ranks, of whose gradient each has a part
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -57,11 +49,8 @@ def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) ->
 
 def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> None:
     """Leaves each layer of a model on the meta device one of `size` parts of its weights, in place. Which part a rank
-    holds is decided by what its weights are filled with (weights.py). Without `ranks` it can't run.
-
-    Raises:
-        ValueError: the model has no plan, one that is not in this version, or parts of different sizes.
-    """
+    holds is decided by what its weights are filled with (weights.py). Without `ranks` it can't run. Raises ValueError
+    if the model has no plan, one that is not in this version, or parts of different sizes."""
     styles, axes, group = _styles(model, size), {}, ranks.group.group_name if ranks else ""
     for name, style in styles.items():
         module = model.get_submodule(name)

@@ -15,8 +15,7 @@ VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CH
 
 
 def build_tiny(folder: Path, *, seed: int) -> None:
-    """Writes the model to `folder` as Hugging Face does: config, fp32 safetensors, tokenizer, generation config. The
-    same seed gives the same files. The global random state stays as it was."""
+    """Writes the model and its tokenizer as Hugging Face does. The same seed gives the same files."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
         model = LlamaForCausalLM(model_config())

@@ -26,8 +26,7 @@ def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """The tokenizer's largest id, plus one. A model's vocabulary is often padded beyond it. The padding is never
-    sampled: these ids have no text, and another model may not have them."""
+    """The tokenizer's largest id, plus one. Ids beyond, with which models are often padded, are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

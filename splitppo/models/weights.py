@@ -39,16 +39,9 @@ def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_in
 def fill(
     model: nn.Module, folder: str, device: torch.device, random_init: bool = False, head: Head = "zero", seed: int = 0
 ) -> None:
-    """Gives a (sharded) meta model its memory and weights. Each rank reads only its own shards.
-
-    Args:
-        folder: Hugging Face folder with safetensors.
-        random_init: draw the weights from `seed` instead.
-        head: how a scalar head starts that the folder does not have; `normal` is drawn from `seed`.
-
-    Raises:
-        UserError: the folder lacks a weight, or has one of another shape or of a type that can't be read.
-    """
+    """Gives a (sharded) meta model its memory, and weights from a folder's safetensors (each rank reads its shards), or
+    drawn from `seed` with `random_init`. `head`: how a scalar head starts that the folder lacks (`normal` is drawn).
+    Raises UserError if a weight is not there, or of another shape, or of a type that can't be read."""
     materialize(model, device)
     weights = None if random_init else _Weights(folder, model)
     if weights:
@@ -119,12 +112,8 @@ def save_trained(
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are saved with the weights, by Hugging Face name."""
-    return {
-        hf_name(f"{path}.{name}"): buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    saved = {hf_name(name) for name in model.state_dict()}
+    return {name: buffer for path, buffer in model.named_buffers() if (name := hf_name(path)) in saved}
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -175,18 +164,13 @@ def _open(path: Path) -> Any:
 
 
 class _Weights:
-    """Reads tensors from a folder's safetensors files, each opened once.
-
-    Attributes:
-        names: name of a weight in the model -> its name in the folder; transformers renames some on loading.
-        unexpected: names in the folder of weights that the model's modules don't have.
-    """
+    """Reads tensors from a folder's safetensors files, each opened once."""
 
     def __init__(self, folder: str, model: nn.Module):
         self.folder, self.model = folder, model
         self.files, self.open = _weight_files(Path(folder)), cache(_open)
-        self.names: dict[str, str] = {}
-        self.unexpected: list[str] = []
+        self.names: dict[str, str] = {}  # in the model -> in the folder; transformers renames some on loading
+        self.unexpected: list[str] = []  # names in the folder of weights that the model's modules don't have
         conversions, ignored = cast(Any, model).folder_names
         merges = [part for part in conversions if isinstance(part, WeightConverter)]
         renames = [part for part in conversions if part not in merges]

@@ -20,7 +20,6 @@ from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
 from splitppo.models import build, weights
-from splitppo.models.freeze import freeze
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.sharding import parallelize
@@ -207,7 +206,7 @@ class Builder:
         model = build.build(found.config, found.kind, resolved.dtype if frozen else torch.float32, packed=found.packed)
         # with gradients, the reference's layers are to the compiler what the policy's are; it runs without them
         model.requires_grad_(name != "reward")
-        freeze(model, found.frozen, f"{name}.freeze")
+        build.freeze(model, found.frozen, f"{name}.freeze")
         # a reward model runs padded, over texts of its own: compiling it would take longer than it saves
         compiled = resolved.compiled and name != "reward"
         checkpointing = config.compute.activation_checkpointing and not frozen

@@ -18,8 +18,7 @@ from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models import hub, tiny
-from splitppo.models.build import Kind, count_parameters, most_positions, read_config, shorten
-from splitppo.models.freeze import count_trained
+from splitppo.models.build import Kind, count_parameters, count_trained, most_positions, read_config, shorten
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
@@ -38,7 +37,7 @@ class Model:
     config: PretrainedConfig
     random_init: bool  # whether its weights are drawn from the seed
     packed: bool  # whether it runs on packed rows
-    frozen: tuple[str, ...] = ()  # what of it is not trained (models/freeze.py)
+    frozen: tuple[str, ...] = ()  # what of it is not trained (models/build.py)
     number: int = 1  # how many the run has of it
 
     def folder(self, run_dir: Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("algo", "placement", "models.balance", "rewards.shaping", "run.metrics", "tools.cost", "validation")
+PLACES = ("algo", "placement", "models.runner", "rewards.shaping", "run.metrics", "tools.cost", "validation")
 ROOMS = {place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")}  # name -> module in the package
 KNOWN = ROOT / "tests" / "helpers" / "survivors.txt"
 KILLED, SURVIVED = (1, 3, 24, -24, 36, 152, 255), (0, 5, 33)  # by a test, or by its time; no test noticed, or calls it

@@ -2,16 +2,22 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from ranks import run_threads
+from transformers import LlamaConfig
 
 from splitppo.job.collectives import Group
-from splitppo.models.balance import balance
+from splitppo.models import runner as running
+from splitppo.models.runner import Runner
 from splitppo.placement import own
 from splitppo.rollout import Rollout, Sample
 
 ROWS, LEFT_OUT = 120, {3, 50}
+# so wide that a row costs its tokens
+MODEL: Any = SimpleNamespace(config=LlamaConfig(hidden_size=2**40, num_attention_heads=1))
 
 
 def sample(row: int) -> Sample:
@@ -30,6 +36,10 @@ def sampled(row: Sample) -> torch.Tensor:
     return torch.tensor(row.response)[row.places]
 
 
+def runner_of(group: Group) -> Runner:
+    return Runner(group, torch.device("cpu"), budget=1)
+
+
 def balance_rank(group, count=ROWS, cuts=3):
     world, rank = group.dp_size, group.dp_rank
     owned = own(seed=0, step=1, batch_size=count, samples=1, mini_batches=cuts, sizes={"actor": world, "critic": world})
@@ -38,7 +48,7 @@ def balance_rank(group, count=ROWS, cuts=3):
     trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
     fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.samples)])}
     fields["twice"] = 2 * fields["old"]
-    got, mini_batches, figures = balance(rollout, trained, fields, float, group, torch.device("cpu"))
+    got, mini_batches, figures = runner_of(group).balance(MODEL, rollout, trained, fields)
     tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
     before = [sum(rollout.totals[rollout.index[row]] for row in part) for part in trained]
     per_row = {name: [t.tolist() for t in got.split(x)] for name, x in figures.items()}
@@ -73,17 +83,18 @@ def test_ranks_without_rows_take_part():
         assert per_row["old"] == [(sampled(row) / 7).tolist() for row in held]
 
 
-def test_the_cost_of_a_row_is_that_of_its_tokens():
+def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
     asked: set[int] = set()
 
-    def note(tokens: int) -> float:
+    def note(_: Any, tokens: int) -> float:
         asked.add(tokens)
         return float(tokens)
 
     def run(group: Group) -> None:
         rollout = Rollout([sample(2 * group.dp_rank)])
         fields = {"old": torch.zeros(rollout.tokens)}
-        balance(rollout, [rollout.rows], fields, note, group, torch.device("cpu"))
+        runner_of(group).balance(MODEL, rollout, [rollout.rows], fields)
 
+    monkeypatch.setattr(running, "work", note)
     run_threads(2, run)
     assert asked == {len(s.prompt) + len(s.response) for s in (sample(0), sample(2))}
