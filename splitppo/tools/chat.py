@@ -13,8 +13,8 @@ from unicodedata import east_asian_width
 
 import tyro
 
-from splitppo.config.cli import parse, read_call
-from splitppo.errors import UserError, check_text, command, one_line, words
+from splitppo.config.cli import parse
+from splitppo.errors import UserError, check_text, one_line
 from splitppo.tools.export import find_checkpoint, load_model, started_from
 from splitppo.tools.timeline import read_columns
 
@@ -143,8 +143,3 @@ def chat(
         print(prompt, end="", flush=True)
     print(end="\n" if prompt else "")
     return status
-
-
-@command
-def main() -> int:
-    return read_call(chat, "splitppo chat", words())()

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from splitppo.config.cli import read_call
-from splitppo.errors import UserError, command, words
+from splitppo.errors import UserError
 
 
 def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
@@ -149,8 +148,3 @@ def prepare(
         out: Folder to write. Unset: data/NAME.
     """
     prepare_data(DATA[name], source, out or Path("data", name))
-
-
-@command
-def main() -> None:
-    read_call(prepare, "splitppo prepare", words())()

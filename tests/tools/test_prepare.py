@@ -11,13 +11,13 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
+from splitppo.__main__ import main
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards.functions import check_prompts
-from splitppo.tools import prepare
 from splitppo.tools.prepare import DATA, answer_of, prepare_data, write_folder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -210,7 +210,7 @@ def test_the_presets_data_are_what_prepare_writes(tmp_path: Path, monkeypatch: p
         commands = re.findall(r"^#   splitppo (prepare .*)$", preset.read_text(), re.M)
         assert commands, f"{preset.name} does not say where its data come from"
         for line in commands:
-            monkeypatch.setattr(sys, "argv", [*line.split(), "--source=source"])
-            assert prepare.main() == 0
+            monkeypatch.setattr(sys, "argv", ["splitppo", *line.split(), "--source=source"])
+            assert main() == 0
         config = parse(["--config", str(preset)])
         assert all(Path(file).is_file() for file in config.data.files + config.data.validation_files)
