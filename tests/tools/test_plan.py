@@ -67,7 +67,7 @@ def test_all_placements_of_some_gpus():
 
 
 def test_only_a_much_lower_rate_is_waiting():
-    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0, 0.0)] == [0.5, 0.0, 0.0, 0.0]  # 60: the limit itself
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [0.5, 0.0, 0.0]  # 60: the limit itself
     assert waiting(0.5, 100.0) == 0.995
 
 
@@ -132,10 +132,6 @@ def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     alike = measured(actor, critic, Split(2, 2), 500)
     assert (alike.policy_fixed, alike.value_fixed) == (0.0, 0.0)
     assert (alike.policy, alike.value) == pytest.approx((work.policy, 2.0))
-    for line in actor + critic:
-        line.pop("perf/update_tflop", None)
-    older = measured(actor, critic, Split(2, 2), 500)
-    assert (older.value, older.value_fixed, older.policy_fixed) == pytest.approx((2.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
