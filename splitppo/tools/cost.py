@@ -100,7 +100,7 @@ def mean(lines: Lines, name: str) -> float:
 def updates(lines: Lines) -> tuple[float, float]:
     """Seconds of an update and a rank's 10^12 model FLOPs a second in it. Steps without an update are left out: the
     critic's warm-up, and steps that trained on no row."""
-    found = [line for line in lines if "timing_s/update" in line and line["perf/update_tflop"]]
+    found = [line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")]
     if not found:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
     seconds = mean(found, "timing_s/update")
@@ -114,11 +114,8 @@ def waiting(rate: float, other: float) -> float:
 
 
 def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
-    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the policy.
-
-    Raises:
-        UserError: there are not enough steps.
-    """
+    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the policy. Raises
+    UserError if there are too few steps."""
     actor, critic = actor[WARM_UP:], critic[WARM_UP:]
     if not actor or not critic:
         raise UserError(f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on")
@@ -168,8 +165,7 @@ def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
 
 def advice(work: Work, split: Split, gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[str]:
     """The run's own placement by the model, then the three fastest of the others; `movable` as `may_move` says."""
-    actor, critic = columns(work, split)
-    step = predict(work, split)
+    (actor, critic), step = columns(work, split), predict(work, split)
     lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
     others = [other for other in splits(gpus, movable=movable, sets=sets) if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:

@@ -13,8 +13,7 @@ from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.tools.timeline import read_columns
 
-# what a model card shows
-SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")
+SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")  # in a card
 
 
 def export(
@@ -112,8 +111,7 @@ Settings and versions:
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number in an ensemble, on the CPU in float32. Needs no process
-    group."""
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Needs no process group."""
     import torch
 
     from splitppo.models import build as models

@@ -1,7 +1,4 @@
-"""Runs as they recorded themselves: what overlaps in a step, its timeline, curves, tables of several runs.
-
-Needs no torch.
-"""
+"""Runs as they recorded themselves: the timeline of a step, curves, tables of several runs. Needs no torch."""
 
 import json
 import tomllib
@@ -118,11 +115,8 @@ def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int
 
 
 def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
-    """Lays out a step. Columns with the same spans are one column that was written twice (colocated).
-
-    The view begins a little before the step and has its spans beyond the end, up to as long again: the critic's update
-    ends in the next step.
-    """
+    """Lays out a step. Columns with the same spans are one column that was written twice (colocated). The view has the
+    step's spans beyond its end, up to as long again: the critic's update ends in the next step."""
     origin, end = actor[step].ends()
     length, columns = max(end - origin, 1e-6), {"actor": actor, "critic": critic}
     if step not in critic or critic[step].spans in ([], actor[step].spans):
@@ -213,13 +207,12 @@ def differences(columns: Sequence[Mapping[str, str]]) -> Rows:
 
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
-    rows = differences([run.settings for run in runs])
-    return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] not in ("run_dir", "log.name"))]
+    rows = [row for row in differences([run.settings for run in runs]) if row[0] not in ("run_dir", "log.name")]
+    return [("setting", *(run.name for run in runs)), *rows]
 
 
 def results_table(runs: Sequence[Run]) -> Rows:
-    """Heads, and of each run its scores, seconds and tokens/s of the median step, and the time of all steps; - is not
-    recorded."""
+    """Heads, and the results of each run; - is not recorded."""
     rows: Rows = [RESULTS]
     for run in runs:
         names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
@@ -239,8 +232,8 @@ def as_text(table: Rows, width: int = 120) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     while sum(widths) + 2 * len(widths) - 2 > width:
         widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
-    cut = [
-        [c if len(c) <= w else f"{c[: (w - 1) // 2]}…{c[len(c) - w // 2 :]}" for c, w in zip(row, widths, strict=True)]
-        for row in cells
-    ]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cut]
+
+    def fit(cell: str, size: int) -> str:
+        return cell.ljust(size) if len(cell) <= size else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+
+    return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]
