@@ -219,9 +219,8 @@ def main() -> int:
         except UserError as error:
             print(f"  failed: {error}", flush=True)
             continue
-        print(
-            f"  {results[-1].tokens_s:,.0f} tokens/s, {results[-1].seconds('actor', 'step'):.2f} s a step", flush=True
-        )
+        results.append(result)
+        print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
         base = next((result for result in results if result.job == "colocated"), None)
         for result in results:
             if base and not result.job.endswith("/barrier"):  # the model has none
