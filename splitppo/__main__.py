@@ -3,9 +3,10 @@
 import importlib
 import sys
 
-from splitppo.errors import UserError, command
+from splitppo.config.cli import parse, read_call
+from splitppo.errors import UserError, command, words
 
-COMMANDS = {  # name: (module with a `main`, what it does)
+COMMANDS = {  # name: (module with a `main`, or with a function of that name; what it does)
     "train": ("splitppo.train", "train on this process alone; several ranks: torchrun -m splitppo.train"),
     "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
     "plan": ("splitppo.tools.plan", "predict which placements fit, and which is the fastest"),
@@ -28,8 +29,12 @@ def main() -> int:
         raise UserError(f"splitppo {name}: no such command; use one of {', '.join(COMMANDS)}")
     sys.argv = [f"splitppo {name}", *arguments]
     if name == "train" and {"-h", "--help"} & set(arguments):
-        importlib.import_module("splitppo.config.cli").parse(arguments)  # without torch, which takes seconds to import
-    return importlib.import_module(COMMANDS[name][0]).main()
+        parse(arguments)  # without torch, which takes seconds to import
+    module = importlib.import_module(COMMANDS[name][0])
+    if hasattr(module, "main"):
+        return module.main()
+    status = read_call(getattr(module, name), sys.argv[0], words())()
+    return status if isinstance(status, int) else 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""Placements compared on the same GPUs: the same rows through the same models, one job after the other.
+"""`splitppo bench`: placements compared on the same GPUs, one job after the other, with the same rows and models.
 
-    splitppo bench --gpus 4 --lengths lognormal:240:1024 --config my.toml [any flag of the trainer]
-
-The jobs are (a) `colocated`, (b) `2+2/barrier`, a split whose groups wait for each other after the updates, as verl's
-split_placement did, and (c) `2+2`, `2+2/critic`, ...: splits without a barrier, the reference with the actor or the
-critic. Responses have given lengths, so that all jobs do the same work. Prints a table and writes OUT/bench.json
-and each job's run folder and log.
+A job is `colocated`; `2+2/barrier`, a split whose groups wait for each other after the updates, as verl's
+split_placement did; or `2+2`, `2+2/critic`: without a barrier, the reference with the actor or the critic. Prints a
+table, and writes OUT/bench.json and each job's run folder and log.
 """
 
 import json
@@ -27,9 +24,8 @@ from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.tools.compare import as_text
 from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
-from splitppo.tools.timeline import read_columns
+from splitppo.tools.timeline import as_text, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
@@ -82,16 +78,14 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?(/barrier)?", job)
     if not found:
         raise UserError(f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier")
-    if job == "colocated":
-        split, mode, sizes = Split(gpus, 0), "colocated", ("None", "None")
-    else:
+    split, mode = Split(gpus, 0), "colocated"
+    if found[1]:
         split, mode = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor"), "per_node"
-        sizes = (found[1], found[2])
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
             raise UserError(f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}")
-    flags = ["--placement.mode", mode, "--placement.actor", sizes[0], "--placement.critic", sizes[1]]
-    barrier = "--placement.barrier" if found[4] else "--placement.no-barrier"
-    return split, [*flags, "--placement.reference", split.reference, barrier]
+    flags = f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]}"
+    flags += f" --placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
+    return split, flags.split()
 
 
 def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
@@ -157,17 +151,16 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
 
 def result_of(job: str, split: Split, folder: Path, began: float, warmup: int) -> Result:
     """The figures of a job's run, without its first `warmup` steps."""
-    actor, critic = read_columns(folder)
-    steps = {"actor": [step.metrics for step in actor.values()], "critic": [step.metrics for step in critic.values()]}
+    columns = dict(zip(ROLES, read_columns(folder), strict=True))
+    steps = {role: [step.metrics for step in column.values()] for role, column in columns.items()}
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
     work = measured(steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch)
-    first = min(start for step in actor.values() for name, start, _ in step.spans if name == "rollout")
+    first = min(start for step in columns["actor"].values() for name, start, _ in step.spans if name == "rollout")
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()}
     tflops = {role: found["perf/update_tflop"] / found["timing_s/update"] for role, found in metrics.items()}
     gpu = gpu_name() or ""
-    peak = next((value for name, value in PEAK_TFLOPS.items() if name in gpu), None)
-    mfu = {role: value / peak for role, value in tflops.items()} if peak else {}
+    mfu = {role: value / peak for role, value in tflops.items() for name, peak in PEAK_TFLOPS.items() if name in gpu}
     tokens_s = metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"]
     seconds = [step["timing_s/step"] for step in last["actor"]]
     return Result(job, split, work, metrics, tokens_s, seconds, first - began, tflops, mfu)
@@ -180,44 +173,6 @@ def gpu_name() -> str | None:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
-
-
-def compare(bench: Bench, extra: list[str]) -> int:
-    """Runs all jobs and prints their table; returns the exit status."""
-    ppo, out, gpu = parse(extra).ppo, Path(bench.out), gpu_name()
-    jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
-    for job in jobs:
-        parse_job(job, bench.gpus)
-    if bench.warmup < WARM_UP or bench.steps < 1:
-        raise UserError(f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; the first steps compile")
-    if out.exists():
-        raise UserError(f"--out {out}: it exists; name a new folder")
-    lengths = lengths_of(bench.lengths) if bench.lengths else []
-    out.mkdir(parents=True)
-    flags, results = job_flags(bench, extra, lengths, out), []
-    for job in jobs:
-        print(f"{job} ...", flush=True)
-        try:
-            result = run_job(job, bench, flags, out)
-        except UserError as error:
-            print(f"  failed: {error}", flush=True)
-            continue
-        results.append(result)
-        print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
-        add_predictions(results)
-        found = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
-        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
-    if results:
-        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
-    return 0 if len(results) == len(jobs) else 1
-
-
-def add_predictions(results: list[Result]) -> None:
-    """Sets what the cost model predicts from the colocated job's work. The model has no barrier."""
-    for base in [result for result in results if result.job == "colocated"][:1]:
-        for result in results:
-            if not result.job.endswith("/barrier"):
-                result.predicted_s = predict(base.work, result.split)
 
 
 def table(results: list[Result]) -> str:
@@ -244,4 +199,34 @@ def table(results: list[Result]) -> str:
 
 @command
 def main() -> int:
-    return compare(*read_flags(Bench, "splitppo bench", words(), return_unknown_args=True))
+    """Runs all jobs and prints their table; returns the exit status."""
+    bench, extra = read_flags(Bench, "splitppo bench", words(), return_unknown_args=True)
+    ppo, out, gpu = parse(extra).ppo, Path(bench.out), gpu_name()
+    jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
+    for job in jobs:
+        parse_job(job, bench.gpus)
+    if bench.warmup < WARM_UP or bench.steps < 1:
+        raise UserError(f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; the first steps compile")
+    if out.exists():
+        raise UserError(f"--out {out}: it exists; name a new folder")
+    lengths = lengths_of(bench.lengths) if bench.lengths else []
+    out.mkdir(parents=True)
+    flags, results = job_flags(bench, extra, lengths, out), []
+    for job in jobs:
+        print(f"{job} ...", flush=True)
+        try:
+            result = run_job(job, bench, flags, out)
+        except UserError as error:
+            print(f"  failed: {error}", flush=True)
+            continue
+        results.append(result)
+        print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
+        base = next((result for result in results if result.job == "colocated"), None)
+        for result in results:
+            if base and not result.job.endswith("/barrier"):  # the model has none
+                result.predicted_s = predict(base.work, result.split)
+        found = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
+        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
+    if results:
+        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
+    return 0 if len(results) == len(jobs) else 1

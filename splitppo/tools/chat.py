@@ -13,10 +13,10 @@ from unicodedata import east_asian_width
 
 import tyro
 
-from splitppo.config.cli import parse, read_call
-from splitppo.errors import UserError, check_text, command, one_line, words
+from splitppo.config.cli import parse
+from splitppo.errors import UserError, check_text, one_line
 from splitppo.tools.export import find_checkpoint, load_model, started_from
-from splitppo.tools.timeline import read_columns
+from splitppo.tools.timeline import curves, read_columns
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HEADS = ("trained", "before training")
@@ -24,11 +24,8 @@ Answer = dict[str, list[Any]]  # `text` and `value` of each token
 
 
 def load(run: Path, step: int | None, temperature: float, limit: int | None) -> Callable[[str, int], list[Answer]]:
-    """Loads a checkpoint's policy and value model, and the policy before training, on a GPU if there is one.
-
-    Returns:
-        (prompt, number) -> both answers. The noise depends on the number. A prompt that is too long is a UserError.
-    """
+    """Loads a checkpoint's policy and value model, and the policy before training, on a GPU if there is one. Returns
+    (prompt, number) -> both answers: the noise depends on the number. A prompt that is too long is a UserError."""
     import torch
 
     from splitppo.data.files import Row
@@ -104,11 +101,9 @@ def show(run: Path, answers: list[Answer]) -> None:
             figures = [f"{json.dumps(t, ensure_ascii=False)} {v:.4g}" for t, v in zip(*answer.values(), strict=True)]
             print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
         return
-    steps = [step.metrics for step in read_columns(run)[1].values()]
-    scores = [
-        metrics[name] for metrics in steps for name in ("critic/score/min", "critic/score/max") if name in metrics
-    ]
-    low, high = min(scores, default=0.0), max(scores, default=1.0)
+    series = curves({}, read_columns(run)[1])
+    low = min(series.get("critic/score/min", {0: 0.0}).values())
+    high = max(series.get("critic/score/max", {0: 1.0}).values())
     width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
     columns = [layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=True)]
     print(*("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)), sep="\n")
@@ -143,8 +138,3 @@ def chat(
         print(prompt, end="", flush=True)
     print(end="\n" if prompt else "")
     return status
-
-
-@command
-def main() -> int:
-    return read_call(chat, "splitppo chat", words())()

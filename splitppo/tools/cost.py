@@ -1,4 +1,4 @@
-"""The cost model of a step: how long it takes with another split of the GPUs (plan.py and bench.py use it).
+"""The cost model of a step: how long it takes with another split of the GPUs.
 
 With x actor ranks and y critic ranks, and the work of a phase in seconds of one GPU:
 
@@ -98,9 +98,9 @@ def mean(lines: Lines, name: str) -> float:
 
 
 def updates(lines: Lines) -> tuple[float, float]:
-    """Seconds of an update and a rank's 10^12 model FLOPs a second in it, 0 if a run of an older version did not record
-    them. Steps without an update are left out: the critic's warm-up, and steps that trained on no row."""
-    found = [line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop") != 0]
+    """Seconds of an update and a rank's 10^12 model FLOPs a second in it. Steps without an update are left out: the
+    critic's warm-up, and steps that trained on no row."""
+    found = [line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")]
     if not found:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
     seconds = mean(found, "timing_s/update")
@@ -110,15 +110,12 @@ def updates(lines: Lines) -> tuple[float, float]:
 def waiting(rate: float, other: float) -> float:
     """The share of an update that waits for the host: all time beyond what the update would take with the other model's
     FLOPs a second. 0 unless the other's are many more, since models of one size differ a little, too."""
-    return 1 - rate / other if 0 < rate < SLOW * other else 0.0
+    return 1 - rate / other if rate < SLOW * other else 0.0
 
 
 def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
-    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the policy.
-
-    Raises:
-        UserError: there are not enough steps.
-    """
+    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the policy. Raises
+    UserError if there are too few steps."""
     actor, critic = actor[WARM_UP:], critic[WARM_UP:]
     if not actor or not critic:
         raise UserError(f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on")
@@ -168,8 +165,7 @@ def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
 
 def advice(work: Work, split: Split, gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[str]:
     """The run's own placement by the model, then the three fastest of the others; `movable` as `may_move` says."""
-    actor, critic = columns(work, split)
-    step = predict(work, split)
+    (actor, critic), step = columns(work, split), predict(work, split)
     lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
     others = [other for other in splits(gpus, movable=movable, sets=sets) if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
@@ -192,15 +188,11 @@ def window_advice(work: Work, split: Split, lengths: Sequence[int], gpus: int, *
     """Speed and age of the tokens that are trained on, for each window below the longest response."""
     own, lines = sum(lengths) / len(lengths) / predict(work, split), []
     for window in (size for size in WINDOWS if size < max(lengths)):
-        each = {
-            other: predict(with_window(work, other, lengths, window), other) for other in splits(gpus, movable=movable)
-        }
+        each = {s: predict(with_window(work, s, lengths, window), s) for s in splits(gpus, movable=movable)}
         best = min(each, key=lambda other: each[other])
-        age = sum(n * n for n in lengths) / sum(lengths) / 2 / window
-        speed = (
-            f"{work.batch * window / each[best]:,.0f} response tokens/s, {window / each[best] / own:.2f}x this run's"
-        )
-        lines.append(f"  rollout.window {window}: {speed}, on {best}; tokens are {age:.1f} steps old on average")
+        age, speed = sum(n * n for n in lengths) / sum(lengths) / 2 / window, window / each[best]
+        told = f"{work.batch * speed:,.0f} response tokens/s, {speed / own:.2f}x this run's"
+        lines.append(f"  rollout.window {window}: {told}, on {best}; tokens are {age:.1f} steps old on average")
     return lines
 
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import parse, read_call
-from splitppo.errors import UserError, command, words
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
 from splitppo.tools.timeline import read_columns
 
-# what a model card shows
-SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")
+SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")  # in a card
 
 
 def export(
@@ -34,10 +33,11 @@ def export(
         dtype: Precision of the written weights.
     """
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
     from splitppo.models.weights import save
 
+    logging.disable_progress_bar()
     step, saved = find_checkpoint(run, step)
     out = out or run / "export" / f"step_{step:06d}"
     config = parse(["--config", str(run / "config.toml")])
@@ -50,6 +50,7 @@ def export(
             for file in source.glob(pattern):
                 shutil.copy(file, folder)
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
+        print(f"{folder.name}: {folder}")
     return out
 
 
@@ -110,8 +111,7 @@ Settings and versions:
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number in an ensemble, on the CPU in float32. Needs no process
-    group."""
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Needs no process group."""
     import torch
 
     from splitppo.models import build as models
@@ -129,13 +129,3 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
         read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
     return model
-
-
-@command
-def main() -> None:
-    call = read_call(export, "splitppo export", words())
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    out = call()
-    print(f"policy: {out / 'policy'}\nvalue: {out / 'value'}")

@@ -25,11 +25,8 @@ TRIED = ("--compute", "--reference", "--policy", "--value", "--engine")  # the p
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """Of a folder or a hub name, of which config.json alone is fetched.
-
-    Raises:
-        UserError: there is none, or of no model that can be trained.
-    """
+    """Of a folder or a hub name, of which config.json alone is fetched. Raises UserError if there is none, or of no
+    model that can be trained."""
     folder = name
     if not Path(name).is_dir():
         repository, _, revision = name.partition("@")
@@ -44,13 +41,11 @@ def model_config(name: str) -> PretrainedConfig:
 
 
 def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
-    """The placements that fit, the fastest first, each with as few as possible of the ways to need less memory.
+    """The placements that fit, the fastest first, each with as few as possible of the ways to need less memory. Raises
+    UserError if none does.
 
     Args:
         length: the longest row in tokens; a quarter of it is the prompt. memory: of a GPU in GiB.
-
-    Raises:
-        UserError: nothing fits.
     """
     config, found, least = model_config(name), [], []
     models = {role: Model(KINDS[role], name, name, config, True, packed=True) for role in KINDS if role != "reward"}

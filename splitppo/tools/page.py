@@ -1,8 +1,5 @@
-"""A run as one page, RUN/report.html: settings, curves, timelines of its steps, samples; or several runs compared.
-
-The page is the template report.html with the data as JSON. It loads nothing, so it opens offline. The constants below
-bound its size.
-"""
+"""A run as one page, or several runs compared: the template report.html with the data as JSON. It loads nothing, so it
+opens offline. The constants below bound its size."""
 
 import json
 import math
@@ -11,29 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
-from splitppo.tools.compare import Run, differences, flat, read_settings, results_table, settings_table
 from splitppo.tools.timeline import (
     OTHER_COLOUR,
     SPAN_COLOURS,
     Column,
-    Timeline,
+    Run,
     build_timeline,
     curves,
+    differences,
+    flat,
     raster,
+    read_settings,
+    results_table,
+    settings_table,
     timed_steps,
 )
 
 CURVE_POINTS = 2000
-TIMELINES, LAST_TIMELINES = 200, 50  # all of the last steps, and some of the steps before them
+TIMELINES = 200  # of the last steps and the chosen one
 SAMPLE_ROWS, SAMPLE_STEPS = 300, 75  # of the training and as many of the held-out samples
 TEXT_CHARS = 2000
 TOKEN_STEPS, TOKEN_ROWS, TOKENS = 12, 4, 1000  # steps with rows shown token by token; rows of a step, tokens of a row
 LIMITS = {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "chars": TEXT_CHARS, "tokens": TOKENS}
-ABSENT = ("not in config.toml", "not a setting of this version")
 
 SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
@@ -51,18 +51,18 @@ GROUPS = {  # title: pattern of a metric's name; the first that fits takes the m
     "Further figures": r"",
 }
 
-T = TypeVar("T")
-
 
 def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> str:
     """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans. Raises UserError if
     a file of the run can't be read."""
-    timelines = [build_timeline(actor, critic, step) for step in pick_steps(timed_steps(actor, critic), chosen)]
+    timed = timed_steps(actor, critic)
+    kept = [step for i, step in enumerate(timed) if step == chosen or i > len(timed) - TIMELINES]
+    timelines = [build_timeline(actor, critic, step) for step in kept]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
     settings, defaults = read_settings(run), flat(asdict(Config()))
-    changed = None if settings is None else differences([settings, defaults], ABSENT)
+    changed = None if settings is None else differences([settings, defaults])
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
-    names = {name for timeline in timelines for spans in timeline.lanes.values() for _, (name, _, _) in spans}
+    names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
     data = {
         "name": run.resolve().name,
         "about": f"{run.resolve()}: {max(actor)} steps",
@@ -74,7 +74,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         ],
         "placement": read_if_there(run / "placement.txt", str.splitlines) or ["no placement.txt in the run's folder"],
         "groups": groups([curves(actor, critic)]),
-        "timelines": [layout(timeline) for timeline in timelines],
+        "timelines": [timeline._asdict() for timeline in timelines],
         "raster": raster(actor),
         "chosen": chosen,
         "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
@@ -103,76 +103,49 @@ def render(data: dict[str, Any]) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that may stand within an HTML <script>: nothing in it ends the element or begins another. Numbers must be
-    finite, since JSON has no others."""
+    """JSON for an HTML <script>: nothing in it ends the element or begins another. Numbers must be finite."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
-def thin(items: Sequence[T], most: int) -> list[T]:
+def thin(items: Sequence[Any], most: int) -> list[Any]:
     """At most `most` of the items (2 at least), evenly spaced, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def thin_points(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most `most` points of a curve (5 at least): the first, the last, and of each stretch between them the lowest,
-    the highest and one that isn't finite, so that no spike is lost."""
-    if len(points) <= most:
-        return list(points)
-    inner, stretches = points[1:-1], (most - 2) // 3
-    kept = {points[0], points[-1]}
-    for i in range(stretches):
-        part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
-        finite = sorted((point for point in part if math.isfinite(point[1])), key=lambda point: point[1])
-        kept |= {*finite[:1], *finite[-1:], *[point for point in part if not math.isfinite(point[1])][:1]}
-    return sorted(kept, key=lambda point: point[0])
-
-
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
-    """[title, [[metric, [[number of the run, *`curve`], ...]], ...]] of each group. A curve has at most `CURVE_POINTS`
-    points, over all runs."""
-    most = max(CURVE_POINTS // len(runs), 100)
-    return [
-        [title, [[name, [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]] for name in names]]
-        for title, names in grouped({name: 0 for run in runs for name in run if name not in NO_METRICS})
-    ]
+    """[title, [[metric, [[number of the run, *`curve`], ...]], ...]] of each group that has any. A curve has at most
+    `CURVE_POINTS` points, over all runs."""
+    most, found = max(CURVE_POINTS // len(runs), 100), {title: [] for title in GROUPS}
+    for name in {name: 0 for run in runs for name in run if name not in NO_METRICS}:
+        found[group_of(name)].append(
+            [name, [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]]
+        )
+    return [[title, metrics] for title, metrics in found.items() if metrics]
+
+
+def group_of(metric: str) -> str:
+    """The title of a metric's group."""
+    return next(title for title, pattern in GROUPS.items() if re.search(pattern, metric))
 
 
 def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float | None]]:
-    """Steps and values of a curve, thinned, with six digits; None is a value that isn't finite."""
-    kept = thin_points(sorted(points.items()), most)
-    return [step for step, _ in kept], [float(f"{value:.6g}") if math.isfinite(value) else None for _, value in kept]
+    """Steps and values of a curve, with six digits; None is a value that isn't finite.
 
-
-def grouped(names: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """The metrics by the groups of the page, without empty groups."""
-    found: dict[str, list[str]] = {title: [] for title in GROUPS}
-    for name in names:
-        found[next(title for title, pattern in GROUPS.items() if re.search(pattern, name))].append(name)
-    return [(title, members) for title, members in found.items() if members]
-
-
-def pick_steps(steps: Sequence[int], chosen: int | None) -> list[int]:
-    """The steps whose timelines the page holds, at most `TIMELINES`, `chosen` among them."""
-    kept = {*thin(steps[:-LAST_TIMELINES], TIMELINES - LAST_TIMELINES - 1), *steps[-LAST_TIMELINES:]}
-    return sorted(kept if chosen is None else kept | {chosen})
-
-
-def layout(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as the page draws it: the spans in view, in seconds."""
-    low, high = timeline.view()
-    lanes = {
-        lane: [
-            [step, name, round(start, 6), round(end, 6)]
-            for step, (name, start, end) in sorted(spans, key=lambda span: span[1][1])
-            if start < high and end > low
-        ]
-        for lane, spans in timeline.lanes.items()
-    }
-    own = {"step": timeline.step, "title": timeline.title(), "length": timeline.length, "view": [low, high]}
-    return own | {"lanes": list(lanes.items()), "shared": timeline.shared}
+    At most `most` points (5 at least): the first, the last, and of each stretch between them the lowest, the highest
+    and one that isn't finite, so that no spike is lost.
+    """
+    steps = sorted(points)
+    if len(steps) > most:
+        inner, stretches, kept = steps[1:-1], (most - 2) // 3, {steps[0], steps[-1]}
+        for i in range(stretches):
+            part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
+            finite = sorted((step for step in part if math.isfinite(points[step])), key=lambda step: points[step])
+            kept |= {*finite[:1], *finite[-1:], *[step for step in part if not math.isfinite(points[step])][:1]}
+        steps = sorted(kept)
+    return steps, [float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None for step in steps]
 
 
 def read_samples(folder: Path) -> dict[str, Any]:

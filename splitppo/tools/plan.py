@@ -1,35 +1,28 @@
-"""Which split of the GPUs is the fastest: predicted from a run (cost.py) or from a model's shape (fit.py).
+"""`splitppo plan`: the fastest split of the GPUs, predicted from a run (cost.py) or from a model's shape (fit.py)."""
 
-    splitppo plan RUN [--gpus 8]                            also while it runs
-    splitppo plan MODEL --gpus 8 --length 2048 [--memory 80]
-
-`splitppo bench` measures what this command predicts.
-"""
-
-import re
+import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import parse, read_call
-from splitppo.errors import UserError, command, words
+from splitppo.config.cli import parse
+from splitppo.errors import UserError
+from splitppo.run.files import read_file
 from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, window_advice
 from splitppo.tools.timeline import read_columns
 
 
 def read_run(run: Path) -> tuple[Config, Split]:
     """A run's settings and placement. A folder of no run is a UserError."""
-    for name in ("config.toml", "placement.txt", "metrics/actor.jsonl", "metrics/critic.jsonl"):
+    for name in ("config.toml", "resolved.json", "metrics/actor.jsonl", "metrics/critic.jsonl"):
         if not (run / name).is_file():
             raise UserError(f"{run} is no run folder: {name} is missing; name RUN of a run that began")
-    config, file = parse(["--config", str(run / "config.toml")]), run / "placement.txt"
-    found = re.match(r"placement (\w+): (\d+) actor, (\d+) critic", file.read_text(errors="replace"))
-    if not found:
-        raise UserError(f"{file} does not begin with the placement; resume the run, which writes the file again")
-    critics = 0 if found[1] == "colocated" else int(found[3])
-    return config, Split(int(found[2]), critics, config.placement.reference)
+    config = parse(["--config", str(run / "config.toml")])
+    found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
+    critics = 0 if found["placement"] == "colocated" else found["critic"]
+    return config, Split(found["actor"], critics, config.placement.reference)
 
 
 def plan(
@@ -40,7 +33,7 @@ def plan(
     memory: float = 80.0,
 ) -> list[str]:
     """Predicts from a run which split is the fastest and what rollout.window would give, or from a model's
-    configuration which placements fit.
+    configuration which placements fit. Prints its lines, and returns them.
 
     Args:
         run: a run's folder; or a model's, or its hub name.
@@ -57,7 +50,15 @@ def plan(
             raise UserError(f"{run} {what}; give --gpus and --length, its longest row in tokens")
         from splitppo.tools.fit import fit  # imports torch, and --help must not wait for it
 
-        return fit(str(run), gpus, length, memory)
+        lines = fit(str(run), gpus, length, memory)
+    else:
+        lines = from_run(run, gpus)
+    print(*lines, sep="\n")
+    return lines
+
+
+def from_run(run: Path, gpus: int | None) -> list[str]:
+    """What a run's phases predict."""
     config, split = read_run(run)
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
@@ -68,8 +69,3 @@ def plan(
     sets = config.tensor_parallel("policy"), config.tensor_parallel("value")
     found = advice(work, split, size, movable=movable, sets=sets)
     return found + (window_advice(work, split, lengths, size, movable=movable) if lengths else [])
-
-
-@command
-def main() -> None:
-    print("\n".join(read_call(plan, "splitppo plan", words())()))

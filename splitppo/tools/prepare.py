@@ -9,15 +9,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from splitppo.config.cli import read_call
-from splitppo.errors import UserError, command, words
+from splitppo.errors import UserError
 
 
 def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
-    """Has `build` write a folder, names it `out` once it is complete, and prints what `build` returns.
-
-    A folder that holds `files` is complete, and left as it is. Raises UserError if `out` holds something else.
-    """
+    """Has `build` write a folder, names it `out` once it is complete, and prints what `build` returns. A folder that
+    holds `files` is left as it is. Raises UserError if `out` holds something else."""
     if all((out / name).is_file() for name in files):
         print(f"{out} is there already and complete: nothing to do")
         return
@@ -31,11 +28,8 @@ def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) 
 
 
 def answer_of(solution: str) -> str:
-    r"""The answer in a published solution; "" if there is none.
-
-    That is the number after `####` at its end, without commas, or what the last `\boxed{...}` or `\fbox{...}` holds;
-    after a `\boxed 5` without braces, what is left of the formula.
-    """
+    r"""The answer in a published solution, or "": the number after `####` at its end, without commas, or what the last
+    `\boxed{...}` or `\fbox{...}` holds; after a `\boxed 5` without braces, what is left of the formula."""
     if found := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
         return found[1].replace(",", "")
     *_, left = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
@@ -75,23 +69,6 @@ DATA = {
 }  # fmt: skip
 
 
-def prepare_data(data: Published, source: Path | None, out: Path) -> None:
-    """Writes a data set's two splits."""
-    import pyarrow
-    import pyarrow.parquet
-
-    def build(folder: Path) -> str:
-        folder.mkdir()
-        done = []
-        for split in ("train", "test"):
-            rows, note = verl_rows(data, split, locate_split(data, source, split))
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
-            done.append(f"{out / split}.parquet: {len(rows):,} rows{note}")
-        return "\n".join(done)
-
-    write_folder(out, ("train.parquet", "test.parquet"), build)
-
-
 def locate_split(data: Published, source: Path | None, split: str) -> str:
     """The file of a split: in the folder `source`, or else in the hub's cache, where it is downloaded if need be."""
     name, remedy = data.file.format(split), f"download it from {data.page} and give --source FOLDER"
@@ -122,16 +99,11 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
         if not (truth := answer_of(solution)):
             left_out.append(number)
             continue
-        rows.append(
-            {
-                **texts,
-                "data_source": data.repo,
-                "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
-                "ability": "math",
-                "reward_model": {"ground_truth": truth, "style": "rule"},
-                "extra_info": {"answer": solution, "index": index, "question": question, "split": split},
-            }
-        )
+        prompt = [{"content": f"{question} {data.instruction}", "role": "user"}]
+        texts |= {"data_source": data.repo, "prompt": prompt, "ability": "math"}
+        texts |= {"reward_model": {"ground_truth": truth, "style": "rule"}}
+        extra = {"answer": solution, "index": index, "question": question, "split": split}
+        rows.append(texts | {"extra_info": extra})
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
     note = f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}" if left_out else ""
@@ -148,9 +120,18 @@ def prepare(
         source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
         out: Folder to write. Unset: data/NAME.
     """
-    prepare_data(DATA[name], source, out or Path("data", name))
+    import pyarrow
+    import pyarrow.parquet
 
+    target = out or Path("data", name)
 
-@command
-def main() -> None:
-    read_call(prepare, "splitppo prepare", words())()
+    def build(folder: Path) -> str:
+        folder.mkdir()
+        done = []
+        for split in ("train", "test"):
+            rows, note = verl_rows(DATA[name], split, locate_split(DATA[name], source, split))
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+            done.append(f"{target / split}.parquet: {len(rows):,} rows{note}")
+        return "\n".join(done)
+
+    write_folder(target, ("train.parquet", "test.parquet"), build)

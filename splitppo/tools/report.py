@@ -1,12 +1,4 @@
-"""The report of a run: its curves, and the timeline of one step that shows the two columns at work at once.
-
-    splitppo report [RUN] [--step N] [--out PATH]    a picture, RUN/report.png
-    splitppo report [RUN] --html                     a page that opens offline, RUN/report.html (page.py)
-    splitppo report RUN RUN ... [--html]             runs compared (compare.py), ./report_RUN_RUN.png
-
-Reads `RUN/metrics/{actor,critic}.jsonl`, for the page also the run's settings, versions and samples. Needs no torch, so
-it runs anywhere, also during the run.
-"""
+"""`splitppo report`: a run's curves and the timeline of a step, or several runs over each other. Needs no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,22 +11,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from splitppo.config.cli import read_call
-from splitppo.errors import UserError, command, words
-from splitppo.tools.compare import Run, as_text, read_runs, results_table, settings_table
+from splitppo.errors import UserError
 from splitppo.tools.page import build_comparison, build_page
 from splitppo.tools.timeline import (
     OTHER_COLOUR,
     SPAN_COLOURS,
+    WAIT,
     Column,
+    Lane,
+    Run,
     Timeline,
+    as_text,
     build_timeline,
     choose_step,
     curves,
-    is_wait,
     raster,
     read_columns,
+    read_runs,
+    results_table,
     seconds,
+    settings_table,
 )
 
 CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
@@ -104,15 +100,15 @@ def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
         ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def draw_lane(ax: Axes, y: float, timeline: Timeline, lane: str) -> list[Patch]:
+def draw_lane(ax: Axes, y: float, chosen: int, lane: Lane) -> list[Patch]:
     """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.get_window_extent().width
     legend: list[Patch] = []
-    for step, (name, start, end) in sorted(timeline.lanes[lane], key=lambda item: item[1][1]):
+    for step, name, start, end in lane[1]:
         left, width = max(start, low), min(end, high) - max(start, low)
-        own, wait = step == timeline.step, is_wait(name)
-        if width < pixel:  # out of view, or too short to be seen
+        own, wait = step == chosen, name.startswith(WAIT)
+        if width < pixel:  # too short to be seen
             continue
         face: Any = WAIT_LOOK if wait else {"facecolor": SPAN_COLOURS.get(name, OTHER_COLOUR), "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
@@ -129,21 +125,21 @@ def draw_lane(ax: Axes, y: float, timeline: Timeline, lane: str) -> list[Patch]:
 
 def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     """The lanes, and between two of them a strip where both are at work."""
-    length, lanes, split = timeline.length, list(timeline.lanes), len(timeline.lanes) > 1
-    ax.set_xlim(*timeline.view())
+    length, names, split = timeline.length, [name for name, _ in timeline.lanes], len(timeline.lanes) > 1
+    ax.set_xlim(*timeline.view)
     ax.set_ylim((-0.5 if split else 0.5), 1.8)
-    legend = [patch for i, lane in enumerate(lanes) for patch in draw_lane(ax, 1.0 - i, timeline, lane)]
+    legend = [patch for i, lane in enumerate(timeline.lanes) for patch in draw_lane(ax, 1.0 - i, timeline.step, lane)]
     ax.broken_barh([(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK)
     ax.axvspan(0, length, color="#f6f7f9", zorder=0)
     for x, step in ((0.0, timeline.step), (length, timeline.step + 1)):
         ax.axvline(x, color=GREY, lw=1, ls=":")
         ax.text(x, 1.6, f" step {step}", color=GREY, va="center", fontsize=10, clip_on=True)
-    ax.set_yticks([1.0, 0.5, 0.0] if split else [1.0], [lanes[0], "both", lanes[1]] if split else lanes)
+    ax.set_yticks([1.0, 0.5, 0.0] if split else [1.0], [names[0], "both", names[1]] if split else names)
     ax.grid(True, axis="x")
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("seconds since the actor began the step" if split else "seconds since the step began")
-    ax.set_title(timeline.title(), fontsize=14, pad=10)
+    ax.set_title(timeline.title, fontsize=14, pad=10)
     ax.legend(handles=legend, **LEGEND)
 
 
@@ -214,7 +210,7 @@ def report(
     step: int | None = None,
     out: Path | None = None,
     html: bool = False,
-):
+) -> None:
     """Draw a run's report: its curves, and the timeline of one step; or write it as a page. Of several runs: their
     curves over each other, tables of their results and of the settings that differ.
 
@@ -225,45 +221,36 @@ def report(
             .html in this folder.
         html: Write a page in place of the picture: curves, timelines, samples, in one file that needs no network.
     """
-    if len(runs) > 1:
-        if step is not None:
-            raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
-        compare(runs, out, html)
-        return
-    run = runs[0] if runs else newest_run()
+    if step is not None and len(runs) > 1:
+        raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
+    path, made, told = _compare(runs, html) if len(runs) > 1 else _show(runs[0] if runs else newest_run(), step, html)
+    path = out or path.with_name(f"{path.name}.{'html' if html else 'png'}")
+    try:
+        if isinstance(made, str):
+            path.write_text(made, encoding="utf-8")
+        else:
+            made.savefig(path, format=path.suffix[1:] or "png")
+    except ValueError as error:  # a suffix of no picture
+        raise UserError(f"--out {path} can't be written: {error}") from error
+    print(*told, f"{'page' if html else 'report'}: {path}", sep="\n")
+
+
+def _show(run: Path, step: int | None, html: bool) -> tuple[Path, Figure | str, list[str]]:
+    """Of a run: where its picture or page goes by default, without the suffix; the same; what the screen tells."""
     actor, critic = read_columns(run)
     if not actor:
         raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
-    chosen, path = choose_step(actor, critic, step), out or run / ("report.html" if html else "report.png")
+    chosen, told = choose_step(actor, critic, step), [f"run folder: {run}"]
     if html:
-        path.write_text(build_page(run, actor, critic, chosen), encoding="utf-8")
-    else:
-        timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-        save(draw(f"{run.resolve().name}: {max(actor)} steps", actor, critic, timeline), path)
-        print(timeline.title() if timeline else "no spans recorded: no timeline")
-    print(f"run folder: {run}\n{'page' if html else 'report'}: {path}")
+        return run / "report", build_page(run, actor, critic, chosen), told
+    timeline = None if chosen is None else build_timeline(actor, critic, chosen)
+    figure = draw(f"{run.resolve().name}: {max(actor)} steps", actor, critic, timeline)
+    return run / "report", figure, [timeline.title if timeline else "no spans recorded: no timeline", *told]
 
 
-def compare(folders: Sequence[Path], out: Path | None, html: bool) -> None:
-    """Writes the comparison of several runs, and prints its tables."""
-    runs, suffix = read_runs(folders), "html" if html else "png"
-    path = out or Path(f"{'_'.join(['report', *(run.name.replace('/', '-') for run in runs)])[:200]}.{suffix}")
-    if html:
-        path.write_text(build_comparison(runs), encoding="utf-8")
-    else:
-        save(draw_comparison(runs), path)
-    print(*as_text(results_table(runs)), "", *as_text(settings_table(runs)), "", sep="\n")
-    print(f"{'page' if html else 'report'}: {path}")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Writes a picture."""
-    try:
-        figure.savefig(path, format=path.suffix[1:] or "png")
-    except ValueError as error:  # a suffix of no picture
-        raise UserError(f"--out {path} can't be written: {error}") from error
-
-
-@command
-def main() -> None:
-    read_call(report, "splitppo report", words())()
+def _compare(folders: Sequence[Path], html: bool) -> tuple[Path, Figure | str, list[str]]:
+    """The same of several runs."""
+    runs = read_runs(folders)
+    name = "_".join(["report", *(run.name.replace("/", "-") for run in runs)])[:200]
+    told = [*as_text(results_table(runs)), "", *as_text(settings_table(runs)), ""]
+    return Path(name), build_comparison(runs) if html else draw_comparison(runs), told

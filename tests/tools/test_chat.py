@@ -13,6 +13,7 @@ from ranks import run_ranks
 from runs import SMALL, main_rank
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from splitppo.__main__ import main
 from splitppo.config.cli import parse
 from splitppo.run import checkpoint
 from splitppo.tools import chat
@@ -29,9 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, text: str, *argv: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["splitppo chat", *map(str, argv)])
+    monkeypatch.setattr(sys, "argv", ["splitppo", "chat", *map(str, argv)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    return chat.main()
+    return main()
 
 
 def greedy(model: Any, ids: list[int], most: int) -> list[int]:

@@ -18,9 +18,8 @@ from splitppo.config import Config
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools import page as html
-from splitppo.tools.compare import COLOURS, Run, differences, flat
-from splitppo.tools.page import build_comparison, build_page, embed, grouped, layout, pick_steps, thin, thin_points
-from splitppo.tools.timeline import Column, Span, Step, build_timeline, read_column
+from splitppo.tools.page import build_comparison, build_page, curve, embed, group_of, thin
+from splitppo.tools.timeline import COLOURS, Column, Run, Span, Step, build_timeline, differences, flat, read_column
 
 ROOT = Path(__file__).parents[2]
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
@@ -105,62 +104,50 @@ def test_thinning_is_even_and_keeps_both_ends():
 
 
 def test_thinned_curve_keeps_its_spikes():
-    points = [(n, math.sin(n / 900)) for n in range(10_000)]
-    points[4321], points[7777], points[2500] = (4321, 50.0), (7777, -50.0), (2500, math.nan)
-    kept = thin_points(points, 300)
-    assert len(kept) <= 300
-    assert {points[0], points[4321], points[7777], points[2500], points[-1]} <= set(kept)
-    steps = [step for step, _ in kept]
+    points = {n: math.sin(n / 900) for n in range(10_000)}
+    points |= {4321: 50.0, 7777: -50.0, 2500: math.nan}
+    steps, values = curve(points, 300)
+    assert len(steps) <= 300
+    kept = dict(zip(steps, values, strict=True))
+    assert (kept[4321], kept[7777], kept[2500]) == (50.0, -50.0, None)
+    assert {0, 9999} <= set(steps)
     assert steps == sorted(set(steps))
     assert max(b - a for a, b in pairwise(steps)) <= 2 * 10_000 / 99 + 2, "no stretch is left out"
-    assert thin_points(points[:7], 7) == points[:7]
-
-
-def test_timelines_are_bounded_and_the_last_steps_kept():
-    steps = list(range(1, 5001))
-    kept = pick_steps(steps, chosen=777)
-    assert len(kept) <= html.TIMELINES
-    assert kept[-html.LAST_TIMELINES :] == steps[-html.LAST_TIMELINES :]
-    assert {1, 777} <= set(kept)
-    assert kept == sorted(kept)
-    assert pick_steps([3, 5], 5) == [3, 5]
-    assert pick_steps([], None) == []
+    assert curve({2: 0.5, 1: math.inf}, 7) == ([1, 2], [None, 0.5])
 
 
 def test_layout_of_a_step_has_its_neighbours_spans_that_are_in_view():
     actor, critic = columns(3)
-    drawn = layout(build_timeline(actor, critic, 2))
-    lanes = dict(drawn["lanes"])
-    assert drawn["view"] == [pytest.approx(-0.24), pytest.approx(5.2)]
+    drawn = build_timeline(actor, critic, 2)
+    lanes = dict(drawn.lanes)
+    assert drawn.view == pytest.approx((-0.24, 5.2))
     assert [name for step, name, *_ in lanes["actor"] if step == 2] == ["rollout", "wait_advantages", "update"]
-    assert [1, "update", -1.0, 1.0] in lanes["critic"], "the update of the step before is under this rollout"
-    assert [1, "score", -2.5, -1.5] not in lanes["critic"], "out of view"
-    assert drawn["shared"] == [(0.0, 1.0), (1.5, 2.0), (2.5, 3.0), (3.0, 4.0)]
+    assert (1, "update", -1.0, 1.0) in lanes["critic"], "the update of the step before is under this rollout"
+    assert (1, "score", -2.5, -1.5) not in lanes["critic"], "out of view"
+    assert drawn.shared == [(0.0, 1.0), (1.5, 2.0), (2.5, 3.0), (3.0, 4.0)]
 
 
 def test_metrics_of_the_readme_have_a_group():
     known = ["val/score/mean", "critic/score/max", "actor/pg_loss", "actor/grad_norm", "critic/lr", "actor/ref_kl"]
     known += ["actor/kl_loss", "actor/pg_clipfrac_lower", "actor/entropy", "critic/vf_explained_var", "tokens"]
     known += ["response_length/clip_ratio", "actor/mismatch_k3", "perf/throughput", "critic/timing_s/score", "mine"]
-    found = {name: title for title, names in grouped(dict.fromkeys(known)) for name in names}
-    titles = [found[name].split(",")[0].split(" ")[0] for name in known]
+    titles = [group_of(name).split(",")[0].split(" ")[0] for name in known]
     expected = "Score Score Losses Losses Losses KL KL Clipping Entropy Value Lengths Lengths Mismatch Throughput"
     assert titles == [*expected.split(), "Seconds", "Further"]
 
 
 def test_settings_that_differ():
     defaults = flat(asdict(Config()))
-    absent = ("not in config.toml", "not a setting of this version")
-    assert differences([flat(tomllib.loads(to_toml(Config()))), defaults], absent) == []
+    assert differences([flat(tomllib.loads(to_toml(Config()))), defaults]) == []
     settings = tomllib.loads(to_toml(Config(steps=7)))
-    settings["ppo"] |= {"lam": 0.9, "gamma": 1}
+    settings["ppo"] |= {"lam": 0.9}
     settings["older"] = {"flag": "now"}
     del settings["ppo"]["value_clip"]
-    assert differences([flat(settings), defaults], absent) == [
+    assert differences([flat(settings), defaults]) == [
         ("steps", "7", "60"),
         ("ppo.lam", "0.9", "0.95"),
-        ("ppo.value_clip", "not in config.toml", "0.2"),
-        ("older.flag", '"now"', "not a setting of this version"),
+        ("ppo.value_clip", "-", "0.2"),
+        ("older.flag", '"now"', "-"),
     ]
 
 
@@ -269,7 +256,8 @@ def test_page_of_a_long_run_is_bounded(tmp_path: Path):
     actor = {n: Step(dict.fromkeys(names, math.sin(n)), step.spans) for n, step in actor.items()}
     page = build_page(tmp_path, actor, critic, 3000)
     data = data_of(page)
-    assert len(data["timelines"]) <= html.TIMELINES
+    kept = [timeline["step"] for timeline in data["timelines"]]
+    assert kept == [3000, *range(6000 - html.TIMELINES + 2, 6001)], "the chosen step and the last"
     assert all(len(line[1]) <= html.CURVE_POINTS for _, metrics in data["groups"] for _, [line] in metrics)
     assert len(page) < 1_500_000
 

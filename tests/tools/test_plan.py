@@ -13,6 +13,7 @@ from runs import Torchrun
 from transformers import Qwen2Config
 
 from splitppo import train
+from splitppo.__main__ import main
 from splitppo.errors import UserError
 from splitppo.models.build import count_parameters, read_config
 from splitppo.tools import bench, fit, plan
@@ -66,7 +67,7 @@ def test_all_placements_of_some_gpus():
 
 
 def test_only_a_much_lower_rate_is_waiting():
-    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0, 0.0)] == [0.5, 0.0, 0.0, 0.0]  # 60: the limit itself
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [0.5, 0.0, 0.0]  # 60: the limit itself
     assert waiting(0.5, 100.0) == 0.995
 
 
@@ -131,10 +132,6 @@ def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     alike = measured(actor, critic, Split(2, 2), 500)
     assert (alike.policy_fixed, alike.value_fixed) == (0.0, 0.0)
     assert (alike.policy, alike.value) == pytest.approx((work.policy, 2.0))
-    for line in actor + critic:
-        line.pop("perf/update_tflop", None)
-    older = measured(actor, critic, Split(2, 2), 500)
-    assert (older.value, older.value_fixed, older.policy_fixed) == pytest.approx((2.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +171,7 @@ def write_run(folder: Path, *, steps: int = 5) -> Path:
     (folder / "metrics").mkdir(parents=True)
     ppo = "[ppo]\nkl_coef = 0.1\nkl_loss_coef = 0.0\n"
     (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 500\n' + ppo)
-    (folder / "placement.txt").write_text("placement per_node: 2 actor, 2 critic\n  rank 0 ...\n")
+    (folder / "resolved.json").write_text(json.dumps({"placement": "per_node", "actor": 2, "critic": 2}))
     for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
         text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
         (folder / "metrics" / f"{role}.jsonl").write_text(text)
@@ -183,23 +180,23 @@ def write_run(folder: Path, *, steps: int = 5) -> Path:
 
 def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr("sys.argv", ["plan", str(run), "--gpus", "8"])
-    assert plan.main() == 0
+    monkeypatch.setattr("sys.argv", ["splitppo", "plan", str(run), "--gpus", "8"])
+    assert main() == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("2+2, reference with the actor: 6.80 s")
     assert len(told) == 4
     assert all("+" in line or "on 8" in line for line in told[1:])
     with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
         plan.plan(tmp_path / "none")
-    monkeypatch.setattr("sys.argv", ["plan", "--gpus", "8", str(run)])
-    assert plan.main() == 0
+    monkeypatch.setattr("sys.argv", ["splitppo", "plan", "--gpus", "8", str(run)])
+    assert main() == 0
     assert capsys.readouterr().out.splitlines() == told
     for flags in (["--gpus", "0"],):
-        monkeypatch.setattr("sys.argv", ["plan", str(run), *flags])
-        assert plan.main() == 2
+        monkeypatch.setattr("sys.argv", ["splitppo", "plan", str(run), *flags])
+        assert main() == 2
         assert f"error: {' '.join(flags[-2:])}: use a number above 0" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["plan", "--help"])
-    assert plan.main() == 0
+    monkeypatch.setattr("sys.argv", ["splitppo", "plan", "--help"])
+    assert main() == 0
     assert {"RUN", "--gpus"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
 
 
@@ -353,8 +350,10 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
         plan.plan(model, gpus=1, length=2048, memory=40)
     with pytest.raises(UserError, match="7b is a model; give --gpus and --length"):
         plan.plan(model)
-    monkeypatch.setattr("sys.argv", ["plan", str(model), "--gpus", "8", "--length", "2048", "--memory", "140"])
-    assert plan.main() == 0
+    capsys.readouterr()
+    flags = ["--gpus", "8", "--length", "2048", "--memory", "140"]
+    monkeypatch.setattr("sys.argv", ["splitppo", "plan", str(model), *flags])
+    assert main() == 0
     assert capsys.readouterr().out.splitlines() == large
 
 

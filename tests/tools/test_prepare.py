@@ -11,14 +11,14 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
+from splitppo.__main__ import main
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards.functions import check_prompts
-from splitppo.tools import prepare
-from splitppo.tools.prepare import DATA, answer_of, prepare_data, write_folder
+from splitppo.tools.prepare import DATA, answer_of, prepare, write_folder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SOLUTION = "She sold 2,000/2 = <<2000/2=1000>>1,000.\n#### 1,000"
@@ -49,7 +49,7 @@ def test_gsm8k_is_verls_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixt
     jsonl(tmp_path / "source" / "train.jsonl", published)
     parquet(tmp_path / "source" / "main" / "test-00000-of-00001.parquet", published[1:])  # as on the hub
     out = tmp_path / "new" / "gsm8k"
-    prepare_data(DATA["gsm8k"], tmp_path / "source", out)
+    prepare("gsm8k", tmp_path / "source", out)
     assert "2 rows" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(out / "train.parquet")
     assert table.slice(0, 1).equals(pyarrow.Table.from_pylist([VERL_ROW]))  # and so is the schema
@@ -110,7 +110,7 @@ def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(tmp_pat
 
     jsonl(tmp_path / "train.jsonl", [row("unboxed"), row(r"$\boxed{x^{2}}$"), row(r"$\boxed{}$")])
     parquet(tmp_path / "test.parquet", [row(r"$\boxed 2$")])
-    prepare_data(DATA["math"], tmp_path, tmp_path / "out")
+    prepare("math", tmp_path, tmp_path / "out")
     (train,), (test,) = (
         pyarrow.parquet.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")
     )
@@ -140,7 +140,7 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"openai/gsm8k.*https://github\.com/openai/grade-school-math .*--source"):
-        prepare_data(DATA["gsm8k"], None, tmp_path / "out")
+        prepare("gsm8k", None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     folder = tmp_path / "hub" / "datasets--openai--gsm8k"
     for split in ("train", "test"):
@@ -148,7 +148,7 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         parquet(folder / "snapshots" / "abc" / name, [{"question": "How many?", "answer": SOLUTION}])
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
-    prepare_data(DATA["gsm8k"], None, tmp_path / "out")
+    prepare("gsm8k", None, tmp_path / "out")
     assert pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist() == [VERL_ROW]
 
 
@@ -167,7 +167,7 @@ def test_wrong_sources_leave_nothing_behind(rows: list[Any] | None, message: str
     if rows is not None:
         jsonl(tmp_path / "source" / "train.jsonl", rows)
     with pytest.raises(UserError, match=message) as caught:
-        prepare_data(DATA["gsm8k"], tmp_path / "source", tmp_path / "out")
+        prepare("gsm8k", tmp_path / "source", tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -210,7 +210,7 @@ def test_the_presets_data_are_what_prepare_writes(tmp_path: Path, monkeypatch: p
         commands = re.findall(r"^#   splitppo (prepare .*)$", preset.read_text(), re.M)
         assert commands, f"{preset.name} does not say where its data come from"
         for line in commands:
-            monkeypatch.setattr(sys, "argv", [*line.split(), "--source=source"])
-            assert prepare.main() == 0
+            monkeypatch.setattr(sys, "argv", ["splitppo", *line.split(), "--source=source"])
+            assert main() == 0
         config = parse(["--config", str(preset)])
         assert all(Path(file).is_file() for file in config.data.files + config.data.validation_files)

@@ -10,19 +10,24 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.tools.compare import COLOURS, Run, as_text, read_runs, results_table, settings_table
-from splitppo.tools.report import main
 from splitppo.tools.timeline import (
+    COLOURS,
     OTHER_COLOUR,
     SPAN_COLOURS,
+    Run,
     Span,
     Step,
+    as_text,
     build_timeline,
     choose_step,
     raster,
+    read_runs,
+    results_table,
+    settings_table,
     shared_work,
 )
 
@@ -94,10 +99,10 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
     middle = build_timeline(actor, critic, 2)
     # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under the policy's update
     assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
-    assert middle.title() == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
+    assert middle.title == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
     same = build_timeline(actor, actor, 2)
-    assert list(same.lanes) == ["all ranks"], "one column written down twice is one lane and no overlap"
-    assert same.title() == "Step 2: 4.00 s, in which nothing overlaps"
+    assert [lane for lane, _ in same.lanes] == ["all ranks"], "one column written down twice is one lane and no overlap"
+    assert same.title == "Step 2: 4.00 s, in which nothing overlaps"
 
 
 def test_a_raster_of_slots_over_tokens():
@@ -147,13 +152,14 @@ def test_command_without_a_critic_has_one_lane(tmp_path: Path):
 
 def test_a_command_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html"])
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--html"])
     main()
     page = run / "report.html"
     assert capsys.readouterr().out == f"run folder: {run}\npage: {page}\n"
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert not (run / "report.png").exists(), "in place of the picture"
-    monkeypatch.setattr(sys, "argv", ["report", str(run), "--html", "--step", "2", "--out", str(tmp_path / "x.html")])
+    more = ["--step", "2", "--out", str(tmp_path / "x.html")]
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--html", *more])
     main()
     assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
 
@@ -220,7 +226,7 @@ def test_a_table_has_at_most_120_columns():
 
 def test_runs_over_each_other(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report", *map(str, two_runs)])
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", *map(str, two_runs)])
     assert main() == 0
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == "report: report_long_short.png"
@@ -229,7 +235,7 @@ def test_runs_over_each_other(two_runs: list[Path], tmp_path: Path, monkeypatch:
     picture = imread(tmp_path / "report_long_short.png")
     assert all(share_of(picture, colour) > 0.0002 for colour in COLOURS[:2])
     assert share_of(picture, COLOURS[2]) == 0
-    monkeypatch.setattr(sys, "argv", ["report", *map(str, two_runs), "--html", "--out", "both.html"])
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", *map(str, two_runs), "--html", "--out", "both.html"])
     assert main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "page: both.html"
 
@@ -259,7 +265,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         ([str(run), str(run), "--out", "picture.doc"], "picture.doc can't be written"),
         ([str(run)] * 11, "11 runs: at most 10"),
     ):
-        monkeypatch.setattr(sys, "argv", ["report", *args])
+        monkeypatch.setattr(sys, "argv", ["splitppo", "report", *args])
         status = main()
         told = capsys.readouterr()
         assert (status, told.out) == (2, "")
