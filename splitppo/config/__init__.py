@@ -27,15 +27,13 @@ class PlacementConfig:
 
     mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
     """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group. `colocated`: every rank
-    plays both roles. `auto`: per_node, but colocated for one rank, and for two GPUs unless another placement
-    setting is given."""
+    plays both roles. `auto`: per_node; colocated for one rank, or two GPUs if no other placement setting is given."""
     actor: int | None = None
     """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves."""
     critic: int | None = None
     """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or a quarter, rounded up."""
     reference: Literal["actor", "critic"] = "actor"
-    """Group that holds the reference. In the critic group the reference works during the rollout. That helps if all
-    models have one size, since the actor group is then the busier one."""
+    """Group that holds the reference. With the critic it works during the rollout; helps if models have one size."""
     barrier: bool = False
     """Make the groups wait for each other after their updates, as controllers do. Shows what no barrier saves."""
 
@@ -45,8 +43,7 @@ class EngineConfig:
     """The rollout engine, which generates the responses."""
 
     kind: Literal["auto", "hf", "vllm"] = "auto"
-    """`vllm`: a process of its own on the actor's GPU. `hf`: transformers' generate() in the trainer's process. `auto`:
-    vllm on GPUs if it is installed, else hf."""
+    """`vllm`: in a process of its own. `hf`: transformers' generate(). `auto`: vllm on GPUs if installed, else hf."""
     max_rows: int = 512
     """Most rows that one actor rank generates at once. More rows wait."""
     tensor_parallel: int = 1
@@ -60,7 +57,7 @@ class EngineConfig:
     """Neither compile vLLM's model nor capture CUDA graphs. Starts sooner, generates slower."""
     steady: bool = True
     """Schedule rows that only need their next token in a short loop of our own, with vLLM versions that it was tested
-    with. vLLM's own scheduler takes longer than the GPU if the model is small and rows are many. Off: vLLM's alone."""
+    with: faster if the model is small and rows are many."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ class FsdpConfig:
     """Ranks per replica. A larger group sums the gradients of its replicas (hybrid sharding). `node`: the group's ranks
     of a node, so that weights are gathered within nodes only. Unset: the whole group."""
     tensor_parallel: int = 1
-    """Ranks of one node that work on the same rows: each computes with a part of every layer's weights (a set). Policy
-    and value model; `value.tensor_parallel` is the value model's own."""
+    """Ranks of one node that share each layer of policy and value model, and so their rows (a set)."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,7 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Longest wait for another rank, in seconds. Then the run ends with an error that says what each rank was doing. A
-    host that is not heard from ends the run after at most two minutes."""
+    """Longest wait for another rank, in seconds; then the run ends and says what each rank was doing."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
