@@ -33,19 +33,17 @@ class PolicyConfig:
     """The policy: any Hugging Face causal language model."""
 
     path: str = "tiny"
-    """Folder with config, tokenizer and safetensors, or a hub name: `owner/name`, `owner/name@revision`. `tiny`: the
-    embedded model, with defaults of config/tiny.toml."""
+    """A Hugging Face folder, or a hub name: `owner/name`, `owner/name@revision`. `tiny`: the embedded model."""
     trust_remote_code: bool = False
     """Run the Python code that a model's folder or repository brings, of all models of the run. Read it first."""
     random_init: bool = False
     """Draw the weights at random from the seed instead of reading them. For benchmarks on a real shape."""
     freeze: tuple[str, ...] = ()
-    """What is not trained: `attention` (linear attention, too), `embeddings` (and an output layer tied to them), `body`
-    (all but the output layer), or regular expressions that are searched in a weight's Hugging Face name."""
+    """What is not trained: `attention`, `embeddings` (and an output layer tied to them), `body` (all but the output
+    layer), or regular expressions that are searched in a weight's Hugging Face name."""
     offload: Offload = "auto"
-    """What is in pinned host memory while it is not needed. `optimizer`: AdamW's two moments, but in its step. `all`:
-    the weights' shards, too, between the policy's turns. `auto`: none; but in a colocated run what makes it fit, by the
-    estimated memory. Changes no result."""
+    """What is in pinned host memory while it is not needed: `none`; `optimizer`: AdamW's moments; `all`: the weights'
+    shards, too. `auto`: in a colocated run what makes it fit, by the estimated memory, else none. Changes no result."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
@@ -76,13 +74,12 @@ class ValueConfig:
     tensor_parallel: int | None = None
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     ensemble: int = 1
-    """Value models. Each is trained on rows of its own, an equal part of every prompt's responses; advantages come from
-    their mean (Liu et al. 2025, AsyPPO, arXiv:2510.01656)."""
+    """Value models, each trained on a part of every prompt's responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
     freeze: tuple[str, ...] = ()
     """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0
-    """First steps, in which only the value model is trained, with lambda 1 (Yuan et al. 2025, VC-PPO,
-    arXiv:2503.01491). Then it is saved as RUN/pretrained_value, which other runs can start from by `value.path`."""
+    """First steps, which train the value model alone, with lambda 1 (VC-PPO, arXiv:2503.01491). Then it is saved as
+    RUN/pretrained_value, for `value.path` of other runs."""
     pretrain_epochs: int = 4
     """Passes over the rollout in each of these steps."""
     pretrain_patience: int = 5
@@ -101,8 +98,7 @@ class DataConfig:
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
-    """Training files: .parquet, .json, .jsonl; on the hub they are
-    `hf://datasets/owner/name/file` or `hf://datasets/owner/name@revision/file`. Empty: the generated task."""
+    """Training files: .parquet, .json, .jsonl, `hf://datasets/owner/name[@revision]/file`. Empty: generated."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "reward_model.ground_truth"
@@ -118,8 +114,7 @@ class DataConfig:
     overlong: Literal["refuse", "filter", "cut"] = "refuse"
     """Prompts over `rollout.max_prompt_tokens`: refuse the run, drop the row, or drop the prompt's first tokens."""
     invalid: Literal["refuse", "filter"] = "refuse"
-    """Rows that can't be used (no prompt, a wrong type, a ground truth that the reward rule can't score): refuse the
-    run, or drop the row."""
+    """Rows that can't be used (no prompt, a wrong type, no truth for the reward rule): refuse the run, or drop them."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256
@@ -147,14 +142,12 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token. The string stays in the response."""
     window: int = 0
-    """W: response tokens that each of `batch_size` slots decodes in a step. A row that ends makes room for its slot's
-    next row at once; a row that has not ended goes on in the next step, with the new weights. A step trains on the rows
-    that end in it, about `batch_size` * W tokens. 0: a step generates `batch_size` whole rows."""
+    """W: tokens that each of `batch_size` slots decodes in a step, row after row. A row that has not ended goes on in
+    the next step, with the new weights. A step trains on the rows that end in it. 0: a step generates whole rows."""
     lengths: str | None = None
     """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as needed."""
     chunks: int = 4
-    """Messages per pair of ranks and step, K. Each carries half of the rows that remain. So the last message is small:
-    its rows finish last, and the critic cannot score them during the rollout."""
+    """K: messages per pair of ranks and step. Each carries half of the rows that remain, so few are scored late."""
 
     @property
     def messages(self) -> int:
@@ -199,8 +192,7 @@ class RewardConfig:
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
     overlong_tokens: int = 0
-    """Size of the penalised zone before `rollout.max_new_tokens`. Each token in the zone costs an equal part of
-    `overlong_penalty` (Yu et al. 2025, DAPO, eq. 13). 0: off."""
+    """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO, eq. 13). 0: off."""
     overlong_penalty: float = 1.0
     """Subtracted from a row of `rollout.max_new_tokens` if `overlong_tokens` is set."""
 
@@ -212,8 +204,7 @@ class PPOConfig:
     gamma: float = 1.0
     """Discount."""
     lam: float | Literal["adaptive"] = 0.95
-    """GAE's lambda. `adaptive`: 1 - 1 / (`lam_alpha` * l), at least 0, for a row of l response tokens (Yue et al. 2025,
-    VAPO, arXiv:2504.05118)."""
+    """GAE's lambda. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO, arXiv:2504.05118)."""
     lam_alpha: float = 0.05
     """Alpha of the adaptive lambda."""
     lam_value: float | None = None
@@ -231,8 +222,7 @@ class PPOConfig:
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
     clip_mode: Literal["clip", "mask"] = "clip"
-    """`clip`: PPO's clipped loss. `mask`: a token's loss is -ratio * advantage between the bounds and 0 beyond them,
-    whatever the advantage's sign (SAO, arXiv:2607.07508, eq. 3)."""
+    """`clip`: PPO's. `mask`: -ratio * advantage between the bounds, 0 beyond them (SAO, arXiv:2607.07508, eq. 3)."""
     clip_low: float = 0.2
     """The ratio's lower bound is 1 - clip_low."""
     clip_high: float = 0.2
@@ -248,8 +238,7 @@ class PPOConfig:
     baseline: Literal["value", "none"] = "value"
     """`none`: advantages are returns minus their mean over the batch, without values. For comparisons."""
     mask_agreement: float = 0.0
-    """With an ensemble: the part of a batch's tokens, those on which the value models differ least, whose advantages
-    become 0 (AsyPPO). 0: off."""
+    """With an ensemble: part of the tokens, where the values differ least, whose advantages become 0 (AsyPPO)."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1
@@ -261,12 +250,10 @@ class PPOConfig:
     critic_warmup: int = 0
     """First steps, in which only the value model is trained, as in all others."""
     old_logprobs: Literal["trainer", "engine"] | None = None
-    """Old log-probs in the ratio. `engine`: those of the sampling distribution, which saves a forward pass. The ratio
-    then starts at the difference between engine and trainer, and only clipping limits it. Unset: `engine` with
-    `rollout.window`, else `trainer`."""
+    """Old log-probs in the ratio. `engine`: as sampled, which saves a forward pass; the ratio then also holds the
+    difference between engine and trainer. Unset: `engine` with `rollout.window`, else `trainer`."""
     importance: Literal["off", "token", "sequence"] = "off"
-    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), of each token or of the whole
-    response (Yao et al. 2025, truncated importance sampling)."""
+    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), per token or response."""
     importance_cap: float = 2.0
     """Upper bound of these weights."""
     mask_truncated: bool = False

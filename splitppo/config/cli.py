@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial, wraps
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
+from splitppo.config.toml import as_flag, find_preset, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -25,20 +25,18 @@ TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded mo
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """The configuration of a command line. Its flags override those of the preset that `--config` names.
-
-    A wrong preset or flag is a UserError. `--help` ends in SystemExit.
-    """
+    """The configuration of a command line. Its flags override those of the preset that `--config` names. A wrong preset
+    or flag is a UserError; `--help` ends in SystemExit."""
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
     path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    settings = {} if preset is None else _read(path)
+    settings = {} if preset is None else read_preset(path)
     given = [*_flags(settings), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
-        given = [*_flags(_read(TINY)), *given]
+        given = [*_flags(read_preset(TINY)), *given]
     try:
         config = read_flags(Config, "splitppo.train", given)
     except UserError:
@@ -108,12 +106,6 @@ def _message_of(box: str) -> str:
     ):
         return "{} {}: write {}: {}".format(*wrong.groups())
     return f"{message}; {f'did you mean {near}?' if near else 'see --help'}"
-
-
-def _read(preset: str) -> dict[str, Any]:
-    known = dict(leaves(asdict(Config())))
-    del known["config"]  # a preset names no other
-    return read_preset(preset, known)
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:

@@ -10,48 +10,42 @@ from splitppo.config import Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
-# Test of a value, the rule in words, the settings that must pass. None (off) always passes. `optim.`: of both models.
+# Test of a value, the rule in words, the settings that must pass. None (off) always passes.
 RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda v: v >= 1, "must be at least 1", "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples"),
-    (lambda v: v >= 1, "must be at least 1", "rollout.batch_size rollout.chunks rollout.max_prompt_tokens"),
-    (lambda v: v >= 1, "must be at least 1", "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens"),
-    (lambda v: v >= 1, "must be at least 1", "reward.workers ppo.value_epochs ppo.value_mini_batches ppo.kl_horizon"),
-    (lambda v: v >= 1, "must be at least 1", "log.validate_samples engine.tensor_parallel data.max_rows"),
-    (lambda v: v >= 1, "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
-    (lambda v: v >= 1, "must be at least 1", "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel"),
-    (lambda v: v >= 1, "must be at least 1", "reward.tensor_parallel"),
+    (lambda v: v >= 1, "must be at least 1", "compute.micro_batch_tokens rollout.batch_size rollout.max_prompt_tokens"),
+    (lambda v: v >= 1, "must be at least 1", "data.max_rows nodes value.ensemble value.layers"),
+    (lambda v: v >= 1, "must be at least 1", "data.validation_rows log.validate_samples steps value.tensor_parallel"),
+    (lambda v: v >= 1, "must be at least 1", "engine.max_rows fsdp.tensor_parallel ppo.mini_batches ppo.value_epochs"),
+    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel reward.tensor_parallel value.pretrain_epochs"),
+    (lambda v: v >= 1, "must be at least 1", "ppo.epochs ppo.kl_horizon reward.workers rollout.chunks rollout.samples"),
+    (lambda v: v >= 1, "must be at least 1", "ppo.value_mini_batches reference.tensor_parallel rollout.max_new_tokens"),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
-    (lambda v: v >= 0, "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef checkpoint.every"),
-    (lambda v: v >= 0, "must be at least 0", "checkpoint.keep checkpoint.keep_every log.samples log.validate_every"),
-    (lambda v: v >= 0, "must be at least 0", "optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm"),
-    (
-        lambda v: v >= 0,
-        "must be at least 0",
-        "ppo.critic_warmup reward.overlong_tokens value.pretrain_steps value.pretrain_patience",
-    ),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (lambda v: v > 0, "must be above 0", "timeout reward.timeout ppo.kl_target ppo.importance_cap"),
-    (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha optim.eps"),
+    (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
+    (lambda v: v > 0, "must be above 0", "policy.optim.eps value.optim.eps"),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
     (lambda v: v == 0 or v >= 1e-3, "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
     (lambda v: v <= 10**6, "must be at most 1000000", "rollout.batch_size world_size nodes"),
     (lambda v: v <= 1024, "must be at most 1024", "reward.workers"),
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam_value optim.min_lr_ratio"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam_value"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "policy.optim.min_lr_ratio value.optim.min_lr_ratio"),
     (lambda v: v == "adaptive" or 0 <= v <= 1, "must lie between 0 and 1, or be adaptive", "ppo.lam"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "ppo.mask_agreement"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
-    (lambda v: all(0 <= beta < 1 for beta in v), "must lie in [0, 1); use 0.9 0.999", "optim.betas"),
+    (lambda v: all(0 <= b < 1 for b in v), "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas value.optim.betas"),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators need", "seed"),
     (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
     (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
 )
+SIGNED = ("seed", "reward.failed_score", "reward.model_weight")  # no other setting may be a number below 0
 
 
 def check(config: Config) -> None:
@@ -61,11 +55,13 @@ def check(config: Config) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             _check_size(name, number)
     for holds, rule, names in RULES:
-        for short in names.split():
-            for name in (f"policy.{short}", f"value.{short}") if short.startswith("optim.") else (short,):
-                if values[name] is not None and not holds(values[name]):
-                    raise UserError(f"{name}={values[name]} {rule}")
-    for contradictions in (_of_job, _of_sets, _of_rollout, _of_windows, _of_reward, _of_ppo, _of_critic):
+        for name in names.split():
+            if values[name] is not None and not holds(values[name]):
+                raise UserError(f"{name}={values[name]} {rule}")
+    for name, value in values.items():
+        if isinstance(value, int | float) and value < 0 and name not in SIGNED:
+            raise UserError(f"{name}={value} must be at least 0")
+    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic):
         for message in contradictions(config):
             raise UserError(message)
 
@@ -84,15 +80,10 @@ def _of_job(config: Config) -> Iterator[str]:
     if config.world_size is not None and not config.dry_run:
         yield f"world_size={config.world_size} is for --dry-run; in a run, torchrun's --nproc_per_node sets the ranks"
     if config.placement.reference == "critic" and (ppo.kl_loss_coef > 0 or ppo.kl_coef == 0):
-        yield (
-            f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, ppo.kl_loss_coef={ppo.kl_loss_coef:g}: the "
-            "critic group only uses the KL in the reward; set kl_coef above 0 and kl_loss_coef to 0, or use actor"
-        )
+        wrong = f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, ppo.kl_loss_coef={ppo.kl_loss_coef:g}"
+        yield f"{wrong}: the critic group only uses the KL in the reward; set kl_coef above 0 alone, or use actor"
     if log.validate_samples > 1 and log.validate_temperature == 0:
         yield f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise log.validate_temperature"
-
-
-def _of_sets(config: Config) -> Iterator[str]:
     groups = {"reference": "policy" if config.placement.reference == "actor" else "value", "reward": "value"}
     for model, group in groups.items():
         size, least = config.tensor_parallel(model), config.tensor_parallel(group)
@@ -103,7 +94,7 @@ def _of_sets(config: Config) -> Iterator[str]:
 
 
 def _of_rollout(config: Config) -> Iterator[str]:
-    rollout, ppo = config.rollout, config.ppo
+    rollout, ppo, window = config.rollout, config.ppo, config.rollout.window
     rows, unit = rollout.batch_size, math.lcm(rollout.samples, ppo.mini_batches)
     if rows % rollout.samples:
         yield f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {_use(rows, unit)}"
@@ -113,11 +104,7 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield "rollout.lengths fixes the length of responses; leave rollout.stop unset"
     if rollout.lengths and ppo.mask_truncated:
         yield "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one"
-
-
-def _of_windows(config: Config) -> Iterator[str]:
-    ppo, window = config.ppo, config.rollout.window
-    if window and config.rollout.stop:
+    if window and rollout.stop:
         yield f"rollout.window={window} with rollout.stop: no engine finds a string across two windows; unset one"
     if window and ppo.importance == "sequence":
         yield f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly noise; use token"
@@ -131,10 +118,8 @@ def _of_reward(config: Config) -> Iterator[str]:
     if functions == ("none",) and reward.model is None:
         yield "reward.function=none needs a reward.model, or nothing scores the rows"
     if functions == ("none",) and config.log.validate_every and not reward.validation:
-        yield (
-            f"log.validate_every={config.log.validate_every}: functions score held-out rows, and reward.function is "
-            "none; name one in --reward.validation"
-        )
+        wrong = f"log.validate_every={config.log.validate_every}: functions score held-out rows"
+        yield f"{wrong}, and reward.function is none; name one in --reward.validation"
     if functions != ("none",) and ("none" in functions or not functions):
         yield f"reward.function={' '.join(functions)}: name functions, or none alone beside a reward.model"
     if "none" in reward.validation:
@@ -153,15 +138,11 @@ def _of_ppo(config: Config) -> Iterator[str]:
         if (rows := rollout.batch_size) % count:
             yield f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}"
     if config.old_logprobs == "engine" and ppo.importance != "off":
-        yield (
-            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, which ppo.old_logprobs=engine (as "
-            "rollout.window has it) leaves out; set one of them back"
-        )
+        wrong = f"ppo.importance={ppo.importance} needs the trainer's old log-probs"
+        yield f"{wrong}, which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them back"
     if config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: the "
-            "engine's log-probs are then of a part of the distribution; use top_p 1 and top_k 0"
-        )
+        wrong = f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}"
+        yield f"{wrong}: the engine's log-probs are then of a part of the distribution; use top_p 1 and top_k 0"
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it at 0.05, say"
     if ppo.clip_mode == "clip" and ppo.clip_low >= 1:
@@ -175,17 +156,13 @@ def _of_ppo(config: Config) -> Iterator[str]:
 def _of_critic(config: Config) -> Iterator[str]:
     ppo, value, rows = config.ppo, config.value, config.rollout.batch_size
     if value.pretrain_steps and ppo.critic_warmup:
-        yield (
-            f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup} are both for the "
-            "first steps; unset one"
-        )
+        wrong = f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup}"
+        yield f"{wrong} are both for the first steps; unset one"
     if value.pretrain_steps > config.steps:
         yield f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; raise steps"
     if value.pretrain_steps and value.ensemble > 1:
-        yield (
-            f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}: pretrain one value "
-            "model in a run of its own, then start the ensemble from it with value.path"
-        )
+        wrong = f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}"
+        yield f"{wrong}: pretrain one value model in a run of its own, then start the ensemble from it with value.path"
     if value.ensemble > rows:
         yield f"value.ensemble={value.ensemble} are more than rollout.batch_size={rows}; lower it"
     if ppo.mask_agreement and value.ensemble == 1:

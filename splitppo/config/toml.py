@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from splitppo.config import Config
 from splitppo.errors import UserError
 
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
@@ -20,9 +21,10 @@ def find_preset(name: str) -> str:
     return str(own) if own.is_file() and not Path(name).exists() else name
 
 
-def read_preset(path: str, known: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `known`: the defaults of all settings,
-    by these names."""
+def read_preset(path: str) -> dict[str, Any]:
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`."""
+    known = dict(leaves(asdict(Config())))
+    del known["config"]  # a preset names no other
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))
@@ -62,10 +64,8 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 
 def to_toml(config: Any) -> str:
-    """The configuration as a preset. Left out: settings that are unset by default, and the name of the preset.
-
-    TOML has no null: a setting that was turned off is "None", as on the command line.
-    """
+    """The configuration as a preset, without the name of its own and settings that are unset by default. TOML has no
+    null: a setting that was turned off is "None", as on the command line."""
     sections: dict[str, list[str]] = {}
     defaults = dict(leaves(asdict(type(config)())))
     for name, value in leaves(asdict(config)):

@@ -137,8 +137,8 @@ def start_engine(
 ) -> RolloutEngine:
     """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
 
-    `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will allocate
-    on its GPU at most, estimated. vLLM's output goes to the file `log`.
+    `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will
+    allocate on its GPU at most, estimated. vLLM's output goes to the file `log`.
     """
     engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
     if kind == "hf":
