@@ -109,7 +109,7 @@ def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMP
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
     nothing: Any = None
     context = Context(config, nothing, nothing, held_out(count), decode, 10)
-    return Validator(context, engine, group, cast(Any, scorer), partial(write_rows, folder / "validation"))
+    return Validator(context, cast(Any, engine), group, cast(Any, scorer), partial(write_rows, folder / "validation"))
 
 
 def on_one_rank(function, *args) -> Any:

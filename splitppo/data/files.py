@@ -49,14 +49,14 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
 
 
-def raw_rows(file: str, setting: str, used: set[str]) -> Numbered:
-    """The rows of a file, of which the caller reads the columns `used`. `setting` names the file in errors."""
+def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
+    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and the `kinds` of file."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     if path.suffix not in readers or path.is_dir():
-        raise UserError(f"{setting}={file}: unknown kind of file; use {KINDS}")
+        raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
     return readers[path.suffix](path, file, used)
 
 

@@ -88,7 +88,7 @@ def report(out: Path, world: int, run_dir: Path) -> None:
     both, step_time, under = 0.0, 0.0, []
     for step in range(5, max(actors) - 1):
         actor = actors[step].spans
-        window = (actor[0][1], actors[step + 1].start)
+        window = (actor[0][1], actors[step + 1].ends()[0])
         work = [s for t in (step - 1, step, step + 1) for s in critics[t].spans]
         clipped = [(n, max(a, window[0]), min(b, window[1])) for n, a, b in work if b > window[0] and a < window[1]]
         both += sum(end - start for start, end in shared_work(actor, clipped))
