@@ -12,6 +12,7 @@ from typing import ParamSpec
 P = ParamSpec("P")
 OTHER = "; fix that, or name another path"
 FREE = "; free space on that disk, or choose another --run-dir"
+CLEAR = "\r\x1b[K"  # empties a terminal's line
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
 
 
@@ -24,9 +25,9 @@ class WireError(RuntimeError):
 
 
 def say(line: str) -> None:
-    """Prints a line."""
+    """Prints a line; on a terminal in the place of a progress bar, which another rank may have drawn there."""
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
-    print(f"{line}\n", end="", flush=True)
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{line}\n", end="", flush=True)
 
 
 def warn(message: str) -> None:

@@ -50,7 +50,7 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and the `kinds` of file."""
+    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and `kinds`."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")

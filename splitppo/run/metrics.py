@@ -28,7 +28,7 @@ class ColumnLog:
 
     def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int):
         self.role, self.phase = role, phase
-        self.screen = Screen(role, steps) if first else None
+        self.screen = Screen(role, start, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
         # Unix time, so that ranks compare; it goes on by a clock that nobody sets

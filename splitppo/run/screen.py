@@ -1,5 +1,6 @@
 """What a run shows on the screen: some lines at its start, a line for each step and role, a summary at its end."""
 
+import sys
 import textwrap
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from tqdm import tqdm
 
 from splitppo.config import Config
 from splitppo.data import PromptSet
@@ -80,11 +83,13 @@ def _titled(title: str, text: str) -> str:
 
 
 class Screen:
-    """A role's lines, on the first rank of its group."""
+    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them."""
 
-    def __init__(self, role: Role, steps: int):
+    def __init__(self, role: Role, start: int, steps: int):
         self.role, self.steps = role, steps
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
+        quiet = role != "actor" or not sys.stdout.isatty()
+        self.bar = tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True, disable=quiet)
 
     def step(self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
         """A step has ended: it took so many seconds, of which so many in each span. Prints its score and figures, as
@@ -102,6 +107,7 @@ class Screen:
         say(f"{line}  |{end}")
         if skipped := metrics.get(f"{self.role}/skipped"):
             say(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
+        self.bar.update(step - self.bar.n)
 
 
 def summary(folder: Path, config: Config, saved: Path | None) -> str:

@@ -10,6 +10,7 @@ import torch
 from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.data import PromptSet
+from splitppo.errors import say
 from splitppo.placement import place
 from splitppo.rollout import Prompt
 from splitppo.run.resolve import resolve
@@ -20,7 +21,7 @@ FIGURES = dict.fromkeys(SHOWN, 1234.5678) | {"critic/score/mean": 0.6251}
 
 def line_of(role: Any, step: int, steps: int, took: float, spans: Any, metrics: Any, capsys: Any) -> str:
     """What the screen shows of one step."""
-    Screen(role, steps).step(step, took, spans, metrics)
+    Screen(role, 0, steps).step(step, took, spans, metrics)
     return capsys.readouterr().out.rstrip("\n")
 
 
@@ -50,7 +51,7 @@ def test_no_line_is_too_wide_and_figures_go_before_spans_do(capsys) -> None:
 
 
 def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("actor", 10)
+    screen = Screen("actor", 0, 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
         screen.step(step, took, {}, {})
     assert "ETA 0:00:14" in capsys.readouterr().out.splitlines()[-1]
@@ -58,6 +59,13 @@ def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.Captu
     last, skipped = capsys.readouterr().out.splitlines()
     assert "ETA" not in last
     assert "SKIPPED 1 " in skipped
+
+
+def test_on_a_terminal_a_line_takes_the_place_of_the_progress_bar(monkeypatch, capsys) -> None:
+    say("plain")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    say("line")
+    assert capsys.readouterr().out == "plain\n\r\x1b[Kline\n"
 
 
 def shown(*flags: str, start: int = 0) -> dict[str, str]:
