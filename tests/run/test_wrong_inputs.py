@@ -26,7 +26,6 @@ from splitppo.config import Config
 from splitppo.config.rules import RULES, check
 from splitppo.engine.vllm import vllm_version
 from splitppo.errors import UserError
-from splitppo.models import build as models
 from splitppo.models import weights
 from splitppo.models.tiny import build_tiny
 from splitppo.run import main as run_main
@@ -571,7 +570,7 @@ def test_a_flag_that_tyro_refuses_is_named(argv, says, capsys, monkeypatch):
 def test_told_before_anything_is_written_or_built(argv, says, inputs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_main, "Runtime", forbidden)
-    monkeypatch.setattr(models, "build", forbidden)
+    monkeypatch.setattr(weights, "fill", forbidden)
     before = sorted(path for path in inputs.rglob("*") if "__pycache__" not in path.parts)
     for dry in ([], ["--dry-run"]):
         if not (dry and "--world-size=2" in argv):  # wrong without it alone
