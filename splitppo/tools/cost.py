@@ -191,8 +191,8 @@ def window_advice(work: Work, split: Split, lengths: Sequence[int], gpus: int, *
         each = {s: predict(with_window(work, s, lengths, window), s) for s in splits(gpus, movable=movable)}
         best = min(each, key=lambda other: each[other])
         age, speed = sum(n * n for n in lengths) / sum(lengths) / 2 / window, window / each[best]
-        told = f"{work.batch * speed:,.0f} response tokens/s, {speed / own:.2f}x this run's"
-        lines.append(f"  rollout.window {window}: {told}, on {best}; tokens are {age:.1f} steps old on average")
+        speeds = f"{work.batch * speed:,.0f} response tokens/s, {speed / own:.2f}x this run's"
+        lines.append(f"  rollout.window {window}: {speeds}, on {best}; tokens are {age:.1f} steps old on average")
     return lines
 
 

@@ -223,7 +223,7 @@ def report(
     """
     if step is not None and len(runs) > 1:
         raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
-    path, made, told = _compare(runs, html) if len(runs) > 1 else _show(runs[0] if runs else newest_run(), step, html)
+    path, made, lines = _compare(runs, html) if len(runs) > 1 else _show(runs[0] if runs else newest_run(), step, html)
     path = out or path.with_name(f"{path.name}.{'html' if html else 'png'}")
     try:
         if isinstance(made, str):
@@ -232,7 +232,7 @@ def report(
             made.savefig(path, format=path.suffix[1:] or "png")
     except ValueError as error:  # a suffix of no picture
         raise UserError(f"--out {path} can't be written: {error}") from error
-    print(*told, f"{'page' if html else 'report'}: {path}", sep="\n")
+    print(*lines, f"{'page' if html else 'report'}: {path}", sep="\n")
 
 
 def _show(run: Path, step: int | None, html: bool) -> tuple[Path, Figure | str, list[str]]:
@@ -240,17 +240,17 @@ def _show(run: Path, step: int | None, html: bool) -> tuple[Path, Figure | str, 
     actor, critic = read_columns(run)
     if not actor:
         raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
-    chosen, told = choose_step(actor, critic, step), [f"run folder: {run}"]
+    chosen, lines = choose_step(actor, critic, step), [f"run folder: {run}"]
     if html:
-        return run / "report", build_page(run, actor, critic, chosen), told
+        return run / "report", build_page(run, actor, critic, chosen), lines
     timeline = None if chosen is None else build_timeline(actor, critic, chosen)
     figure = draw(f"{run.resolve().name}: {max(actor)} steps", actor, critic, timeline)
-    return run / "report", figure, [timeline.title if timeline else "no spans recorded: no timeline", *told]
+    return run / "report", figure, [timeline.title if timeline else "no spans recorded: no timeline", *lines]
 
 
 def _compare(folders: Sequence[Path], html: bool) -> tuple[Path, Figure | str, list[str]]:
     """The same of several runs."""
     runs = read_runs(folders)
     name = "_".join(["report", *(run.name.replace("/", "-") for run in runs)])[:200]
-    told = [*as_text(results_table(runs)), "", *as_text(settings_table(runs)), ""]
-    return Path(name), build_comparison(runs) if html else draw_comparison(runs), told
+    lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs)), ""]
+    return Path(name), build_comparison(runs) if html else draw_comparison(runs), lines

@@ -147,6 +147,8 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     """Each way with what the run then needs, cheapest first; refused only if the shortest rows would not fit either."""
     tight = resolved_of("--placement.actor=6", "--compute.micro-batch-tokens=16384")
     assert memory.check_memory(tight, 200 * 2**30) is None
+    due = estimated(tight)
+    assert memory.trainer_peak(tight) == due["actor update"] < due["critic update"], "an engine is beside an actor"
     told = memory.check_memory(tight, 80 * 2**30)
     assert told
     assert told.startswith("with rows of full length, critic update needs about ")
