@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.config import ShardSize
 from splitppo.errors import UserError
-from splitppo.job.collectives import make_groups
+from splitppo.job.collectives import SHARDED, Group, GroupMaker, TensorSet
 from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
 from splitppo.job.status import Status, StopRequests
-from splitppo.placement import Placement, Role
+from splitppo.placement import Placement, Role, replicas
 
 STARTUP_LIMIT = 300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
 
@@ -32,7 +33,7 @@ class Runtime:
         groups: role -> its group, for the roles that this rank plays.
         shards: role -> the mesh over which its weights are sharded: the group's, or one of replica x shard.
         sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes above 1.
-        saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
+        saving: role -> process group of the same ranks over Gloo, for reading and writing checkpoints.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
         work_done: whether all ranks have finished their work: from then on ranks may end.
@@ -68,9 +69,7 @@ class Runtime:
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
-        shared = dist.PrefixStore(f"{prefix}/groups", shared)
-        made = make_groups(launch, placement, device, shared, timeout, shard_size, set_sizes or {})
-        self.groups, self.shards, self.sets, self.saving, self.wire = made
+        self._make_groups(dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_sizes or {})
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
         """Raises UserError on all ranks if one rank's node cannot take part: the others would wait for it."""
@@ -83,6 +82,26 @@ class Runtime:
             problem = str(error)
         if problems := [text for text in self.all_gather("node problems", problem) if text]:
             raise UserError(problems[0])
+
+    def _make_groups(self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]) -> None:
+        maker, local_world = GroupMaker(self.launch, self.device.type, store, self.timeout), self.launch.local_world
+        # longer than the channels' waits, which name the ranks
+        self.wire = maker.new_group(timeout=timedelta(seconds=2 * self.timeout))
+        self.groups: dict[Role, Group] = {}
+        self.shards: dict[Role, DeviceMesh] = {}
+        self.sets: dict[Role, dict[int, TensorSet]] = {}
+        self.saving: dict[Role, Any] = {}
+        for role, ranks in self.placement.groups.items():
+            own, *_ = sizes = set_sizes.get(role, [1])
+            held = torch.tensor(replicas(role, self.placement, shard_size, local_world=local_world)).squeeze(0)
+            group = maker.group(torch.tensor([ranks]), own)
+            mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
+            made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
+            if group and mesh:
+                self.groups[role], self.shards[role] = group, mesh
+                self.sets[role] = {size: found for size, found in made.items() if found}
+            maker.made.clear()
+            self.saving[role] = maker.new_group(list(ranks), backend="gloo")
 
     def broadcast(self, key: str, value: Callable[[], str], *, patience: float = 0.0) -> str:
         """Rank 0's value, which it alone computes. The others wait for it, `patience` seconds longer than usual."""

@@ -13,7 +13,7 @@ from splitppo.errors import UserError, say
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
-from splitppo.placement import Role
+from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
 from splitppo.run.files import write_rows
@@ -85,9 +85,9 @@ class Run:
         first = "actor" in self.runtime.groups and self.runtime.groups["actor"].is_first
         self.trackers = Trackers(self.config, self.folder, self.start, active=first)
         if self.resumed:
-            for role, holder in (("actor", actor), ("critic", critic)):
+            for role, holder in zip(ROLES, (actor, critic), strict=True):
                 if holder:
-                    load(holder.learners, self.resumed / role, holder.load_state)
+                    load(holder.learners, self.resumed / role, holder.load_state, self.runtime.saving[role])
                     for learner in holder.learners:
                         learner.updates = self.start
         elif actor:

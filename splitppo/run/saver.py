@@ -40,14 +40,14 @@ def _add_tensors(held: Tensors, learner: Learner, prefix: str) -> None:
             held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
 
 
-def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
+def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object], group: Any) -> None:
     """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it. `set_state` gets
-    the `state` that `Saver.begin` got.
+    the `state` that `Saver.begin` got. `group`: as of `Saver`.
 
     Raises:
         UserError: the part is damaged, or of other models.
     """
-    read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
+    read_tensors(tensors_of(learners), part, process_group=group)
     for learner in learners:
         learner.release_memory()
     read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
@@ -60,7 +60,7 @@ class Saver:
     `commit`: the step's metrics are on disk before its checkpoint is complete.
 
     Args:
-        group: Gloo process group of the role's ranks, used by this thread alone.
+        group: Gloo process group of the role's ranks; after `load`, used by this thread alone.
         committed: the group's first rank calls it with the step of each complete part.
     """
 
