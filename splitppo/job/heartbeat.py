@@ -5,9 +5,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,22 +16,16 @@ from splitppo.job.nodes import Peer
 LONGEST = 120.0  # seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
 
 
-class HostLostError(RuntimeError):
-    """A host has sent no heartbeat for too long."""
-
-
 class Heartbeat:
     """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
 
     It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits on the connection
     `store`, which holds `heartbeat/RANK` = 0 for every rank already. `limit`: seconds without a heartbeat after which
-    `end` ends this rank.
+    this rank ends.
     """
 
-    def __init__(
-        self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float, end: Callable[..., Any] = end_rank
-    ):
-        self.store, self.peers, self.rank, self.end = store, peers, rank, end
+    def __init__(self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float):
+        self.store, self.peers, self.rank = store, peers, rank
         self.limit = min(limit, LONGEST)
         self.period = min(5.0, self.limit / 8)
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -96,4 +89,4 @@ class Heartbeat:
                 with suppress(OSError):  # the screen may be on the lost host
                     print(message, file=sys.stderr, flush=True)
                 store_lost = time.monotonic() - self.store_answered > self.limit
-                self.end(HostLostError(message), torchrun=self.torchrun if store_lost else None)
+                end_rank(RuntimeError(message), torchrun=self.torchrun if store_lost else None)

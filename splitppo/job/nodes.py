@@ -131,11 +131,6 @@ def process_state(pid: int) -> tuple[str, str]:
     return "", ""
 
 
-def started(pid: int) -> str:
-    """When a process of this machine began; "" if it has ended."""
-    return process_state(pid)[1]
-
-
 def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the variable is set.
 

@@ -17,7 +17,7 @@ from splitppo.job.collectives import SHARDED, Group, GroupMaker, TensorSet
 from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
-from splitppo.job.status import Status, StopRequests
+from splitppo.job.status import Status
 from splitppo.placement import Placement, Role, replicas
 
 STARTUP_LIMIT = 300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
@@ -63,8 +63,7 @@ class Runtime:
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
         prefix = f"splitppo/restart_{self.restart_count}"
         self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
-        self.status = Status(control, launch.rank, peers, placement)
-        self.stop = StopRequests(control, own[2], launch.rank)
+        self.status = Status(control, own[2], launch.rank, peers, placement)
         self.store.set_timeout(timedelta(seconds=timeout))
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)

@@ -61,7 +61,7 @@ class StopSignals:
     def _handle(self, number: signal.Signals) -> None:
         runtime, dead = self.runtime, None
         with suppress(RuntimeError):  # the store may be lost, with the rank or the torchrun that held it
-            runtime.stop.request(number.name)
+            runtime.status.request_stop(number.name)
         while number == signal.SIGTERM and not runtime.work_done and (dead := runtime.status.dead_rank()) is None:
             time.sleep(0.1)
         if dead:

@@ -105,13 +105,13 @@ class Run:
         gc.freeze()
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
-            if (stop := self.runtime.stop.last_step()) and stop[0] <= step:
+            if (stop := self.runtime.status.last_step()) and stop[0] <= step:
                 self.stopped = stop[1] if step < self.config.steps else None
                 return
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step: the interval says so, or the run ends or stops here."""
-        settings, stop = self.config.checkpoint, self.runtime.stop.last_step()
+        settings, stop = self.config.checkpoint, self.runtime.status.last_step()
         regular = settings.every > 0 and step % settings.every == 0
         last = settings.last and step == self.config.steps
         return regular or last or (stop is not None and stop[0] <= step)
@@ -133,7 +133,7 @@ class Run:
         can finish the step: all need its rows' log-probs for that."""
         group = self.runtime.groups.get("actor")
         if group is not None and group.is_first:
-            self.runtime.stop.answer(step)
+            self.runtime.status.answer_stop(step)
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: writes its metrics, then lets its checkpoint count. So a resumed run has the metrics of every
