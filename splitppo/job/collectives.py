@@ -54,7 +54,7 @@ class Group:
 
     def all_moments(self, own: Sequence[Moments]) -> list[Moments]:
         """Moments over all data-parallel ranks, of as many figures on every rank."""
-        parts = self.all_gather([tuple(map(float, (m.count, m.mean, m.variance))) for m in own])
+        parts = self.all_gather([(float(m.count), float(m.mean), float(m.variance)) for m in own])
         wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
         return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
 
@@ -104,10 +104,8 @@ class TensorSet:
 
 
 class GroupMaker:
-    """Makes this rank's process groups and meshes. All ranks of the job make the same ones in the same order.
-
-    NCCL is for tensors on GPUs, Gloo for tensors in host memory.
-    """
+    """Makes this rank's process groups (NCCL for GPUs, Gloo for host memory) and meshes. All ranks of the job make the
+    same ones in the same order."""
 
     def __init__(self, launch: Launch, device: str, store: dist.Store, timeout: float):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

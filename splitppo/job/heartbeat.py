@@ -1,5 +1,4 @@
-"""Heartbeats between hosts. A network failure closes no TCP connection, so without them a rank would wait forever for a
-host that is lost."""
+"""Heartbeats between hosts. A network failure closes no TCP connection: a rank would wait forever for a lost host."""
 
 import os
 import sys
@@ -20,8 +19,7 @@ class Heartbeat:
     """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
 
     It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits on the connection
-    `store`, which holds `heartbeat/RANK` = 0 for every rank already. `limit`: seconds without a heartbeat after which
-    this rank ends.
+    `store`, which holds `heartbeat/RANK` = 0. `limit`: seconds of silence after which this rank ends.
     """
 
     def __init__(self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float):
@@ -35,20 +33,15 @@ class Heartbeat:
         self.store_answered = time.monotonic()
         # machine -> its counter, and when the counter changed
         self.seen: dict[str, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.store_answered))
-        self.closed = threading.Event()
+        self.closed = threading.Event()  # set it when other hosts may leave
 
     def start(self) -> None:
         if len(self.hosts) > 1:
             for work in (self._exchange, self._watch):
                 threading.Thread(target=work, daemon=True).start()
 
-    def close(self) -> None:
-        """Ends the watch: from here on other hosts may leave."""
-        self.closed.set()
-
     def lost_host(self, seconds: float = 0.0) -> str | None:
-        """Describes a host that has missed at least three heartbeats and was silent for `seconds`; None if there is
-        none."""
+        """Describes a host that has missed three heartbeats or more and was silent for `seconds`; None without one."""
         now, least = time.monotonic(), max(seconds, 3 * self.period)
         here = f"{self.peers[self.rank].host} (rank {self.rank})"
         cause = "that host or the network to it has failed"

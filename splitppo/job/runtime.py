@@ -27,7 +27,6 @@ class Runtime:
     """Connects this rank to the others. `broadcast`, `all_gather` and `barrier` are for the main thread alone.
 
     Attributes:
-        restart_count: how often torchrun has restarted the ranks; 0 at the first start.
         job: key-value store of the job. store, wire_store: its part for this start, for the main thread and the wire.
         hosts, devices: of each rank.
         groups: role -> its group, for the roles that this rank plays.
@@ -36,7 +35,7 @@ class Runtime:
         saving: role -> process group of the same ranks over Gloo, for reading and writing checkpoints.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
-        work_done: whether all ranks have finished their work: from then on ranks may end.
+        work_done: event: all ranks have finished their work, and ranks may end.
     """
 
     def __init__(
@@ -51,23 +50,23 @@ class Runtime:
         facts: Mapping[str, str] | None = None,
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
-        self.work_done = False
         self.last_checkpoint: Callable[[], Path | None] = lambda: None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         startup = timedelta(seconds=min(max(timeout, 60.0), STARTUP_LIMIT))  # starting takes longer than a message
         shared: Any = connect(startup)
-        self.restart_count, peers = join(shared, launch, Peer.of_this_process(device), startup)
+        restart, peers = join(shared, launch, Peer.of_this_process(device), startup)
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
         # each use has a connection of its own: a wait on a connection blocks all other calls on it
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
-        prefix = f"splitppo/restart_{self.restart_count}"
+        prefix = f"splitppo/restart_{restart}"
         self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
         self.status = Status(control, own[2], launch.rank, peers, placement)
         self.store.set_timeout(timedelta(seconds=timeout))
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
+        self.work_done = self.heartbeat.closed
         self._make_groups(dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_sizes or {})
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
@@ -111,10 +110,8 @@ class Runtime:
         return self.store.get(key).decode()
 
     def all_gather(self, key: str, value: str) -> list[str]:
-        """Every rank's small text, in order of ranks. All ranks call it, once for each key.
-
-        Rank 0 reads all texts and publishes them together, so another rank's work does not grow with their number.
-        """
+        """Every rank's small text, in order of ranks. All ranks call it, once for each key. Rank 0 publishes all texts
+        together, so another rank's work does not grow with their number."""
         self._gather(key, value)
         with self._naming_ranks(key):
             return json.loads(self.store.get(key))
@@ -126,8 +123,7 @@ class Runtime:
     def end_work(self) -> None:
         """Returns when all ranks have finished their work. From here on ranks may end."""
         self.barrier("end of the work")
-        self.work_done = True
-        self.heartbeat.close()
+        self.work_done.set()
 
     def wait_for_all(self) -> None:
         """Keeps rank 0 until every other rank has called this: rank 0's process may hold the store."""

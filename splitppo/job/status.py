@@ -48,11 +48,9 @@ class Status:
         return ", ".join(f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held)
 
     def dead_rank(self) -> str | None:
-        """Describes a rank of this machine that died without reporting a failure; None while all ranks live.
-
-        The first rank that asks gets the description, so that it is printed once, and the others get "". Every rank
-        gets "" after a reported failure, or if the store is lost.
-        """
+        """Describes a rank of this machine that died without reporting a failure; None while all ranks live. It is to
+        be printed once, so the first rank that asks gets the description, and the others "". Every rank gets "" after
+        a reported failure, or if the store is lost."""
         try:
             if self.store.check(["failed"]):
                 return ""

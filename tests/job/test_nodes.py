@@ -50,7 +50,7 @@ def watched(monkeypatch):
 
     def end(error: Exception, *, torchrun: int | None) -> None:
         ended.append((str(error), torchrun))
-        ours.close()
+        ours.closed.set()
 
     def send() -> None:
         while not stop.wait(0.05):
@@ -62,7 +62,7 @@ def watched(monkeypatch):
     threads[0].start()
     ours.start()
     yield ended, ours, stop
-    ours.close()
+    ours.closed.set()
     stop.set()
     threads[0].join()
 
