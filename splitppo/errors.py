@@ -86,34 +86,32 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        status = _status_of(functools.partial(main, *args, **kwargs))
+        try:
+            status = main(*args, **kwargs) or 0
+        except SystemExit as stop:
+            if stop.code:
+                raise
+            status = 0  # --help
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            status = 130
+        except Exception as error:
+            status = _explain(error)
         try:
             sys.stdout.flush()
-        except OSError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try again when it exits
+            status = status or _explain(error)
         return status
 
     return run
 
 
-def _status_of(main: Callable[[], int | None]) -> int:
-    try:
-        try:
-            status = main() or 0
-        except SystemExit as stop:
-            if stop.code:
-                raise
-            status = 0  # --help
-        if not status:
-            sys.stdout.flush()
-        return status
-    except BrokenPipeError:
+def _explain(error: Exception) -> int:
+    """Prints an error that the user can fix, and returns the exit status; raises any other error."""
+    if isinstance(error, BrokenPipeError):
         return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if not (users := to_user_error(error)):
-            raise
-        print(f"error: {one_line(str(users))}", file=sys.stderr)
-        return 2
+    if not (users := to_user_error(error)):
+        raise error
+    print(f"error: {one_line(str(users))}", file=sys.stderr)
+    return 2
