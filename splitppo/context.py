@@ -19,8 +19,8 @@ class Context:
     Attributes:
         ownership: step -> who owns which slot.
         prompt: row -> its prompt.
-        held_out: prompts of the validation.
         decode: token ids of a response -> its text.
+        held_out: prompts of the validation.
         vocabulary_size: ids from 0 that a policy may sample.
         lengths: of the responses, in the order in which rows come, in a benchmark; else empty.
     """
@@ -40,15 +40,13 @@ class Context:
         return Streams(rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0)
 
     def value_model(self, row: int) -> int:
-        """The model of the ensemble that is trained on a row. The models take every prompt's responses in turn, or the
-        prompts, if these have fewer responses than there are models."""
+        """The model of the ensemble that is trained on a row. The models take a prompt's responses in turn, or
+        the prompts, if these have fewer responses."""
         models, samples = self.config.value.ensemble, self.config.rollout.samples
         slot = row % self.config.rollout.batch_size
         return (slot % samples if samples >= models else slot // samples) % models
 
-    def trainable_rows(
-        self, step: int, rollout: Rollout, role: Role, rank: int, count: int | None = None
-    ) -> list[list[int]]:
+    def trainable_rows(self, step: int, rollout: Rollout, role: Role, rank: int, count: int = 0) -> list[list[int]]:
         """The rows of each mini-batch that the losses are over; the arguments are those of `Ownership.slots`."""
         masked = self.config.ppo.mask_truncated
         rows = [sample.row for sample in rollout.samples if not (masked and sample.truncated)]
@@ -73,18 +71,12 @@ def record(step: int, row: int, score: float, prompt: Prompt, response: str, end
 
 
 def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, Any]:
-    """Means over the step's optimizer steps, the steps that were skipped, and the bare figures of each.
-
-    A step that trained on no row has 0 for every mean, and an empty `optimizer_steps`.
-
-    Args:
-        figures: what `Learner.update` returned. names: of the objective's metrics.
-    """
+    """Means over a step's optimizer steps (`figures`, of `Learner.update`), those that were skipped, and the bare
+    figures of each. A step that trained on no row has 0 for every mean. `names`: of the objective's metrics."""
     metrics: dict[str, Any] = {}
     for name in figures[0] if figures else (*names, "loss", "grad_norm", "skipped", *WORK):
         total = sum((figure[name] for figure in figures), 0.0)
-        short = loss if name == "loss" else name
-        full = f"perf/{name}" if name in WORK else f"{role}/{short}"
+        full = f"perf/{name}" if name in WORK else f"{role}/{loss if name == 'loss' else name}"
         metrics[full] = total if name == "skipped" else total / max(1, len(figures))
     metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
     return metrics

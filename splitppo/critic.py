@@ -250,7 +250,7 @@ class Critic:
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
         ppo, value = self.context.config.ppo, self.context.config.value
-        rank, count = self.group.dp_rank, ppo.value_mini_batches
+        rank, count = self.group.dp_rank, ppo.value_mini_batches or ppo.mini_batches
         mini_batches = self.context.trainable_rows(step, scored.rollout, "critic", rank, count)
         epochs = value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
         figures = []

@@ -7,9 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from typing import Any
 
-P = ParamSpec("P")
 OTHER = "; fix that, or name another path"
 FREE = "; free space on that disk, or choose another --run-dir"
 CLEAR = "\r\x1b[K"  # empties a terminal's line
@@ -42,8 +41,7 @@ def one_line(text: str) -> str:
 
 
 def check_text(words: Sequence[str]) -> None:
-    """Refuses what neither a file's name, a tokenizer nor JSON can hold: NUL, and bytes that are not UTF-8, which
-    Python keeps as lone surrogates."""
+    """Refuses what no file's name, tokenizer or JSON can hold: NUL, and bytes that are not UTF-8 (lone surrogates)."""
     for word in words:
         if "\0" in word or word != word.encode(errors="replace").decode():
             raise UserError(f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; write it without them")
@@ -56,8 +54,8 @@ def words() -> list[str]:
 
 
 def to_user_error(error: BaseException) -> UserError | None:
-    """The error as one that the user can fix: a UserError, an error of the disk, numbers that are not finite, a closed
-    standard output, or what was raised from one of these. None for all others."""
+    """The error as one that the user can fix, or None: of the disk, numbers that are not finite, a closed standard
+    output, or what was raised from one of these."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, BrokenPipeError):
@@ -79,43 +77,41 @@ def to_user_error(error: BaseException) -> UserError | None:
     return UserError(f"{error}: {cause}") if cause else None
 
 
-def command(main: Callable[P, int | None]) -> Callable[P, int]:
+def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Makes a command's `main` return an exit status: 2 after an error that the user can fix, 130 after Ctrl-C, 141 if
     the reader of its output is gone (`| head`). What a screen cannot encode is shown as escapes."""
 
     @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        status = _status_of(functools.partial(main, *args, **kwargs))
+        try:
+            status = main(*args, **kwargs) or 0
+        except SystemExit as stop:
+            if stop.code:
+                raise
+            status = 0  # --help
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            status = 130
+        except Exception as error:
+            status = _explain(error)
         try:
             sys.stdout.flush()
-        except OSError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try again when it exits
+            status = status or _explain(error)
         return status
 
     return run
 
 
-def _status_of(main: Callable[[], int | None]) -> int:
-    try:
-        try:
-            status = main() or 0
-        except SystemExit as stop:
-            if stop.code:
-                raise
-            status = 0  # --help
-        if not status:
-            sys.stdout.flush()
-        return status
-    except BrokenPipeError:
+def _explain(error: Exception) -> int:
+    """Prints an error that the user can fix, and returns the exit status; raises any other error."""
+    if isinstance(error, BrokenPipeError):
         return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if not (users := to_user_error(error)):
-            raise
-        print(f"error: {one_line(str(users))}", file=sys.stderr)
-        return 2
+    if not (users := to_user_error(error)):
+        raise error
+    print(f"error: {one_line(str(users))}", file=sys.stderr)
+    return 2

@@ -43,7 +43,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         with log.span("barrier_wait"):
             actor.group.barrier()
         rollout = Rollout(samples)
-        run.runtime.stop.answer(step)
+        run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()
@@ -106,7 +106,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         with critic_log.span("score"):
             scored = critic.score(step, rollout, pending)
             critic.release_frozen()
-        run.runtime.stop.answer(step)
+        run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()

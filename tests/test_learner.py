@@ -351,9 +351,9 @@ def save_rank(rank, world, folder, target):
 
 
 def load_rank(rank, world, folder, target):
-    learner, _ = make_learner(folder, "policy", world, rank)
+    learner, runtime = make_learner(folder, "policy", world, rank)
     kept: list[Any] = []
-    load([learner], checkpoint.step_folder(target, 1) / "actor", kept.append)
+    load([learner], checkpoint.step_folder(target, 1) / "actor", kept.append, runtime.saving["actor"])
     assert kept == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])

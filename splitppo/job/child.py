@@ -21,11 +21,8 @@ def kill_with_parent() -> None:
 
 
 def end_with_parent(parent: int, what: str) -> None:
-    """As `kill_with_parent`, for a process that a rank starts.
-
-    SIGTERM and SIGUSR1, which schedulers send to all processes of a job, are ignored here: the rank handles them.
-    `parent`: process id of the rank. `what`: this process's name in the message.
-    """
+    """As `kill_with_parent`, for a process, named `what`, that the rank `parent` (a process id) starts. It ignores what
+    schedulers send to all processes of a job: the rank handles that."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     kill_with_parent()

@@ -17,8 +17,8 @@ DIED = "died without an error message: killed, perhaps because memory ran out"
 
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
-    """Prints a user's error as one line, and any other with its traceback if this rank failed first. Returns the exit
-    status. `runtime` is None if the rank had not joined the others."""
+    """Prints an error, with a traceback if this rank failed first and no user can fix it. Returns the exit status.
+    `runtime` is None if the rank had not joined the others."""
     if isinstance(error, UserError):
         return _report_user_error(error, runtime, launch)
     if runtime is not None:
@@ -40,8 +40,8 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
 def _report_user_error(error: UserError, runtime: Runtime | None, launch: Launch) -> int:
     text = one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
     if runtime is None and launch.local_rank:
-        # Most of these errors are the same on all ranks, and one rank is to print them. torchrun ends the job as soon
-        # as one rank ends. So this rank waits: if it still lives then, the ranks before it had no such error.
+        # Most of these errors are the same on all ranks. torchrun ends the job as soon as one rank has printed it and
+        # ended. So this rank waits: if it still lives then, the ranks before it had no such error.
         time.sleep(2 + launch.local_rank)
     if runtime is None or runtime.status.report_failure():
         print(f"error: {text}", file=sys.stderr, flush=True)

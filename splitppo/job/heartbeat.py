@@ -1,13 +1,11 @@
-"""Heartbeats between hosts. A network failure closes no TCP connection, so without them a rank would wait forever for a
-host that is lost."""
+"""Heartbeats between hosts. A network failure closes no TCP connection: a rank would wait forever for a lost host."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,22 +15,15 @@ from splitppo.job.nodes import Peer
 LONGEST = 120.0  # seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
 
 
-class HostLostError(RuntimeError):
-    """A host has sent no heartbeat for too long."""
-
-
 class Heartbeat:
     """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
 
     It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits on the connection
-    `store`, which holds `heartbeat/RANK` = 0 for every rank already. `limit`: seconds without a heartbeat after which
-    `end` ends this rank.
+    `store`, which holds `heartbeat/RANK` = 0. `limit`: seconds of silence after which this rank ends.
     """
 
-    def __init__(
-        self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float, end: Callable[..., Any] = end_rank
-    ):
-        self.store, self.peers, self.rank, self.end = store, peers, rank, end
+    def __init__(self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float):
+        self.store, self.peers, self.rank = store, peers, rank
         self.limit = min(limit, LONGEST)
         self.period = min(5.0, self.limit / 8)
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -42,20 +33,15 @@ class Heartbeat:
         self.store_answered = time.monotonic()
         # machine -> its counter, and when the counter changed
         self.seen: dict[str, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.store_answered))
-        self.closed = threading.Event()
+        self.closed = threading.Event()  # set it when other hosts may leave
 
     def start(self) -> None:
         if len(self.hosts) > 1:
             for work in (self._exchange, self._watch):
                 threading.Thread(target=work, daemon=True).start()
 
-    def close(self) -> None:
-        """Ends the watch: from here on other hosts may leave."""
-        self.closed.set()
-
     def lost_host(self, seconds: float = 0.0) -> str | None:
-        """Describes a host that has missed at least three heartbeats and was silent for `seconds`; None if there is
-        none."""
+        """Describes a host that has missed three heartbeats or more and was silent for `seconds`; None without one."""
         now, least = time.monotonic(), max(seconds, 3 * self.period)
         here = f"{self.peers[self.rank].host} (rank {self.rank})"
         cause = "that host or the network to it has failed"
@@ -96,4 +82,4 @@ class Heartbeat:
                 with suppress(OSError):  # the screen may be on the lost host
                     print(message, file=sys.stderr, flush=True)
                 store_lost = time.monotonic() - self.store_answered > self.limit
-                self.end(HostLostError(message), torchrun=self.torchrun if store_lost else None)
+                end_rank(RuntimeError(message), torchrun=self.torchrun if store_lost else None)

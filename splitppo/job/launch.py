@@ -42,27 +42,21 @@ class Launch:
     def check_nodes(self) -> None:
         """Raises UserError if this node has more or fewer ranks than the average node."""
         if self.nodes > 1 and self.local_world * self.nodes != self.world:
-            raise UserError(
-                f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}: all "
-                "nodes need the same number; give every torchrun the same --nproc_per_node"
-            )
+            found = f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}"
+            raise UserError(f"{found}: all nodes need the same number; give every torchrun the same --nproc_per_node")
 
 
 def record_error(error: BaseException) -> None:
-    """Writes the error to the file from which torchrun prints it last, if torchrun started this process: a user's error
-    as its line alone, any other with its traceback."""
+    """Writes the error to the file that torchrun prints last, if there is one: a user's error without a traceback."""
     if ERROR_FILE in os.environ and isinstance(error, UserError):
         Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
-    elif ERROR_FILE in os.environ and isinstance(error, Exception):
+    elif ERROR_FILE in os.environ:
         get_error_handler().record_exception(error)
 
 
 def end_rank(error: Exception, *, torchrun: int | None = None) -> None:
-    """Ends this rank from any thread, while the main thread may wait in C++, and kills the process `torchrun`.
-
-    A torchrun that has lost its store waits for it in C++. It would ignore every other signal until the kernel gives up
-    the connection, after 15 minutes.
-    """
+    """Ends this rank from any thread, while the main thread may wait in C++. Kills the process `torchrun`: without its
+    store it ignores every other signal until the kernel gives up the connection, after 15 minutes."""
     try:
         record_error(error)
         if torchrun is not None and os.getppid() == torchrun:

@@ -49,19 +49,18 @@ class Peer:
 
 def connect(timeout: timedelta) -> dist.Store:
     """torchrun's key-value store; without torchrun, a store of this process alone."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return store
+    if "RANK" in os.environ:
+        return next(rendezvous("env://", timeout=timeout))[0]
+    return dist.HashStore()
 
 
 def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tuple[int, list[Peer]]:
-    """Waits for all ranks to start. Returns how often they have been restarted (0 at the first start), and all peers.
+    """Waits for all ranks to start. Returns how often they have been restarted, and all peers. Raises RuntimeError,
+    which names the ranks that did not start in time.
 
-    torchrun's store outlives a restart (--max-restarts), and TORCHELASTIC_RESTART_COUNT differs between nodes. So rank
-    0 counts the starts. Each other rank draws a ticket, and rank 0 answers every ticket with its count. Tickets of an
-    earlier start do no harm: all of its ranks have ended before the first rank of this start begins. Raises
-    RuntimeError, which names the ranks that did not start in time.
+    torchrun's store outlives a restart, and TORCHELASTIC_RESTART_COUNT differs between nodes. So rank 0 counts the
+    starts and answers every ticket that another rank draws with its count. Tickets of an earlier start do no harm: all
+    of its ranks have ended before the first rank of this start begins.
     """
     text, seconds = json.dumps(asdict(own)), timeout.total_seconds()
     waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
@@ -123,36 +122,26 @@ def check_alike(first: Mapping[str, str], own: Mapping[str, str], peers: Sequenc
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """A process of this machine: the letter of its state, and its start in ticks of the kernel's clock (proc(5)); ""
-    and "" if it has ended."""
+    """A process of this machine (proc(5)): its state's letter and its start, in ticks; "" and "" if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
     return "", ""
 
 
-def started(pid: int) -> str:
-    """When a process of this machine began; "" if it has ended."""
-    return process_state(pid)[1]
-
-
 def choose_interface(peers: Sequence[Peer], rank: int) -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the variable is set.
-
-    Gloo's own choice is the interface of the host's name, which is often the loopback. It stands if none is found here.
-    Raises UserError if the variable names an interface that leads to no other node.
-    """
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes. Gloo's own choice, the interface of the
+    host's name, is often the loopback. Raises UserError if the variable is set to one that leads to no other node."""
     own, others = peers[rank], sorted({peer.host for peer in peers if peer.network != peers[rank].network})
     if not others:
         return
     addresses = interfaces()
-    shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         if addresses.get(given, "127.").startswith("127."):
-            raise UserError(
-                f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes, "
-                f"{', '.join(others)}; set it to the interface of their network, one of {shown}"
-            )
+            wrong = f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes"
+            shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+            remedy = f"set it to the interface of their network, one of {shown}"
+            raise UserError(f"{wrong}, {', '.join(others)}; {remedy}")
     elif found := _interface_to_others(peers, rank, addresses):
         os.environ["GLOO_SOCKET_IFNAME"] = found
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.config import ShardSize
 from splitppo.errors import UserError
-from splitppo.job.collectives import make_groups
+from splitppo.job.collectives import SHARDED, Group, GroupMaker, TensorSet
 from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
-from splitppo.job.status import Status, StopRequests
-from splitppo.placement import Placement, Role
+from splitppo.job.status import Status
+from splitppo.placement import Placement, Role, replicas
 
 STARTUP_LIMIT = 300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
 
@@ -26,16 +27,15 @@ class Runtime:
     """Connects this rank to the others. `broadcast`, `all_gather` and `barrier` are for the main thread alone.
 
     Attributes:
-        restart_count: how often torchrun has restarted the ranks; 0 at the first start.
         job: key-value store of the job. store, wire_store: its part for this start, for the main thread and the wire.
         hosts, devices: of each rank.
         groups: role -> its group, for the roles that this rank plays.
         shards: role -> the mesh over which its weights are sharded: the group's, or one of replica x shard.
         sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes above 1.
-        saving: role -> process group of the same ranks over Gloo, for the threads that write checkpoints.
+        saving: role -> process group of the same ranks over Gloo, for reading and writing checkpoints.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
-        work_done: whether all ranks have finished their work: from then on ranks may end.
+        work_done: event: all ranks have finished their work, and ranks may end.
     """
 
     def __init__(
@@ -50,27 +50,24 @@ class Runtime:
         facts: Mapping[str, str] | None = None,
     ):
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
-        self.work_done = False
         self.last_checkpoint: Callable[[], Path | None] = lambda: None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         startup = timedelta(seconds=min(max(timeout, 60.0), STARTUP_LIMIT))  # starting takes longer than a message
         shared: Any = connect(startup)
-        self.restart_count, peers = join(shared, launch, Peer.of_this_process(device), startup)
+        restart, peers = join(shared, launch, Peer.of_this_process(device), startup)
         self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
         # each use has a connection of its own: a wait on a connection blocks all other calls on it
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
-        prefix = f"splitppo/restart_{self.restart_count}"
+        prefix = f"splitppo/restart_{restart}"
         self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
-        self.status = Status(control, launch.rank, peers, placement)
-        self.stop = StopRequests(control, own[2], launch.rank)
+        self.status = Status(control, own[2], launch.rank, peers, placement)
         self.store.set_timeout(timedelta(seconds=timeout))
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
-        shared = dist.PrefixStore(f"{prefix}/groups", shared)
-        made = make_groups(launch, placement, device, shared, timeout, shard_size, set_sizes or {})
-        self.groups, self.shards, self.sets, self.saving, self.wire = made
+        self.work_done = self.heartbeat.closed
+        self._make_groups(dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_sizes or {})
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
         """Raises UserError on all ranks if one rank's node cannot take part: the others would wait for it."""
@@ -84,6 +81,26 @@ class Runtime:
         if problems := [text for text in self.all_gather("node problems", problem) if text]:
             raise UserError(problems[0])
 
+    def _make_groups(self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]) -> None:
+        maker, local_world = GroupMaker(self.launch, self.device.type, store, self.timeout), self.launch.local_world
+        # longer than the channels' waits, which name the ranks
+        self.wire = maker.new_group(timeout=timedelta(seconds=2 * self.timeout))
+        self.groups: dict[Role, Group] = {}
+        self.shards: dict[Role, DeviceMesh] = {}
+        self.sets: dict[Role, dict[int, TensorSet]] = {}
+        self.saving: dict[Role, Any] = {}
+        for role, ranks in self.placement.groups.items():
+            own, *_ = sizes = set_sizes.get(role, [1])
+            held = torch.tensor(replicas(role, self.placement, shard_size, local_world=local_world)).squeeze(0)
+            group = maker.group(torch.tensor([ranks]), own)
+            mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
+            made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
+            if group and mesh:
+                self.groups[role], self.shards[role] = group, mesh
+                self.sets[role] = {size: found for size, found in made.items() if found}
+            maker.made.clear()
+            self.saving[role] = maker.new_group(list(ranks), backend="gloo")
+
     def broadcast(self, key: str, value: Callable[[], str], *, patience: float = 0.0) -> str:
         """Rank 0's value, which it alone computes. The others wait for it, `patience` seconds longer than usual."""
         if self.launch.rank == 0:
@@ -93,10 +110,8 @@ class Runtime:
         return self.store.get(key).decode()
 
     def all_gather(self, key: str, value: str) -> list[str]:
-        """Every rank's small text, in order of ranks. All ranks call it, once for each key.
-
-        Rank 0 reads all texts and publishes them together, so another rank's work does not grow with their number.
-        """
+        """Every rank's small text, in order of ranks. All ranks call it, once for each key. Rank 0 publishes all texts
+        together, so another rank's work does not grow with their number."""
         self._gather(key, value)
         with self._naming_ranks(key):
             return json.loads(self.store.get(key))
@@ -108,8 +123,7 @@ class Runtime:
     def end_work(self) -> None:
         """Returns when all ranks have finished their work. From here on ranks may end."""
         self.barrier("end of the work")
-        self.work_done = True
-        self.heartbeat.close()
+        self.work_done.set()
 
     def wait_for_all(self) -> None:
         """Keeps rank 0 until every other rank has called this: rank 0's process may hold the store."""

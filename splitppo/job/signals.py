@@ -59,14 +59,14 @@ class StopSignals:
                 self._handle(signal.Signals(number))
 
     def _handle(self, number: signal.Signals) -> None:
-        runtime, dead = self.runtime, None
+        status, done, dead = self.runtime.status, self.runtime.work_done, None
         with suppress(RuntimeError):  # the store may be lost, with the rank or the torchrun that held it
-            runtime.stop.request(number.name)
-        while number == signal.SIGTERM and not runtime.work_done and (dead := runtime.status.dead_rank()) is None:
+            status.request_stop(number.name)
+        while number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None:
             time.sleep(0.1)
         if dead:
-            suspended, saved = runtime.status.suspended_ranks(), runtime.last_checkpoint()
+            suspended, saved = status.suspended_ranks(), self.runtime.last_checkpoint()
             parts = [f"{dead} {DIED}", suspended, f"the last good checkpoint is {saved}" if saved else ""]
             print("; ".join(part for part in parts if part), file=sys.stderr, flush=True)
-        if dead is not None and not runtime.work_done:
+        if dead is not None and not done.is_set():
             os._exit(1)

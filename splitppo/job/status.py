@@ -7,17 +7,17 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from splitppo.job.nodes import Peer, process_state, started
+from splitppo.job.nodes import Peer, process_state
 from splitppo.placement import Placement
 
 
 class Status:
-    """What each rank is doing and whether it lives, for error messages. Nobody waits on the connection `store`."""
+    """What each rank is doing, whether it lives, and whether the run is to stop. `store`, `job`: the parts of the store
+    for this start and for the whole job, on a connection where nobody waits. `pids`: of this machine's ranks."""
 
-    def __init__(self, store: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
-        self.store, self.rank, self.peers, self.placement = store, rank, peers, placement
+    def __init__(self, store: dist.Store, job: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
+        self.store, self.job, self.rank, self.peers, self.placement = store, job, rank, peers, placement
         self.phase = "starting"  # what this rank is doing
-        # process ids of this machine's ranks
         self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine}
 
     def set_phase(self, phase: str) -> None:
@@ -48,15 +48,13 @@ class Status:
         return ", ".join(f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held)
 
     def dead_rank(self) -> str | None:
-        """Describes a rank of this machine that died without reporting a failure; None while all ranks live.
-
-        The first rank that asks gets the description, so that it is printed once, and the others get "". Every rank
-        gets "" after a reported failure, or if the store is lost.
-        """
+        """Describes a rank of this machine that died without reporting a failure; None while all ranks live. It is to
+        be printed once, so the first rank that asks gets the description, and the others "". Every rank gets "" after
+        a reported failure, or if the store is lost."""
         try:
             if self.store.check(["failed"]):
                 return ""
-            if not (dead := [rank for rank, pid in self.pids.items() if not started(pid)]):
+            if not (dead := [rank for rank, pid in self.pids.items() if not process_state(pid)[1]]):
                 return None
             return self.describe(dead[0]) if self._is_first("dead") else ""
         except (RuntimeError, dist.DistError):
@@ -75,18 +73,11 @@ class Status:
     def _is_first(self, key: str) -> bool:
         return self.store.compare_set(key, "", str(self.rank)).decode() == str(self.rank)
 
-
-class StopRequests:
-    """Requests to end the run early, after a whole step. Any rank may request it; one rank chooses the step. `store`,
-    `job`: the parts of the store that belong to this start and to the job, on a connection where nobody waits."""
-
-    def __init__(self, store: dist.Store, job: dist.Store, rank: int):
-        self.store, self.job, self.rank = store, job, rank
-
-    def request(self, why: str) -> None:
+    def request_stop(self, why: str) -> None:
+        """Asks for an early end of the run, after a whole step. Any rank may; one rank chooses the step."""
         self.store.set("stop/requested", f"{why} to rank {self.rank}")
 
-    def answer(self, step: int) -> None:
+    def answer_stop(self, step: int) -> None:
         """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0 answers, before any rank
         can finish the step: all need its rows' log-probs for that."""
         if self.rank == 0 and self.store.check(["stop/requested"]):
@@ -100,6 +91,6 @@ class StopRequests:
             return None
         return int(self.store.get("stop/step")), self.store.get("stop/requested").decode()
 
-    def before_restart(self) -> bool:
+    def stopped_before_restart(self) -> bool:
         """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a failure."""
         return self.job.check(["splitppo/stopped"])

@@ -18,7 +18,7 @@ from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.learner import Learner
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import Role
+from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
 from splitppo.run.checks import warnings as warnings_of
@@ -122,9 +122,9 @@ class Run:
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and begins the logs and trackers; validates before the first step."""
-        for role, holder in (("actor", actor), ("critic", critic)):
+        for role, holder in zip(ROLES, (actor, critic), strict=True):
             if holder and self.resumed:
-                load(holder.learners, self.resumed / role, holder.load_state)
+                load(holder.learners, self.resumed / role, holder.load_state, self.runtime.saving[role])
         how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
@@ -143,7 +143,7 @@ class Run:
         gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
-            if (stop := self.runtime.stop.last_step()) and stop[0] <= step:
+            if (stop := self.runtime.status.last_step()) and stop[0] <= step:
                 self.stopped = stop[1] if step < self.config.steps else None
                 return
 
@@ -157,7 +157,7 @@ class Run:
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
-        settings, stop = self.config.checkpoint, self.runtime.stop.last_step()
+        settings, stop = self.config.checkpoint, self.runtime.status.last_step()
         regular = settings.every > 0 and step % settings.every == 0
         last = settings.last and step == self.config.steps
         if regular or last or (stop and stop[0] <= step):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from splitppo.errors import UserError
 from splitppo.job.launch import end_rank
-from splitppo.job.nodes import Peer, started
+from splitppo.job.nodes import Peer, process_state
 from splitppo.run.files import BROKEN
 
 HEARTBEAT, STALE = 10.0, 60.0
@@ -28,7 +28,7 @@ class Lock:
     def __init__(self, own: Peer):
         self.own, self.released = own, threading.Event()
         held = {"host": own.host, "pid": own.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self.text = json.dumps(held | {"machine": own.machine, "started": started(own.pid)})
+        self.text = json.dumps(held | {"machine": own.machine, "started": process_state(own.pid)[1]})
         self.path = Path()
 
     def take(self, folder: Path) -> Path:
@@ -64,7 +64,7 @@ class Lock:
             held = json.loads(text)
             owner = f"process {held['pid']} on {held['host']} since {held['since']}"
             if here := held["machine"] == self.own.machine:
-                dead = held["pid"] == self.own.pid or started(held["pid"]) != held["started"]
+                dead = held["pid"] == self.own.pid or process_state(held["pid"])[1] != held["started"]
         if dead:
             path.unlink()
             return touched

@@ -96,7 +96,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         facts=facts_of(config),
     )
     signals = StopSignals(runtime)
-    if runtime.stop.before_restart():
+    if runtime.status.stopped_before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
     run = rank.run = Run(agree(resolved, runtime), runtime, engine)

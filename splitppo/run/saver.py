@@ -35,10 +35,11 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
     return held
 
 
-def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object]) -> None:
+def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object], group: Any) -> None:
     """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it. `set_state` gets
-    the `state` that `Saver.begin` got. Raises UserError if the part is damaged, or of other models."""
-    read_tensors(tensors_of(learners), part, process_group=learners[0].runner.group.whole)
+    the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises UserError if the part is damaged, or of other
+    models."""
+    read_tensors(tensors_of(learners), part, process_group=group)
     for learner in learners:
         learner.release_memory()
         learner.updates = step_of(part.parent)
@@ -48,8 +49,8 @@ def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str,
 class Saver:
     """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until `begin` has copied
     the tensors to host memory. The thread writes the files, then waits for `commit`: the step's metrics are on disk
-    before its checkpoint is complete. `group`: Gloo process group of the role's ranks, used by this thread alone.
-    `committed`: the group's first rank calls it after each complete part."""
+    before its checkpoint is complete. `group`: Gloo process group of the role's ranks; after `load`, this thread alone
+    uses it. `committed`: the group's first rank calls it after each complete part."""
 
     def __init__(self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable):
         self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group

@@ -200,7 +200,7 @@ def thread_groups(*shape: int) -> tuple[list[Group], Callable[[], None]]:
         for axis, place in enumerate(at):
             line = lines.setdefault((axis, *at[:axis], None, *at[axis + 1 :]), _Line(shape[axis]))
             own.append(ThreadGroup(line, place))
-        found.append(Group.of(cast(Any, ThreadMesh(shape, at, own))))
+        found.append(Group(cast(Any, ThreadMesh(shape, at, own))))
 
     def abort() -> None:
         for line in lines.values():

@@ -58,20 +58,11 @@ def test_rows_count_once_and_a_set_has_what_its_first_rank_has(shape):
 
 def mesh_rank(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return asked(Group.of(mesh))
+    return asked(Group(mesh))
 
 
 def test_a_real_mesh_of_processes_does_the_same():
     check(run_ranks(4, mesh_rank), 2)
-
-
-def test_no_rank_is_first_but_one_whatever_the_axes():
-    found = run_threads(
-        (2, 2, 2), lambda group: (group.speaks, group.is_first, group.all_max([group.mesh.get_local_rank(2)]))
-    )
-    assert [speaks for speaks, _, _ in found] == [True, False, False, False] * 2
-    assert [first for _, first, _ in found] == [True] + [False] * 7
-    assert all(most == [1] for *_, most in found)
 
 
 def test_an_alone_group_talks_to_nobody():

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,9 +94,9 @@ def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, caps
 
     signals = object.__new__(stopping.StopSignals)
     good = Path("runs/mine/checkpoints/step_000002")
-    status = {"dead_rank": lambda: "actor rank 1", "suspended_ranks": lambda: "actor rank 0 is suspended"}
-    runtime: Any = {"status": SimpleNamespace(**status), "stop": SimpleNamespace(request=print)}
-    runtime |= {"work_done": False, "last_checkpoint": lambda: good}
+    status: Any = {"dead_rank": lambda: "actor rank 1", "suspended_ranks": lambda: "actor rank 0 is suspended"}
+    runtime: Any = {"status": SimpleNamespace(**status, request_stop=print)}
+    runtime |= {"work_done": threading.Event(), "last_checkpoint": lambda: good}
     signals.runtime = cast(Any, SimpleNamespace(**runtime))
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):

@@ -50,18 +50,19 @@ def watched(monkeypatch):
 
     def end(error: Exception, *, torchrun: int | None) -> None:
         ended.append((str(error), torchrun))
-        ours.close()
+        ours.closed.set()
 
     def send() -> None:
         while not stop.wait(0.05):
             store.add("heartbeat/1", 1)
 
-    ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 1.2, end)
+    monkeypatch.setattr(heartbeat, "end_rank", end)
+    ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 1.2)
     threads = [threading.Thread(target=send)]
     threads[0].start()
     ours.start()
     yield ended, ours, stop
-    ours.close()
+    ours.closed.set()
     stop.set()
     threads[0].join()
 
@@ -98,10 +99,11 @@ def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_notices_one_that_d
     """The watching thread, period by period; the clock goes on as given between two of them."""
     clock, ended, store = types.SimpleNamespace(now=100.0), [], dist.HashStore()
     monkeypatch.setattr(heartbeat, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(heartbeat, "end_rank", lambda *_, **__: ended.append(clock.now))
 
     def looks(*seconds: float) -> float:
         """Seconds until the rank is ended, if it is."""
-        ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 8.0, lambda *_, **__: ended.append(clock.now))
+        ours = heartbeat.Heartbeat(store, [peer("n0"), peer("n1")], 0, 8.0)
         began, left = clock.now, list(seconds)
 
         def wait(_: float) -> bool:

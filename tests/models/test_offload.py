@@ -73,7 +73,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
         learner, sizes = Learner(model, runner, OptimConfig(lr=1e-2, weight_decay=0.1), **options), []
         sizes.append(on_device(model))
         if kind == "resumed":
-            saver.load([learner], folder / "checkpoints/step_000002/actor", lambda _: None)
+            saver.load([learner], folder / "checkpoints/step_000002/actor", lambda _: None, runtime.saving["actor"])
             sizes.append(on_device(model))
         for number in steps:
             values = learner.forward(rows, outputs, fields=1)[0]

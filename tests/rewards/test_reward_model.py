@@ -100,7 +100,7 @@ def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: 
     weights.fill(model, str(folder), device=CPU)
     own = read_tokenizer(str(folder))
     text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
-    found = RewardModel(model, Runner(Group.of(mesh), CPU, 24), text, offload=offload)
+    found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=offload)
     prompts, samples = some_rows(tokenizer)
     mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]  # a rank without rows takes part
     scores, _ = found.score([prompts[i] for i in mine], [samples[i] for i in mine])

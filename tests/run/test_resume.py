@@ -26,7 +26,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.job.nodes import Peer, started
+from splitppo.job.nodes import Peer, process_state
 from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         "actor can't be loaded .*invalid load key",
     ),
     "a live process's lock": (
-        lambda run, _: hold(run, os.getppid(), started(os.getppid())),
+        lambda run, _: hold(run, os.getppid(), process_state(os.getppid())[1]),
         r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
     ),
     "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir: .*lock.*; fix that, or choose"),
