@@ -7,7 +7,8 @@ The *response tokens* are those that the policy sampled. Losses, GAE and KL are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from itertools import repeat
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,21 +17,15 @@ from splitppo.errors import UserError
 
 End = Literal["eos", "stop", "limit", "environment", "window"]
 ENDS: tuple[End, ...] = get_args(End)
-HEADER = 6  # numbers that describe a row in `pack_rows`
+HEADER = 4  # numbers that describe a row in `pack_rows`
 RECORDED = 32  # slots, the first, whose rows the metrics have
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the data set.
-
-    Attributes:
-        text: the prompt as text, after the chat template.
-        tokens: its token ids.
-        data_source, ground_truth, extra_info: what the reward function gets beside the response.
-        messages: the conversation as messages, if the data has it or the prompt is a string that went through the chat
-            template; a reward model with a template of its own reads it.
-    """
+    """One prompt of the data set: its text after the chat template, its token ids, and what the reward function gets
+    beside the response. `messages`: the conversation, if the data has it or the prompt went through the chat template;
+    a reward model with a template of its own reads it."""
 
     text: str
     tokens: list[int]
@@ -73,7 +68,6 @@ class Sample:
         end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment. `window`:
             its slot has decoded the step's tokens, and the row goes on.
         mask: of each id of `response`, whether the policy sampled it; None: all.
-        turns: where each turn ends, counted in response tokens; empty: one turn.
         stretches: (step, response tokens that it sampled), for each step that did; empty: not recorded.
     """
 
@@ -83,7 +77,6 @@ class Sample:
     logprobs: list[float]
     end: End
     mask: list[bool] | None = None
-    turns: tuple[int, ...] = ()
     stretches: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -108,31 +101,30 @@ class Sample:
 
 
 def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Rows, without log-probs and stretches, as two lists of integers: `HEADER` numbers for each row, and all ids."""
+    """Rows, without log-probs and stretches, as two lists of integers: `HEADER` numbers for each row, and all ids.
+    What the policy did not sample is there as the complement of its id, a negative number."""
     header, ids = [], []
     for sample in samples:
-        masked, end = sample.mask is not None, ENDS.index(sample.end)
-        header += [sample.row, len(sample.prompt), len(sample.response), end, len(sample.turns), masked]
-        ids += [*sample.prompt, *sample.response, *map(int, sample.mask or ()), *sample.turns]
-    return [int(number) for number in header], ids
+        header += [sample.row, len(sample.prompt), len(sample.response), ENDS.index(sample.end)]
+        sampled = sample.mask or repeat(True)
+        ids += [*sample.prompt, *(x if own else ~x for x, own in zip(sample.response, sampled, strict=False))]
+    return header, ids
 
 
 def packed_sizes(header: Sequence[int]) -> list[int]:
     """How many ids each row of `pack_rows` has, by its header."""
-    parts = zip(*(header[i::HEADER] for i in (1, 2, 4, 5)), strict=True)
-    return [prompt + response * (1 + masked) + turns for prompt, response, turns, masked in parts]
+    return [prompt + response for prompt, response in zip(header[1::HEADER], header[2::HEADER], strict=True)]
 
 
 def unpack_rows(header: Sequence[int], ids: Sequence[int]) -> list[Sample]:
     """The rows of `pack_rows`; their log-probs are empty."""
     samples, at = [], 0
     for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
-        row, prompt, response, end, _, masked = header[first : first + HEADER]
-        own = list(ids[at : at + size])
-        both = prompt + response
-        mask = [bool(flag) for flag in own[both : both + response]] if masked else None
-        turns = tuple(own[both + response * masked :])
-        samples.append(Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns))
+        row, prompt, _, end = header[first : first + HEADER]
+        response = ids[at + prompt : at + size]
+        mask = [token >= 0 for token in response]
+        tokens = [max(token, ~token) for token in response]
+        samples.append(Sample(row, [*ids[at : at + prompt]], tokens, [], ENDS[end], None if all(mask) else mask))
         at += size
     return samples
 
@@ -197,8 +189,7 @@ class Streams:
 
     Slot s of S has rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a step. With
     `rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the next one, and a row that
-    has not ended goes on in the next step, with the new weights. No row is skipped or taken twice, and no slot asks
-    another.
+    has not ended goes on in the next step, with the new weights. No row is skipped or taken twice.
 
     Args:
         slots: S. windows: whether rows go on.
@@ -241,8 +232,8 @@ class Streams:
         return ended
 
     def share(self, gather: Callable[[Any], list[Any]]) -> list[list[tuple[int, int]]]:
-        """Makes every rank know the rows of all slots; all ranks of a group call it after each rollout, with
-        `Group.all_gather`. Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
+        """Makes every rank know the rows of all slots, by `Group.all_gather` after each rollout. Returns what the first
+        `RECORDED` slots have decoded: (row, tokens) one after another."""
         decoded = {}
         for changed, part in gather((self._changed, self._decoded)):
             self.open |= changed
@@ -261,21 +252,17 @@ class Streams:
         return [[row.row, list(row.response), list(row.logprobs), list(row.stretches)] for row in rows]
 
     def load_state(self, state: Sequence[Any]) -> None:
-        """Goes on from what `state` returned, also with another window.
-
-        Raises:
-            UserError: there are other slots now, or rows do not go on.
-        """
+        """Goes on from what `state` returned, also with another window. Raises UserError if there are other slots now,
+        or rows do not go on."""
         if state and not (self.windows and len(state) == self.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and "
                 f"rollout.batch_size={len(state)}"
             )
         for row, response, logprobs, stretches in state:
-            past = tuple((step, tokens) for step, tokens in stretches)
-            self.open[row % self.slots] = replace(
-                self._fresh(row), response=response, logprobs=logprobs, stretches=past
-            )
+            past: Any = tuple(map(tuple, stretches))
+            tokens = self.prompt(row).tokens
+            self.open[row % self.slots] = Sample(row, tokens, response, logprobs, "window", stretches=past)
 
     def _request(self, row: Sample) -> Request:
         length = self.lengths[row.row % len(self.lengths)] if self.lengths else None

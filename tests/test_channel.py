@@ -69,7 +69,7 @@ def make_samples(rows, step):
         sample = Sample(row, prompt, response, [0.0] * len(response), "eos" if row % 2 else "limit")
         if row % 3 == 0 and len(response) > 2:
             mask = [True, False, *[True] * (len(response) - 2)]
-            sample = replace(sample, mask=mask, turns=(1, len(response) - 1), end="environment")
+            sample = replace(sample, mask=mask, end="environment")
         samples.append(sample)
     return samples
 

@@ -11,20 +11,19 @@ from splitppo.rollout import ENDS, HEADER, Rollout, Sample, pack_rows, packed_si
 CPU = torch.device("cpu")
 PLAIN = Sample(4, [5, 6, 7], [8, 9], [-1.0, -2.0], "eos")
 TURNS = Sample(1, [5], [7, 8, 9, 10, 11, 12], [-1.0, -2.0, -3.0, -4.0], "environment",
-               [True, True, False, False, True, True], (2, 4))  # fmt: skip
-EDGES = Sample(2, [1, 2], [3, 4, 5], [-1.0], "stop", [False, True, False], (1,))  # observations first and last
+               [True, True, False, False, True, True])  # fmt: skip
+EDGES = Sample(2, [1, 2], [3, 4, 5], [-1.0], "stop", [False, True, False])  # observations first and last
 
 
 def some_samples() -> list[Sample]:
-    """Of every end, with and without masks and turns, some without a response."""
+    """Of every end, with and without masks, some without a response."""
     draw, found = random.Random(3), []
     for row in range(40):
         response = [draw.randrange(1000) for _ in range(draw.randrange(6))]
-        mask = [draw.random() < 0.6 for _ in response] if row % 3 else None
-        count = len(response) if mask is None else sum(mask)
-        turns = tuple(sorted(draw.sample(range(1, count + 1), draw.randrange(count)))) if count else ()
+        mask = [draw.random() < 0.6 for _ in response] if row % 3 else []
+        mask = None if all(mask) else mask
         prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 4))]
-        found.append(Sample(row, prompt, response, [], ENDS[row % len(ENDS)], mask, turns))
+        found.append(Sample(row, prompt, response, [], ENDS[row % len(ENDS)], mask))
     return found
 
 
@@ -45,7 +44,7 @@ def test_rows_come_back_from_a_message():
 
 def test_log_probs_stay_behind():
     (found,) = unpack_rows(*pack_rows([TURNS]))
-    assert found == Sample(1, [5], TURNS.response, [], "environment", TURNS.mask, (2, 4))
+    assert found == Sample(1, [5], TURNS.response, [], "environment", TURNS.mask)
 
 
 def test_response_tokens_are_those_that_the_policy_sampled():

@@ -48,11 +48,8 @@ def with_turns() -> list[Sample]:
         lengths = [part for turn in turns for part in turn]
         response = draw(f"response {row}", sum(lengths))
         mask = [number % 2 == 0 for number, length in enumerate(lengths) for _ in range(length)]
-        sizes = torch.tensor([said for said, _ in turns])
-        ends = tuple(sizes.cumsum(0).tolist())
-        found.append(
-            Sample(row, draw(f"prompt {row}", prompt), response, [0.0] * int(sizes.sum()), "environment", mask, ends)
-        )
+        prompt_ids = draw(f"prompt {row}", prompt)
+        found.append(Sample(row, prompt_ids, response, [0.0] * sum(mask), "environment", mask))
     return found
 
 

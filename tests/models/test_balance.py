@@ -22,7 +22,7 @@ def sample(row: int) -> Sample:
     if row % 4 or length < 4:
         return plain
     mask = [not length // 3 <= i < length // 2 for i in range(length)]
-    return replace(plain, mask=mask, turns=(length // 3, sum(mask)), end="environment")
+    return replace(plain, mask=mask, end="environment")
 
 
 def sampled(row: Sample) -> torch.Tensor:
