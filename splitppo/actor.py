@@ -21,20 +21,14 @@ from splitppo.rollout import Rollout, Sample
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
-# Mean difference of the engine's and the trainer's log-probs, nats a token: above the first number the run warns, above
-# the second it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16; on GPUs, vLLM's attention is TF32 in
-# float32.)
+# Mean difference of the engine's and the trainer's log-probs, nats a token, above which the run warns, and above which
+# it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16; on GPUs, vLLM's attention is TF32 in float32.)
 MISMATCH = {torch.float32: (0.03, 0.2), torch.bfloat16: (0.1, 0.5)}
 
 
 class Actor:
-    """A rank of the actor group: policy, reference, rollout engine.
-
-    Args:
-        outputs: what is read off the policy.
-        reference: None if no KL coefficient asks for one, or if the critic group holds it.
-        validator: of the same engine.
-    """
+    """A rank of the actor group: policy, with what is `outputs` of it; reference, if a KL coefficient asks for one and
+    the critic group does not hold it; rollout engine, and the validator of the same engine."""
 
     def __init__(
         self,
@@ -48,11 +42,9 @@ class Actor:
         validator: Validator,
     ):
         self.context, self.policy, self.reference, self.engine = context, policy, reference, engine
-        self.group = policy.runner.group
+        self.group, self.learners = policy.runner.group, [policy]
         self.engine_dtype, self.validator = engine_dtype, validator
-        self._outputs = outputs
-        self.streams = context.streams
-        self.synced = -1
+        self._outputs, self.streams, self.synced = outputs, context.streams, -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
@@ -93,11 +85,8 @@ class Actor:
         self.engine.release_memory(trained=self.trained)
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
-        """Log-probs of the response tokens, and the metrics of the rollout.
-
-        Returns:
-            `[N]` old log-probs, the trainer's or the engine's own; `[N]` the reference's, if it is here; metrics.
-        """
+        """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own; `[N]` the reference's,
+        if it is here. And the metrics of the rollout."""
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
         slots = self.streams.share(self.group.all_gather)
@@ -128,12 +117,8 @@ class Actor:
             self.reference.release_memory()
 
     def update(self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> dict[str, Any]:
-        """PPO's policy update; returns its metrics.
-
-        Args:
-            logprobs: the tensors that `logprobs` returned.
-            advantages: `[N]`; NaN while only the value model is trained, and then there is no update.
-        """
+        """PPO's policy update; returns its metrics. `logprobs`: what the verb returned. `advantages`: `[N]`; NaN while
+        only the value model is trained, and then there is no update."""
         ppo, (old, *ref) = self.context.config.ppo, logprobs
         names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
@@ -161,10 +146,6 @@ class Actor:
         self.engine.close()
         self.validator.scorer.close()
 
-    @property
-    def learners(self) -> list[Learner]:
-        return [self.policy]
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         return {"best": self.best, "open": self.streams.state()}
@@ -172,7 +153,7 @@ class Actor:
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned."""
         self.best = tuple(state["best"]) if state["best"] else None
-        self.streams.load_state(state.get("open", ()))
+        self.streams.load_state(state["open"])
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The field `weights`, if it is asked for, and its metrics."""
@@ -198,28 +179,19 @@ class Actor:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo, mask = self.context.config.ppo, batch.mask
-        with_entropy = ppo.entropy_coef > 0
-        logprobs, entropy = self._outputs(model, batch, entropy=with_entropy)
+        ppo, mask, weights = self.context.config.ppo, batch.mask, fields.get("weights")
+        logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-        loss, metrics = algo.policy_loss(
-            logprobs,
-            fields["old"],
-            fields["advantages"],
-            mask,
-            dual_clip=ppo.dual_clip,
-            aggregate=ppo.aggregate,
-            weights=fields.get("weights"),
-            mode=ppo.clip_mode,
-            **clip,
-        )
+        how: Any = {"mode": ppo.clip_mode, "dual_clip": ppo.dual_clip, "aggregate": ppo.aggregate}
+        old, advantages = fields["old"], fields["advantages"]
+        loss, metrics = algo.policy_loss(logprobs, old, advantages, mask, weights=weights, **clip, **how)
         if "age" in fields:
             metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
             metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
-        if with_entropy:
+        if ppo.entropy_coef > 0:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
 
@@ -229,10 +201,7 @@ class Actor:
 
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
         """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
-
-        Raises:
-            UserError: on all of them, if rounding does not explain the difference.
-        """
+        Raises UserError on all of them if rounding does not explain the difference."""
         rollout = self.context.config.rollout
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
@@ -245,9 +214,8 @@ class Actor:
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
-            raise UserError(
-                f"{found.format(most)}they run different models; try --engine.kind hf or --compute.packing off"
-            )
+            remedy = "they run different models; try --engine.kind hf or --compute.packing off"
+            raise UserError(found.format(most) + remedy)
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
 

@@ -1,8 +1,4 @@
-"""How good the value model is, measured against what happened: the scores of rows that ended by themselves.
-
-Explained variance against the value model's own targets flatters it: with a small lambda the targets are mostly its own
-values. docs/critic.md says how to read these figures.
-"""
+"""How good the value model is, measured against the scores of rows that ended by themselves (docs/critic.md)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,14 +27,8 @@ def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
 
 def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group) -> dict[str, Any]:
     """Metrics of the whole batch; all ranks of the group call it. `values`: `[N]`. `scores`: `[B]`, as they become
-    rewards.
-
-    Returns:
-        `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score - value) /
-        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`: mean of value less
-        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
-        value, mean score.
-    """
+    rewards. They are: explained variance of the outcomes at each place; mean of value less outcome at the first token;
+    for ten ranges of the values, equally wide, tokens, mean value, mean outcome."""
     targets = outcomes(rollout, scores, gamma)
     ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
     where = torch.cat([torch.zeros(0), *(torch.arange(n) / n for n in rollout.lengths)])
@@ -67,8 +57,7 @@ def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str
 
 
 class Pretraining:
-    """The steps before the first policy update, in which only the value model is trained. The critic sends no
-    advantages (NaN) in these steps, so the actor needs none.
+    """The steps before the first policy update, in which only the value model is trained.
 
     Plain warm-up (`ppo.critic_warmup`) trains the value model as in all other steps. Pretraining
     (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1) has targets with lambda 1 and epochs of its own, and

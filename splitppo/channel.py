@@ -48,13 +48,11 @@ class Hop:
 
 
 class Wire:
-    """Moves one tensor a message, for all channels.
+    """Moves one tensor a message, for all channels. Tensors given and returned are on the CPU.
 
     Args:
-        rank: this process's global rank.
         group: process group of all ranks, used for nothing else.
         store: for the handshake. The connection is the wire's own, since a wait blocks it.
-        device: where payloads cross. Tensors given and returned are on the CPU.
         timeout: seconds that a wait may take.
         describe: global rank -> its name in an error, with its host and what it was last doing.
     """

@@ -35,8 +35,7 @@ class Learner:
         optim: AdamW and its schedule over the run's `steps`.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
         gather_once: gather weights and reduce gradients once per mini-batch, not once per micro-batch.
-        offload: what is in host memory while it is not needed: `none`, AdamW's state (`optimizer`), or the weights,
-            too (`all`).
+        offload: what is in host memory while it is not needed, as in `policy.offload`.
     """
 
     def __init__(
@@ -90,10 +89,8 @@ class Learner:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
-        optim, warmup, floor = self.optim, self.optim.warmup_steps, self.optim.min_lr_ratio
-        return algo.learning_rate(
-            step, steps=self.steps, peak=optim.lr, schedule=optim.schedule, warmup_steps=warmup, min_lr_ratio=floor
-        )
+        how: Any = {name: getattr(self.optim, name) for name in ("schedule", "warmup_steps", "min_lr_ratio")}
+        return algo.learning_rate(step, steps=self.steps, peak=self.optim.lr, **how)
 
     def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
         """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the
@@ -160,8 +157,7 @@ class Learner:
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The full weights and persistent buffers, by Hugging Face name. All ranks of the group must consume them. A
-        tensor may be a view of the weight, and is valid until the next one is asked for. In the end the weights' memory
-        is released."""
+        tensor may be a view of the weight, and is valid until the next one is asked for."""
         named: dict[str, Tensor] = {}
         for name, parameter in self.sharded().items():
             named[name] = parameter
@@ -173,7 +169,7 @@ class Learner:
         yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
         self.release_memory(changed=False)
 
-    def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[tuple[float, float]]]:
+    def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[list[float]]]:
         """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens over the group."""
         owned = [[rollout.index[row] for row in rows] for rows in mini_batches]
         cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in owned])
@@ -184,7 +180,7 @@ class Learner:
             sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # a mini-batch may be without rows
-        return [plans[i] for i in kept], [tuple(totals[i]) for i in kept]
+        return [plans[i] for i in kept], [totals[i] for i in kept]
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
         group, packed = self.runner.group, is_packed(self.model)
@@ -199,12 +195,7 @@ class Learner:
         return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1, "update_tflop": tflop}
 
     def _accumulate(
-        self,
-        rollout: Rollout,
-        plan: Cut,
-        by_row: dict[str, list[Tensor]],
-        objective: Objective,
-        total: tuple[float, float],
+        self, rollout: Rollout, plan: Cut, by_row: dict[str, list[Tensor]], objective: Objective, total: Sequence[float]
     ) -> dict[str, Any]:
         """Forward and backward over a mini-batch; returns this rank's part of its metrics, still on the device."""
         sums: dict[str, Any] = {}
