@@ -48,10 +48,9 @@ class Actor:
         validator: Validator,
     ):
         self.context, self.policy, self.reference, self.engine = context, policy, reference, engine
-        self.group = policy.runner.group
+        self.group, self.learners = policy.runner.group, [policy]
         self.engine_dtype, self.validator = engine_dtype, validator
-        self._outputs = outputs
-        self.streams = context.streams
+        self._outputs, self.streams = outputs, context.streams
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -93,11 +92,8 @@ class Actor:
         self.engine.release_memory(trained=self.trained)
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
-        """Log-probs of the response tokens, and the metrics of the rollout.
-
-        Returns:
-            `[N]` old log-probs, the trainer's or the engine's own; `[N]` the reference's, if it is here; metrics.
-        """
+        """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own; `[N]` the reference's,
+        if it is here. Also returns the rollout's metrics."""
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
         slots = self.streams.share(self.group.all_gather)
@@ -161,10 +157,6 @@ class Actor:
         self.engine.close()
         self.validator.scorer.close()
 
-    @property
-    def learners(self) -> list[Learner]:
-        return [self.policy]
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         return {"best": self.best, "open": self.streams.state()}
@@ -198,28 +190,19 @@ class Actor:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo, mask = self.context.config.ppo, batch.mask
-        with_entropy = ppo.entropy_coef > 0
-        logprobs, entropy = self._outputs(model, batch, entropy=with_entropy)
+        ppo, mask, weights = self.context.config.ppo, batch.mask, fields.get("weights")
+        logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-        loss, metrics = algo.policy_loss(
-            logprobs,
-            fields["old"],
-            fields["advantages"],
-            mask,
-            dual_clip=ppo.dual_clip,
-            aggregate=ppo.aggregate,
-            weights=fields.get("weights"),
-            mode=ppo.clip_mode,
-            **clip,
-        )
+        how: Any = {"mode": ppo.clip_mode, "dual_clip": ppo.dual_clip, "aggregate": ppo.aggregate}
+        old, advantages = fields["old"], fields["advantages"]
+        loss, metrics = algo.policy_loss(logprobs, old, advantages, mask, weights=weights, **clip, **how)
         if "age" in fields:
             metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
             metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
-        if with_entropy:
+        if ppo.entropy_coef > 0:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
 
@@ -229,10 +212,7 @@ class Actor:
 
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
         """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
-
-        Raises:
-            UserError: on all of them, if rounding does not explain the difference.
-        """
+        Raises UserError on all of them if rounding does not explain the difference."""
         rollout = self.context.config.rollout
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
@@ -245,9 +225,8 @@ class Actor:
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
-            raise UserError(
-                f"{found.format(most)}they run different models; try --engine.kind hf or --compute.packing off"
-            )
+            remedy = "they run different models; try --engine.kind hf or --compute.packing off"
+            raise UserError(found.format(most) + remedy)
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
 

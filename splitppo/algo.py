@@ -46,10 +46,8 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors, ready to be stacked and gathered.
-
-    Without tokens the mean is 0; with fewer than two the variance is 0.
-    """
+    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors. Without tokens the mean is 0; with fewer
+    than two the variance is 0."""
 
     count: Tensor
     mean: Tensor
@@ -67,8 +65,9 @@ def _means(figures: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> dict
 
 
 @torch.no_grad()
-def moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of `x` `[B, T]` over the mask `[B, T]`, by two passes in float64."""
+def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
+    """Moments of `x` `[B, T]` over the mask `[B, T]`, or of all of an `x` `[N]`, by two passes in float64."""
+    x, mask = (x[None], torch.ones_like(x)[None]) if mask is None else (x, mask)
     _check_shapes(2, x=x, mask=mask)
     kept = _keep(x.double(), mask)
     count = mask.bool().sum().double()
@@ -78,11 +77,8 @@ def moments(x: Tensor, mask: Tensor) -> Moments:
 
 
 def merge_moments(parts: Sequence[Moments]) -> Moments:
-    """Moments of all the tokens that the parts were taken over.
-
-    Chan, Golub & LeVeque 1979, "Updating formulae", for any number of parts at once: the squares inside the parts
-    plus the squares between them. Raises ValueError when there is no part.
-    """
+    """Moments of all the tokens of the parts: the squares inside them plus the squares between them (Chan, Golub &
+    LeVeque 1979, "Updating formulae"). Raises ValueError when there is no part."""
     columns = zip(*((part.count, part.mean, part.variance) for part in parts), strict=True)
     counts, means, variances = map(torch.stack, columns)
     count = counts.sum()
@@ -118,7 +114,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r, unbiased and never negative; `abs` = |log r|.
     `k3` is that of the clamped log r, and has no gradient where it is clamped (`clamp_log_ratio`).
     Gradient flows into `logprobs` only. Both must be finite everywhere, padding included, if a gradient is taken.
-    Raises ValueError for another kind.
     """
     _check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_r = ref_logprobs.detach() - logprobs
@@ -136,11 +131,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
 @torch.no_grad()
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Reward of each token `[B, T]`: `-kl_coef * kl`, plus the row's score at its last masked token.
-
-    `scores`: `[B]`, in the reward's unit. `kl`, `mask`: `[B, T]`. A row with an empty mask has no token that could
-    have earned its score, and gets nothing. Returns `scores`' and `kl`'s common dtype, 0 outside the mask.
-    """
+    """Reward of each token `[B, T]`, 0 outside the mask: `-kl_coef * kl`, plus the row's score at its last masked
+    token, if it has one. `scores`: `[B]`, in the reward's unit. `kl`, `mask`: `[B, T]`."""
     _check_shapes(2, kl=kl, mask=mask)
     if scores.shape != kl.shape[:1]:
         raise ValueError(f"want one score a row, {tuple(kl.shape[:1])}, got {tuple(scores.shape)}")
@@ -190,7 +182,7 @@ def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
     """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when it is empty.
 
     `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or the mean over
-    each row's tokens, then the mean over the rows with a non-empty mask. Raises ValueError for another name.
+    each row's tokens, then the mean over the rows with a non-empty mask.
     """
     _check_shapes(2, x=x, mask=mask)
     weight = aggregate_weight(mask, aggregate).clamp(min=1)  # refuses an unknown name
@@ -201,11 +193,10 @@ def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
 
 
 def aggregate_weight(mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """`aggregate_loss`'s denominator: tokens of the mask `[B, T]`, or rows with a non-empty one.
+    """`aggregate_loss`'s denominator, 0-d float64: tokens of the mask `[B, T]`, or rows with a non-empty one.
 
-    A 0-d float64 tensor, exact for any count. Over any cut of the rows into parts,
-    `sum(aggregate_loss(part) * aggregate_weight(part)) / sum(aggregate_weight(part)) == aggregate_loss(whole)`: so a
-    mini-batch gives the same loss and gradient however it is cut. Raises ValueError for another name.
+    Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the loss of the whole: so a
+    mini-batch gives the same loss and gradient however it is cut.
     """
     _check_shapes(2, mask=mask)
     if aggregate == "token_mean":
@@ -280,10 +271,8 @@ def staleness(
 def importance_weights(
     old: Sequence[Tensor], engine: Sequence[Tensor], kind: str, cap: float
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Truncated importance weights of rows that an engine sampled a little off the trainer's policy.
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training": min(pi_trainer /
-    pi_engine, cap), of each token, or (`sequence`) of the whole response for each of its tokens.
+    """Truncated importance weights (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"): min(pi_trainer / pi_engine, cap), of each token, or (`sequence`) of its whole response.
 
     `old`, `engine`: log-probs `[T_i]` of each row. Returns weights `[T_i]`, and sums over tokens: `importance_mean`,
     `importance_capped`.
@@ -301,11 +290,9 @@ def value_loss(
     """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d tensors.
 
     All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2)`; `clip=None`
-    leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9; the clip is not in the paper but in its
-    code (openai/baselines, ppo2), and half of the square is that code's too. Gradient flows into `values` only.
-
-    Metrics, detached means over the mask: `vf_clipfrac` share of tokens whose clipped term is the larger loss;
-    `vpred_mean` mean value.
+    leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9; clip and half are those of its code
+    (openai/baselines, ppo2). Gradient flows into `values` only. Metrics, detached means over the mask: `vf_clipfrac`
+    share of tokens whose clipped term is the larger loss; `vpred_mean`.
     """
     _check_shapes(2, values=values, old_values=old_values, returns=returns, mask=mask)
     if clip is not None and clip < 0:
@@ -320,11 +307,8 @@ def value_loss(
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32 (float64 stays).
-
-    A logit of -inf is a token that can't be sampled: it adds 0, to the gradient as well. Logits that are all -inf
-    are no distribution and give nan.
-    """
+    """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32 (float64 stays). A logit
+    of -inf is a token that can't be sampled: it adds 0, to the gradient as well."""
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     # p log p goes to 0 with p, but 0 * -inf is nan.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)

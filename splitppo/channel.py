@@ -8,7 +8,7 @@ dead-lock against the collectives of FSDP. So both sides agree first, in host me
                    <-------------     go, with the header: how much is coming
     posts its recv                    posts its send
 
-The copy then takes microseconds. Batches travel over a communicator of their own: NCCL on GPUs, Gloo on CPU.
+The copy then takes microseconds. Batches travel over a process group of their own: NCCL on GPUs, Gloo on CPUs.
 """
 
 import os
@@ -16,9 +16,8 @@ import sys
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,22 +43,16 @@ class Hop:
     sender: int
     receiver: int
 
-    @property
-    def key(self) -> str:
-        return f"{self.channel}/{self.step}/{self.chunk}/{self.sender}/{self.receiver}"
-
     def __str__(self) -> str:
         return f"step {self.step} {self.channel} chunk {self.chunk} rank {self.sender} -> rank {self.receiver}"
 
 
 class Wire:
-    """Moves one tensor a message, for all channels.
+    """Moves one tensor a message, for all channels. Tensors given and returned are on the CPU.
 
     Args:
-        rank: this process's global rank.
         group: process group of all ranks, used for nothing else.
         store: for the handshake. The connection is the wire's own, since a wait blocks it.
-        device: where payloads cross. Tensors given and returned are on the CPU.
         timeout: seconds that a wait may take.
         describe: global rank -> its name in an error, with its host and what it was last doing.
     """
@@ -74,42 +67,36 @@ class Wire:
         begin = partial(torch.cuda.set_device, device) if self.stream else None
         # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
-        self.trace = os.environ.get("SPLITPPO_TRACE") == "1"
         self.bytes, self.seconds = 0, 0.0  # that crossed here since the last `spent`
 
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has given its clear-to-send. Doesn't wait."""
-        return self.store.check([f"{hop.key}/clear"])
+        return self.store.check([f"{hop}/clear"])
 
     def send(self, hop: Hop, payload: Tensor, header: Sequence[int] = ()) -> None:
         """Sender: waits until the receiver is ready, then sends a 1-D CPU tensor with a header of integers."""
         self._wait(hop, "clear", hop.receiver)
-        self.store.set(f"{hop.key}/go", array("q", [payload.numel(), *header]).tobytes())
+        self.store.set(f"{hop}/go", array("q", [payload.numel(), *header]).tobytes())
         self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
-        with self._timed(payload.numel() * payload.itemsize):
-            self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
+        self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
+        self.bytes += payload.nbytes
 
     def recv(self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]) -> tuple[list[int], Tensor]:
-        """Receiver: gives its clear-to-send, waits for the sender's go, then receives.
+        """Receiver: gives its clear-to-send, waits for the sender's go, then receives the header and a 1-D CPU tensor.
+        `check`: header -> the number of elements that must come.
 
         One message at a time: a second sender that is clear to send would post, and its GPU would wait.
-
-        Args:
-            check: header -> the number of elements that must come.
-
-        Returns:
-            The header and a 1-D CPU tensor.
         """
         self._trace("clear to send", hop)
-        self.store.set(f"{hop.key}/clear", b"1")
+        self.store.set(f"{hop}/clear", b"1")
         self._wait(hop, "go", hop.sender)
-        numel, *header = array("q", self.store.get(f"{hop.key}/go"))
-        for name in ("clear", "go"):
-            self.store.delete_key(f"{hop.key}/{name}")
+        numel, *header = array("q", self.store.get(f"{hop}/go"))
+        for word in ("clear", "go"):
+            self.store.delete_key(f"{hop}/{word}")
         if numel != (due := check(header)):
             raise WireError(f"{hop}: {numel} elements announced where {due} are due; do all ranks run one version?")
-        with self._timed(numel * dtype.itemsize):
-            payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
+        payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
+        self.bytes += payload.nbytes
         self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
@@ -118,12 +105,6 @@ class Wire:
         figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
         self.bytes, self.seconds = 0, 0.0
         return figures
-
-    @contextmanager
-    def _timed(self, size: int) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.bytes, self.seconds = self.bytes + size, self.seconds + time.monotonic() - start
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:
         """Posts the send; the receiver posts at the same time."""
@@ -139,15 +120,24 @@ class Wire:
 
     def _wait(self, hop: Hop, word: str, peer: int) -> None:
         try:
-            self.store.wait([f"{hop.key}/{word}"], timedelta(seconds=self.timeout))
+            self.store.wait([f"{hop}/{word}"], timedelta(seconds=self.timeout))
         except dist.DistStoreError as error:
             what = "a clear-to-send" if word == "clear" else "a message"
             raise self._timed_out(hop, f"{what} from", peer) from error
 
     def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
         """Returns `transfer(*args)` once the GPU has finished the copy; a failure names both ranks."""
+
+        def on_stream() -> Any:
+            with torch.cuda.stream(self.stream):
+                found = transfer(*args)
+            if self.stream:
+                self.stream.synchronize()
+            return found
+
+        start = time.monotonic()
         try:
-            return self._copier.submit(self._on_stream, transfer, *args).result(self.timeout)
+            return self._copier.submit(on_stream).result(self.timeout)
         except TimeoutError as error:
             raise self._timed_out(hop, f"the copy {'to' if peer == hop.receiver else 'from'}", peer) from error
         except torch.OutOfMemoryError:
@@ -155,20 +145,15 @@ class Wire:
         except RuntimeError as error:
             both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
             raise WireError(f"{hop}: the copy {both} failed: {error}") from error
-
-    def _on_stream(self, transfer: Callable[..., Any], *args: Any) -> Any:
-        with torch.cuda.stream(self.stream):
-            found = transfer(*args)
-        if self.stream:
-            self.stream.synchronize()
-        return found
+        finally:
+            self.seconds += time.monotonic() - start
 
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
         waited = f"{self.describe(self.rank)} waited {self.timeout:g} s for {what} {self.describe(peer)}"
         return WireError(f"{hop}: {waited}; raise --timeout if that rank is only slow")
 
     def _trace(self, what: str, hop: Hop) -> None:
-        if self.trace:
+        if os.environ.get("SPLITPPO_TRACE") == "1":
             # one write a line, since all ranks write to one screen
             sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")
 
@@ -177,24 +162,18 @@ class _Link:
     """One channel as one rank sees it: its peers, and the slots it has in common with each of them in a step.
 
     Args:
-        ends: the role that sends and the one that receives.
+        sender: the role that sends.
         group: this rank's. The first rank of a set of ranks with the same rows sends and receives for all of it.
     """
 
     def __init__(
-        self,
-        name: str,
-        ends: tuple[Role, Role],
-        wire: Wire,
-        placement: Placement,
-        ownership: Callable[[int], Ownership],
+        self, name: str, sender: Role, wire: Wire, placement: Placement, ownership: Callable[[int], Ownership],
         group: Group,
-    ):
-        self.name, self.ends, self.wire, self.ownership, self.group = name, ends, wire, ownership, group
-        self.sends = wire.rank in placement.groups[ends[0]]
-        self.role: Role = ends[0] if self.sends else ends[1]
-        self.other: Role = ends[1] if self.sends else ends[0]
-        self.ranks = placement.groups[self.other]
+    ):  # fmt: skip
+        self.name, self.wire, self.ownership, self.group = name, wire, ownership, group
+        self.role: Role = placement.roles(wire.rank)[0]
+        self.other: Role = "critic" if self.role == "actor" else "actor"
+        self.sends, self.ranks = self.role == sender, placement.groups[self.other]
 
     def _peers(self, step: int) -> list[tuple[int, list[int]]]:
         """(global rank of the peer, slots in common with it) for each peer with slots, in the order of their ranks."""
@@ -203,7 +182,7 @@ class _Link:
         found = [own.between(self.role, self.group.dp_rank, self.other, peer) for peer in range(size)]
         return [(rank, slots) for rank, slots in zip(speakers, found, strict=True) if slots]
 
-    def _hop(self, step: int, peer: int, *, chunk: int = 0) -> Hop:
+    def _hop(self, step: int, peer: int, chunk: int = 0) -> Hop:
         both = (self.wire.rank, peer) if self.sends else (peer, self.wire.rank)
         return Hop(self.name, step, chunk, *both)
 
@@ -223,19 +202,17 @@ class RolloutLink(_Link):
 
     def __init__(self, *args, chunks: int, window: int):
         super().__init__(*args)
-        self.chunks, self.window = chunks, window
-        self._step = 0
+        self.chunks, self.window, self._step = chunks, window, 0
         self._peer_of: dict[int, int] = {}  # slot -> peer
         self._place: dict[int, int] = {}  # slot -> tokens that it has decoded in this step
-        self._filling: dict[int, list[Sample]] = {}
-        self._due: dict[int, deque[tuple[int, int | None]]] = {}  # (chunk, its rows; None: as many as end)
-        self._ready: deque[tuple[Hop, list[Sample]]] = deque()
+        self._filling: dict[int, list[Sample]] = {}  # peer -> rows of its next chunk
+        self._due: dict[int, deque[tuple[Hop, int | None]]] = {}  # peer -> its chunks; their rows, None: as many as end
+        self._ready: list[tuple[Hop, list[Sample]]] = []
         self._poster = ThreadPoolExecutor(1, "rollouts")
 
     def offer(self, step: int, finished: Iterable[Sample]) -> None:
         """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive; never waits."""
-        if step != self._step:
-            self._begin(step)
+        self._begin(step)
         for sample in finished if self.group.speaks else ():
             slot = sample.row % self.ownership(step).count
             if self.window:  # slots decode side by side
@@ -245,61 +222,61 @@ class RolloutLink(_Link):
             self._filling[peer].append(sample)
             if len(self._filling[peer]) == self._due[peer][0][1]:
                 self._close(peer)
-        for _ in range(len(self._ready)):
-            hop, samples = self._ready.popleft()
-            if self.wire.is_clear(hop):
-                self._post([(hop, samples)])
+        waiting, self._ready = self._ready, []
+        for message in waiting:
+            if self.wire.is_clear(message[0]):
+                self._post([message])
             else:
-                self._ready.append((hop, samples))
+                self._ready.append(message)
 
     def flush(self, step: int) -> Future[None]:
         """Actor: a thread posts what is left and waits for each critic rank in turn. Every row must have been offered.
         The wire is the thread's until the result is there."""
-        if step != self._step:
-            self._begin(step)
-        missing = sum(count or 0 for due in self._due.values() for _, count in due) if self.group.speaks else 0
+        self._begin(step)
+        missing = sum(count or 0 for due in self._due.values() for _, count in due)
         if missing:
             raise WireError(f"step {step} {self.name}: rank {self.wire.rank} was not offered {missing} of its rows")
-        if self.group.speaks:
-            self._close_before(self.chunks)
+        self._close_before(self.chunks)
         # chunk by chunk, so that every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))
-        self._ready.clear()
+        self._ready = []
         return self._poster.submit(self._post, left)
 
     def recv(self, step: int, chunk: int) -> list[Sample]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the actor."""
-        peers = self._peers(step)
-        senders = [rank for rank, slots in peers if self.window or chunk_sizes(len(slots), self.chunks)[chunk]]
-        return [sample for rank in senders for sample in self._receive(self._hop(step, rank, chunk=chunk))]
+        samples = []
+        for rank, slots in self._peers(step):
+            if self.window or chunk_sizes(len(slots), self.chunks)[chunk]:
+                hop = self._hop(step, rank, chunk)
+                header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
+                samples += unpack_rows(header, ids.tolist())
+        return samples
 
     def _begin(self, step: int) -> None:
-        self._step, self._filling, self._due, self._peer_of = step, defaultdict(list), {}, {}
-        self._place = defaultdict(int)
+        """Plans the messages of a step, at its first call; on the rank that sends for its set."""
+        if step == self._step or not self.group.speaks:
+            return
+        self._step, self._due, self._peer_of = step, {}, {}
+        self._filling, self._place = defaultdict(list), defaultdict(int)
         for peer, slots in self._peers(step):
             sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
-            self._due[peer] = deque((chunk, count) for chunk, count in enumerate(sizes) if count != 0)
+            self._due[peer] = deque((self._hop(step, peer, i), size) for i, size in enumerate(sizes) if size != 0)
             self._peer_of |= dict.fromkeys(slots, peer)
 
     def _close_before(self, part: int) -> None:
         """Makes the chunks of all parts of the window before this one ready."""
         for peer, due in self._due.items():
-            while due and due[0][0] < part:
+            while due and due[0][0].chunk < part:
                 self._close(peer)
 
     def _close(self, peer: int) -> None:
         """Makes the peer's next chunk ready."""
-        chunk, _ = self._due[peer].popleft()
-        self._ready.append((self._hop(self._step, peer, chunk=chunk), self._filling.pop(peer, [])))
+        self._ready.append((self._due[peer].popleft()[0], self._filling.pop(peer, [])))
 
     def _post(self, chunks: Sequence[tuple[Hop, list[Sample]]]) -> None:
         for hop, samples in chunks:
             header, ids = pack_rows(samples)
             self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
-
-    def _receive(self, hop: Hop) -> list[Sample]:
-        header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
-        return unpack_rows(header, ids.tolist())
 
 
 class TensorLink(_Link):
@@ -337,6 +314,6 @@ class Links:
     ):  # fmt: skip
         self.wire, self.chunks = wire, chunks
         where: Any = (wire, placement, ownership, group)
-        self.rollouts = RolloutLink("rollouts", ("actor", "critic"), *where, chunks=chunks, window=window)
-        self.logprobs = TensorLink("logprobs", ("actor", "critic"), *where)
-        self.advantages = TensorLink("advantages", ("critic", "actor"), *where)
+        self.rollouts = RolloutLink("rollouts", "actor", *where, chunks=chunks, window=window)
+        self.logprobs = TensorLink("logprobs", "actor", *where)
+        self.advantages = TensorLink("advantages", "critic", *where)

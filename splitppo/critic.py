@@ -66,8 +66,7 @@ class Critic:
         self.reward_model, self.reference = reward_model, reference
         self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
-        nothing = torch.zeros((), dtype=torch.float64)
-        self.past_scores = algo.Moments(nothing, nothing, nothing)  # of all raw scores so far
+        self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         self.failing: dict[str, int] = {}  # reward function -> steps in a row in which it failed on every row
 
     def warm_up(self) -> None:
@@ -132,13 +131,15 @@ class Critic:
             logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
                 is 0.
         """
-        if not int(self.group.all_sum(torch.tensor([len(scored.rollout.rows)]))):
-            return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": self.kl.coef}  # no row has ended in this step
-        old = logprobs[0]
-        ref = logprobs[-1] if scored.ref is None else scored.ref
         ppo, rollout, mask = self.context.config.ppo, scored.rollout, scored.rollout.mask()
-        kl = algo.kl_estimate(rollout.pad(old), rollout.pad(ref), ppo.kl_kind)
-        shaped, kl_coef = self._shape(scored), self.kl.coef
+        old, *refs = logprobs if scored.ref is None else [logprobs[0], scored.ref]
+        kl = algo.kl_estimate(rollout.pad(old), rollout.pad(refs[0] if refs else old), ppo.kl_kind)
+        sums = torch.tensor([float(kl.sum()), float(len(kl)), float(rollout.tokens)])
+        (kl_sum, rows, tokens), kl_coef = self.group.all_sum(sums).tolist(), self.kl.coef
+        if not rows:  # none has ended in this step
+            return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
+        self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
         values = rollout.pad(scored.values)
         advantages, returns = self._estimate(step, rewards, values, mask)
@@ -159,13 +160,10 @@ class Critic:
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics |= self._summaries(extra | figures) | self._failures(scored) | {"critic/kl_coef": kl_coef}
+        metrics |= self._summaries(extra | figures) | self._failures(scored)
         metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
-        kl_row, kl_token = self._kl(kl * mask, rollout)
-        metrics |= {"critic/kl_row": kl_row}
-        if len(logprobs) > 1 or scored.ref is not None:
-            metrics |= {"critic/ref_kl": kl_token}
-        return white, packed_returns, metrics
+        metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
+        return white, packed_returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 
     def _estimate(self, step: int, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and the value model's targets, all `[B, T]`."""
@@ -185,7 +183,7 @@ class Critic:
         if len(scored.by_model) == 1:
             return advantages, {}
         spread, part = torch.stack(scored.by_model).std(0), self.context.config.ppo.mask_agreement
-        (moments,) = self.group.all_moments([algo.moments(spread[None], torch.ones_like(spread)[None])])
+        (moments,) = self.group.all_moments([algo.moments(spread)])
         if part:  # the quantile needs every token's figure: four bytes each
             every = torch.cat(self.group.all_gather(spread)).sort().values
             advantages = algo.mask_agreement(advantages, spread, float(every[int(part * len(every))]))
@@ -193,23 +191,14 @@ class Critic:
 
     def _shape(self, scored: Scored) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
-        config, samples = self.context.config, scored.rollout.samples
+        config, rollout = self.context.config, scored.rollout
         failed = {row for row, _ in scored.failures}  # their scores are no sample of the others' distribution
-        counted = torch.tensor([[row not in failed for row in scored.rollout.rows]], dtype=torch.bool)
+        counted = torch.tensor([[row not in failed for row in rollout.rows]], dtype=torch.bool)
         (batch,) = self.group.all_moments([algo.moments(scored.scores[None], counted)])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
-        truncated = [sample.truncated for sample in samples]
-        limit = config.rollout.max_new_tokens
-        lengths = scored.rollout.lengths
-        return shape_scores(scored.scores, lengths, truncated, moments, config.reward, max_new_tokens=limit)
-
-    def _kl(self, kl: Tensor, rollout: Rollout) -> tuple[float, float]:
-        """Means over the batch of the KL `[B, T]`, a row and a token; the next step's coefficient follows from them."""
-        sums = torch.tensor([float(kl.sum()), float(len(kl)), float(rollout.tokens)])
-        total, rows, tokens = self.group.all_sum(sums).tolist()
-        self.kl.update(total / rows, round(rows))
-        return total / rows, total / tokens
+        truncated, limit = [sample.truncated for sample in rollout.samples], config.rollout.max_new_tokens
+        return shape_scores(scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit)
 
     def _failures(self, scored: Scored) -> dict[str, float]:
         """Counts the failures of the rewards, and prints them on the first rank's screen.
@@ -258,9 +247,8 @@ class Critic:
             own = [[row for row in rows if self.context.value_model(row) == model] for rows in mini_batches]
             fields = {"old": values, "returns": returns}
             figures += learner.update(scored.rollout, own, fields, self._objective, step=step, epochs=epochs)
-        every = torch.ones_like(returns)[None].bool()
-        parts = [algo.moments(x[None], every) for x in (returns, returns - scored.values)]
-        self.pretraining.finish(step, *self.group.all_moments(parts))
+        parts = map(algo.moments, (returns, returns - scored.values))
+        self.pretraining.finish(step, *self.group.all_moments([*parts]))
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)
@@ -283,38 +271,29 @@ class Critic:
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
-        local = {
-            name: (*map(float, (whole.count, whole.mean, whole.variance)), float(x.min()), float(x.max()))
-            for name, x in figures.items()
-            if len(x)
-            for whole in (algo.moments(x[None], torch.ones_like(x[None])),)
-        }
-        gathered = self.group.all_gather(local)
-        metrics, moments = {}, {}
+        own = {name: (algo.moments(x), float(x.min()), float(x.max())) for name, x in figures.items() if len(x)}
+        gathered, metrics, whole = self.group.all_gather(own), {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
-            parts = [part[name] for part in gathered if name in part]
-            whole = algo.merge_moments([algo.Moments(*torch.tensor(part[:3], dtype=torch.float64)) for part in parts])
-            moments[name] = whole
-            metrics[f"{name}/mean"] = float(whole.mean)
-            metrics[f"{name}/min"] = min(part[3] for part in parts)
-            metrics[f"{name}/max"] = max(part[4] for part in parts)
-        metrics["critic/vf_explained_var"] = algo.explained_variance(moments["critic/returns"], moments["error"])
+            moments, least, most = zip(*(part[name] for part in gathered if name in part), strict=True)
+            whole[name] = algo.merge_moments(moments)
+            metrics |= {f"{name}/mean": float(whole[name].mean), f"{name}/min": min(least), f"{name}/max": max(most)}
+        metrics["critic/vf_explained_var"] = algo.explained_variance(whole["critic/returns"], whole["error"])
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
 def join(parts: Sequence[Scored]) -> Scored:
     """The chunks of a step as one."""
     rollout = Rollout([sample for part in parts for sample in part.rollout.samples])
+    rows = [row for part in parts for row in part.rollout.rows]
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:
-        rows = [zip(p.rollout.rows, p.rollout.split(x), strict=True) for p, x in zip(parts, tensors, strict=True)]
-        return rollout.pack({row: piece for part in rows for row, piece in part})
+        pieces = [piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)]
+        return rollout.pack(dict(zip(rows, pieces, strict=True)))
 
-    scores = {row: s for part in parts for row, s in zip(part.rollout.rows, part.scores.tolist(), strict=True)}
+    scores = torch.cat([part.scores for part in parts])[torch.tensor(rows, dtype=torch.int64).argsort()]
     names = dict.fromkeys(name for part in parts for name in part.extra)
     extra = {name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names}
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
-    ref = packed(refs) if refs else None
     values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]
-    return Scored(rollout, values, torch.tensor([scores[row] for row in rollout.rows]), extra, failures, ref)
+    return Scored(rollout, values, scores, extra, failures, packed(refs) if refs else None)

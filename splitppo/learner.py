@@ -33,8 +33,7 @@ class Learner:
         optim: AdamW and its schedule over the run's `steps`.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
         gather_once: gather weights and reduce gradients once per mini-batch, not once per micro-batch.
-        offload: what is in host memory while it is not needed: `none`, AdamW's state (`optimizer`), or the weights,
-            too (`all`).
+        offload: what is in host memory while it is not needed, as in `policy.offload`.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Learner:
         yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
         self.release_memory(changed=False)
 
-    def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[tuple[float, float]]]:
+    def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[list[float]]]:
         """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens over the group."""
         owned = [[rollout.index[row] for row in rows] for rows in mini_batches]
         cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in owned])
@@ -182,7 +181,7 @@ class Learner:
             sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # a mini-batch may be without rows
-        return [plans[i] for i in kept], [tuple(totals[i]) for i in kept]
+        return [plans[i] for i in kept], [totals[i] for i in kept]
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
         group, packed = self.runner.group, is_packed(self.model)
@@ -197,12 +196,7 @@ class Learner:
         return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1, "update_tflop": tflop}
 
     def _accumulate(
-        self,
-        rollout: Rollout,
-        plan: Cut,
-        by_row: dict[str, list[Tensor]],
-        objective: Objective,
-        total: tuple[float, float],
+        self, rollout: Rollout, plan: Cut, by_row: dict[str, list[Tensor]], objective: Objective, total: Sequence[float]
     ) -> dict[str, Any]:
         """Forward and backward over a mini-batch; returns this rank's part of its metrics, still on the device."""
         sums: dict[str, Any] = {}

@@ -1,5 +1,4 @@
-"""Who plays which role, and who owns which slot, with the rows that end there: pure functions that every rank computes
-for itself."""
+"""Who plays which role, and who owns which slot: pure functions that every rank computes for itself."""
 
 import random
 from collections import Counter
@@ -42,11 +41,8 @@ class Placement:
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
-    """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank has one.
-
-    Raises:
-        UserError: the sizes don't add up, or don't cut into nodes as the mode asks.
-    """
+    """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank has one. Raises
+    UserError if the sizes don't add up, or don't cut into nodes as the mode asks."""
     mode = config.mode
     if mode == "auto":
         asks_for_two = config.actor or config.critic or config.barrier or config.reference == "critic"
@@ -55,9 +51,8 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
                 remedy = "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
-                raise UserError(
-                    f"placement.{name}={size}: all {world} ranks play both roles; {remedy} or leave it unset"
-                )
+                wrong = f"placement.{name}={size}: all {world} ranks play both roles"
+                raise UserError(f"{wrong}; {remedy} or leave it unset")
         return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
     if world == 1:
         remedy = "use colocated or start more ranks (a dry run: --world-size)"
@@ -90,19 +85,15 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
             given = f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of {world} is left"
             raise UserError(f"{given} for the {name} group; set sizes of 1 to {world - 1}, or placement.mode=colocated")
         if size % unit:
-            rule = (
-                f"must be the same on each of {unit} nodes" if mode == "per_node" else f"is not whole nodes of {unit}"
-            )
+            even, whole = f"must be the same on each of {unit} nodes", f"is not whole nodes of {unit}"
+            rule = even if mode == "per_node" else whole
             raise UserError(f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}")
     return actor
 
 
 def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int) -> list[list[int]]:
-    """The ranks of a group in sets, each of which holds the weights once, in ascending order.
-
-    Raises:
-        UserError: the size doesn't divide the group, or a set would take a part of one node and a part of another.
-    """
+    """The ranks of a group in sets, each of which holds the weights once, in ascending order. Raises UserError if the
+    size doesn't divide the group, or a set would take a part of one node and a part of another."""
     ranks = placement.groups[role]
     on_node = Counter(rank // local_world for rank in ranks)
     wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
@@ -159,10 +150,8 @@ def check_cut(
 
 @dataclass(frozen=True)
 class Ownership:
-    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their rows.
-
-    All groups cut each mini-batch into contiguous pieces of the same order. So a rank exchanges rows with few ranks of
-    another group, and the samples of a prompt stay together.
+    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their rows. All groups cut
+    each mini-batch into contiguous pieces of the same order: a rank exchanges rows with few ranks of another group.
 
     Attributes:
         mini_batches: the slots of each mini-batch.
@@ -187,13 +176,9 @@ class Ownership:
         return [row for slot in slots for row in by_slot.get(slot, ())]
 
     def slots(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
-        """The slots that a group's rank owns, by mini-batch; a list may be empty.
-
-        Args:
-            count: mini-batches of a model with another number of them than the policy. It divides the policy's, and
-                neighbours are joined, or it is a multiple, and each is cut further, so that every rank has its part
-                of each. Which slots are together does not depend on the ranks.
-        """
+        """The slots that a group's rank owns, by mini-batch; a list may be empty. `count`: mini-batches of a model with
+        another number of them than the policy. Neighbours are joined, or each is cut further, so that every rank has
+        its part of each. Which slots are together does not depend on the ranks."""
         own = [list(cut_evenly(part, self.sizes[role])[rank]) for part in self.orders or self.mini_batches]
         count = count or len(own)
         if joined := len(own) // count:
@@ -249,14 +234,12 @@ def own(
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, sizes, _by_context(cut, contexts, sizes["actor"]) if contexts else ())
+    return Ownership(cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
 
 
-def _by_context(
-    mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int
-) -> tuple[tuple[int, ...], ...]:
-    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum.
-    Greedy: the longest context that is left goes to the rank with the smallest sum."""
+def _deal(mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum:
+    the longest context that is left goes to the rank with the smallest sum."""
     sums, orders = [0] * ranks, []
     for slots in mini_batches:
         pieces: list[list[int]] = [[] for _ in range(ranks)]

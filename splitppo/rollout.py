@@ -241,8 +241,8 @@ class Streams:
         return ended
 
     def share(self, gather: Callable[[Any], list[Any]]) -> list[list[tuple[int, int]]]:
-        """Makes every rank know the rows of all slots; all ranks of a group call it after each rollout, with
-        `Group.all_gather`. Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
+        """Makes every rank know the rows of all slots, by `Group.all_gather` after each rollout. Returns what the first
+        `RECORDED` slots have decoded: (row, tokens) one after another."""
         decoded = {}
         for changed, part in gather((self._changed, self._decoded)):
             self.open |= changed
@@ -261,21 +261,17 @@ class Streams:
         return [[row.row, list(row.response), list(row.logprobs), list(row.stretches)] for row in rows]
 
     def load_state(self, state: Sequence[Any]) -> None:
-        """Goes on from what `state` returned, also with another window.
-
-        Raises:
-            UserError: there are other slots now, or rows do not go on.
-        """
+        """Goes on from what `state` returned, also with another window. Raises UserError if there are other slots now,
+        or rows do not go on."""
         if state and not (self.windows and len(state) == self.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and "
                 f"rollout.batch_size={len(state)}"
             )
         for row, response, logprobs, stretches in state:
-            past = tuple((step, tokens) for step, tokens in stretches)
-            self.open[row % self.slots] = replace(
-                self._fresh(row), response=response, logprobs=logprobs, stretches=past
-            )
+            past: Any = tuple(map(tuple, stretches))
+            tokens = self.prompt(row).tokens
+            self.open[row % self.slots] = Sample(row, tokens, response, logprobs, "window", stretches=past)
 
     def _request(self, row: Sample) -> Request:
         length = self.lengths[row.row % len(self.lengths)] if self.lengths else None

@@ -128,22 +128,19 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
 
 def train(run: Run) -> None:
     """Plays this rank's part of the run."""
-    if run.runtime.placement.colocated:
-        actor, critic = run.build.actor(), run.build.critic()
-        run.begin(actor=actor, critic=critic)
+    actor = run.build.actor() if "actor" in run.runtime.groups else None
+    critic = run.build.critic() if "critic" in run.runtime.groups else None
+    run.begin(actor=actor, critic=critic)
+    if actor and critic:
         colocated_loop(run, actor, critic)
-        actor.close()
-        critic.close()
-    elif "actor" in run.runtime.groups:
-        actor, run.links = run.build.actor(), run.build.links()
-        run.begin(actor=actor)
+    elif actor:
+        run.links = run.build.links()
         actor_loop(run, actor, run.links)
-        actor.close()
-    else:
-        critic, run.links = run.build.critic(), run.build.links()
-        run.begin(critic=critic)
+    elif critic:
+        run.links = run.build.links()
         critic_loop(run, critic, run.links)
-        critic.close()
+    for part in filter(None, (actor, critic)):
+        part.close()
 
 
 @command

@@ -1,8 +1,5 @@
-"""Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`, RUN/validation.
-
-Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise has a seed of its own, the same in every
-validation, so their results can be compared.
-"""
+"""Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`, RUN/validation. Row
+`p * n + j` is response j to held-out prompt p, both from 0. Its noise is the same in every validation."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,35 +71,26 @@ class Validator:
         found, written, failures = [], [], []
         for samples, texts, pending in batches:
             for sample, text, scored in zip(samples, texts, self.group.of_first(pending), strict=True):
-                row, score, failed = sample.row, scored.score, bool(scored.failures)
-                what = answer(text), len(sample.response), sample.truncated, failed
-                found.append(Response(row, score, dict(scored.figures), *what))
-                failures += [(row, failure) for failure in scored.failures]
-                if row < FILE_ROWS:  # every rank has the prompts, so only responses are gathered
-                    written.append((row, text, score, sample.end))
+                what = answer(text), len(sample.response), sample.truncated, bool(scored.failures)
+                found.append(Response(sample.row, scored.score, dict(scored.figures), *what))
+                failures += [(sample.row, failure) for failure in scored.failures]
+                if sample.row < FILE_ROWS:  # every rank has the prompts, so only responses are gathered
+                    written.append((sample.row, text, scored.score, sample.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)
-            self.write(step, [self._record(step, *row) for row in rows])
+            told = [record(step, row, score, self.prompts[row // n], text, end) for row, text, score, end in rows]
+            self.write(step, [line | {"sample": line["row"] % n} for line in told])
             if failed := [failure for *_, part in gathered for failure in part]:
                 say(f"[actor] step {step}, held-out rows, {failure_line(failed)}")
         responses = sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row)
         return metrics(responses, [prompt.data_source for prompt in self.prompts])
 
-    def _record(self, step: int, row: int, text: str, score: float, end: str) -> dict[str, Any]:
-        index, sample = divmod(row, self.config.log.validate_samples)
-        return record(step, row, score, self.prompts[index], text, end) | {"sample": sample}
-
 
 def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, float]:
-    """The metrics of a validation: of all responses in the order of their rows, as many to each prompt. `sources`: the
-    data_source of each prompt.
-
-    Returns:
-        `val/rows`: responses. `val/response_length/mean`: tokens. `val/clip_ratio`: share cut at max_new_tokens.
-        `val/KEY/mean`: of each further figure of the functions, over the responses that have it. `val/failures`:
-        responses whose reward failed, if any. What `score_metrics` returns, over all and for each of several sources.
-    """
+    """The metrics of a validation (docs/metrics.md): of all responses in the order of their rows, as many to each
+    prompt. `sources`: the data_source of each prompt. What `score_metrics` returns, over all and for each of several
+    sources; means of each further figure of the functions over the responses that have it."""
     figures = [one.figures for one in responses]
     found = {
         f"val/{name}/mean": fmean(part[name] for part in figures if name in part)
@@ -125,13 +113,9 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
 
 
 def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dict[str, float]:
-    """The metrics of the scores of the n responses to each prompt; `infix` goes into their names:
-    `val/score{infix}/mean`.
-
-    With n > 1 also means over the prompts of the best score (`val/best/mean`), the score of the most frequent answer
-    (`val/majority/mean`), and `val/pass@K` for K = 1, 2, 4, ... up to n. A response passes if its score is at least 1;
-    pass@K is left out if a score lies outside [0, 1], where 1 need not mean right.
-    """
+    """The metrics of the scores of the n responses to each prompt, as `val/score{infix}/mean`. With n > 1 also those of
+    the best score, the most frequent answer, and `val/pass@K` for K = 1, 2, 4, ... up to n. A response passes if its
+    score is at least 1; pass@K is left out if a score lies outside [0, 1], where 1 need not mean right."""
     scores = [[one.score for one in prompt] for prompt in prompts]
     n, every = len(scores[0]), [score for own in scores for score in own]
     found = {f"val/score{infix}/mean": fmean(every)}
@@ -147,18 +131,13 @@ def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dic
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1 <= k <= n.
-
-    Chen et al. 2021, "Evaluating large language models trained on code", eq. 1: 1 - C(n - c, k) / C(n, k).
-    """
+    """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1 <= k <= n (Chen et
+    al. 2021, "Evaluating large language models trained on code", eq. 1)."""
     return 1 - comb(n - c, k) / comb(n, k)
 
 
 def majority_score(responses: Sequence[Response]) -> float:
-    """The mean score of the responses that give the most frequent answer; of equally frequent ones, the first.
-
-    verl's maj@n takes the score of the first of these responses, and averages over resampled sets of n.
-    """
+    """The mean score of the responses that give the most frequent answer; of equally frequent ones, the first."""
     chosen = Counter(one.answer for one in responses).most_common(1)[0][0]  # equal counts stay in the order first seen
     return fmean(one.score for one in responses if one.answer == chosen)
 

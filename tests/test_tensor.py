@@ -232,11 +232,11 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
     send, recv = channel.Wire.send, channel.Wire.recv
 
     def sends(self, hop, *given):
-        sent.append(hop.key)
+        sent.append(str(hop))
         return send(self, hop, *given)
 
     def receives(self, hop, *given):
-        received.append(hop.key)
+        received.append(str(hop))
         return recv(self, hop, *given)
 
     channel.Wire.send, channel.Wire.recv = sends, receives  # type: ignore[method-assign]

@@ -310,9 +310,9 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
     assert json.loads((tmp_path / "step_000003.jsonl").read_text()) == {"ground_truth": "1.50"}
 
 
-def test_a_score_is_written_to_six_places(tmp_path):
-    record = run_threads(1, lambda group: make_validator(group, tmp_path, 1)._record(5, 3, "said", 2 / 3, "eos"))[0]
-    assert (record["score"], record["sample"], record["prompt"]) == (0.666667, 3, "ask 0")
+def test_a_score_is_written_to_six_places():
+    record = context.record(5, 3, 2 / 3, held_out(1)[0], "said", "eos")
+    assert (record["score"], record["row"], record["prompt"]) == (0.666667, 3, "ask 0")
 
 
 def test_the_question_of_a_chat_is_what_the_user_said_last():
