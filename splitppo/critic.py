@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.calibration import Pretraining, quality
 from splitppo.context import Context, learning_metrics, record
 from splitppo.errors import UserError, say
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
+from splitppo.models.calibration import quality
 from splitppo.models.heads import value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
+from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores

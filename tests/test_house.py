@@ -13,7 +13,7 @@ FLOORS = [
     {"train", "tools"},
     {"run"},
     {"actor", "critic", "validation"},
-    {"calibration"},
+    {"pretraining"},
     {"learner", "engine", "rewards"},
     {"models"},
     {"channel"},

@@ -19,9 +19,10 @@ from splitppo.context import Context
 from splitppo.engine import Sampling, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
+from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
 from splitppo.rollout import Prompt, Sample
 from splitppo.run.files import shown, table, write_rows
-from splitppo.validation import Response, Validator, answer, majority_score, metrics, pass_at_k
+from splitppo.validation import Validator
 
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
 

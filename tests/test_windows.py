@@ -16,7 +16,6 @@ from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, 
 from transformers import AutoConfig
 
 from splitppo import algo
-from splitppo.calibration import Pretraining
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
 from splitppo.engine.hf import HFEngine
@@ -25,6 +24,7 @@ from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
+from splitppo.pretraining import Pretraining
 from splitppo.rollout import Prompt, Sample, Streams
 from splitppo.run import memory
 from splitppo.run.build import build_context

@@ -4,8 +4,8 @@ import pytest
 import torch
 from ranks import run_threads
 
-from splitppo.calibration import quality
 from splitppo.job.collectives import Group
+from splitppo.models.calibration import quality
 from splitppo.rollout import Rollout, Sample
 
 GAMMA = 0.9
