@@ -62,8 +62,8 @@ class Validator:
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)
-            told = [record(step, row, score, self.prompts[row // n], text, end) for row, text, score, end in rows]
-            self.write(step, [line | {"sample": line["row"] % n} for line in told])
+            lines = [record(step, row, score, self.prompts[row // n], text, end) for row, text, score, end in rows]
+            self.write(step, [line | {"sample": line["row"] % n} for line in lines])
             if failed := [failure for *_, part in gathered for failure in part]:
                 say(f"[actor] step {step}, held-out rows, {failure_line(failed)}")
         responses = sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row)
