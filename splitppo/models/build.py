@@ -36,10 +36,9 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 
 
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
-    model has the configuration of the plain one, since its weights are read as floats. With `own_code` the folder's
-    Python code runs, here and where the model is built; `auto_map` names it. Raises UserError if the folder has no
-    readable config.json, or holds a model that can't be read."""
+    """The model's configuration. An FP8 model has that of the plain one, since its weights are read as floats. With
+    `own_code` the folder's Python code runs, here and where the model is built; `auto_map` names it. Raises UserError
+    if the folder has no readable config.json, or holds a model that can't be read."""
     if (Path(folder) / "adapter_config.json").is_file():
         problem = "a LoRA adapter; this version trains and reads whole models"
         raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
@@ -59,9 +58,6 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
-    for name in vars(config):
-        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
     return config
 
 
@@ -161,7 +157,7 @@ def build(
         names = get_model_conversion_mapping(model), ignored
         model = ValueModel(model) if kind == "value" else model
     cast(Any, model).folder_names = names
-    return model.eval()
+    return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
 
 def hf_name(name: str) -> str:

@@ -15,7 +15,6 @@ from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
 from splitppo.models.heads import PolicyOutputs, value_outputs
-from splitppo.models.weights import materialize
 from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
@@ -57,9 +56,8 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
             problem = problem or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
             continue
         model = build(small, kind, packed=packed)
-        materialize(model, CPU)
         weights = plain.state_dict() | head.state_dict(prefix="score.")
-        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
         cuts = [([samples[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
         error = max(_error(model, kind, packed, *cut) for cut in cuts)
         return "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"

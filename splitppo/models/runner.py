@@ -116,13 +116,12 @@ class Frozen:
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner = model, runner
         self.shards = HostShards(model, runner.device) if offload else None
-        ranks = parts_of(model).ranks
-        self.peers = ranks.peers if ranks else None
         self.release_memory()
 
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
-        return self.runner.gather(samples, self.peers) if self.peers else list(samples)
+        ranks = parts_of(self.model).ranks
+        return self.runner.gather(samples, ranks.peers) if ranks and ranks.peers else list(samples)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""
