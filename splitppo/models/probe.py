@@ -22,20 +22,16 @@ TOLERANCE = 5e-3  # nats: rounding in float32 gives 1e-5 to 1e-3, a row that see
 VOCABULARY, HEADS, WINDOW = 64, 4, 4
 ROWS = ((3, 5), (1, 9), (6, 1), (2, 12))  # tokens of prompt and response
 CUTS = ((0, 1, 2, 3), (3, 1), (0, 2))  # micro-batches
-_results: dict[tuple[str, Kind, bool], str] = {}
 
 
 def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
     """Why the model's outputs on such rows aren't those of transformers; "" if they are."""
-    key = config.to_json_string(use_diff=False), kind, packed
-    if key not in _results:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(0)
-            try:
-                _results[key] = _mismatch(config, kind, packed)
-            except Exception as error:  # whatever transformers raises for rows or models that it can't take
-                _results[key] = one_line(f"{type(error).__name__}: {error}")[:200]
-    return _results[key]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        try:
+            return _mismatch(config, kind, packed)
+        except Exception as error:  # whatever transformers raises for rows or models that it can't take
+            return one_line(f"{type(error).__name__}: {error}")[:200]
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
