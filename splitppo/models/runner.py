@@ -48,7 +48,7 @@ class Runner:
 
     def cut(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Cut]:
         """Cuts sets of rows, given by their tokens, into micro-batches of about equal work. A set has equally many on
-        all ranks of the group, which must all call it. Returns indices into the sets."""
+        all ranks of the group, which must all call it; some may be without rows. Returns indices into the sets."""
         packed = is_packed(model)
         cuts = [cut_lengths(lengths, self.budget, packed=packed) for lengths in rows]
         counts = self.group.all_max([len(cut) for cut in cuts])
@@ -56,7 +56,7 @@ class Runner:
             for i, (lengths, count) in enumerate(zip(rows, counts, strict=True)):
                 costs = [work(model, tokens) for tokens in lengths]
                 cuts[i] = partition(costs, count, sizes=lengths, room=self.budget) or cuts[i]
-        return [padded(cut, count) for cut, count in zip(cuts, counts, strict=True)]
+        return [cut + [[] for _ in range(count - len(cut))] for cut, count in zip(cuts, counts, strict=True)]
 
     def balance(
         self, model: nn.Module, rollout: Rollout, mini_batches: MiniBatches, fields: Fields
@@ -103,11 +103,6 @@ def work(model: nn.Module, tokens: int) -> float:
     token 2 H for each token that it sees, half the row on average."""
     width = cast(Any, model).config.get_text_config(decoder=True).hidden_size
     return tokens * (1 + tokens / (12 * width))
-
-
-def padded(cut: Cut, count: int) -> Cut:
-    """Appends micro-batches without rows, up to `count`."""
-    return cut + [[] for _ in range(count - len(cut))]
 
 
 class Frozen:
