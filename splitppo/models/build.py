@@ -1,8 +1,7 @@
 """Model folders' configurations, and the models that they describe, built without memory."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,6 +10,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
@@ -35,10 +36,9 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 
 
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. Every dropout is off, since PPO's ratio compares two passes of one function. An FP8
-    model has the configuration of the plain one, since its weights are read as floats. With `own_code` the folder's
-    Python code runs, here and where the model is built; `auto_map` names it. Raises UserError if the folder has no
-    readable config.json, or holds a model that can't be read."""
+    """The model's configuration. An FP8 model has that of the plain one, since its weights are read as floats. With
+    `own_code` the folder's Python code runs, here and where the model is built; `auto_map` names it. Raises UserError
+    if the folder has no readable config.json, or holds a model that can't be read."""
     if (Path(folder) / "adapter_config.json").is_file():
         problem = "a LoRA adapter; this version trains and reads whole models"
         raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
@@ -58,9 +58,6 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
-    for name in vars(config):
-        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
     return config
 
 
@@ -160,7 +157,7 @@ def build(
         names = get_model_conversion_mapping(model), ignored
         model = ValueModel(model) if kind == "value" else model
     cast(Any, model).folder_names = names
-    return model.eval()
+    return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
 
 def hf_name(name: str) -> str:
@@ -178,8 +175,17 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
     regular expressions that a weight's name contains. Such weights have no optimizer state, and nothing of them is
     reduced. Raises a UserError of `setting` if a part matches no weight, or nothing is left to train."""
     weights = dict(model.named_parameters())
+    tables = [re.escape(path) for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    known = {
+        "attention": ATTENTION,
+        "embeddings": rf"^({'|'.join(tables)})\.",
+        "body": rf"^{model.base_model_prefix}\.",
+    }
     for part in parts:
-        found = [name for name in weights if _matches(model, part, name)]
+        try:
+            found = [name for name in weights if re.search(known.get(part, part), name)]
+        except re.error as error:
+            raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
         if not found:
             some = ", ".join(list(weights)[1:4])
             raise UserError(f"{setting}={part} matches no weight; their names are like {some}")
@@ -196,34 +202,12 @@ def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], se
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
-def _matches(model: nn.Module, part: str, name: str) -> bool:
-    match part:
-        case "attention":
-            return re.search(ATTENTION, name) is not None
-        case "embeddings":
-            found = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
-            return name.startswith(tuple(f"{path}." for path in found))
-        case "body":
-            return name not in HEAD if isinstance(model, ValueModel) else name.startswith(f"{model.base_model_prefix}.")
-    try:
-        return re.search(part, name) is not None
-    except re.error as error:
-        raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
+def on_meta() -> RemovableHandle:
+    """While the context is open, new parameters go to the meta device; buffers (rotary tables) are computed."""
+    return register_module_parameter_registration_hook(cast(Any, _to_meta))
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """New parameters go to the meta device when a module registers them; buffers (rotary tables) are computed."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    module: Any = nn.Module
-    module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        module.register_parameter = register
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.is_meta:
+        return parameter
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -1,6 +1,5 @@
 """What a model's forward and backward passes keep in memory, found on the meta device, without any weights."""
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +34,7 @@ class Footprint:
 def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool) -> Footprint:
     """Of a model that runs in `dtype`. In lower precision, compiled layers make again what no matrix product needs."""
     whole = config.num_hidden_layers
-    config = deepcopy(shorten(config, min(whole, TRACED_LAYERS), ""))
-    model: Any = build(config, kind, dtype).to("meta")
+    model: Any = build(shorten(config, min(whole, TRACED_LAYERS), ""), kind, dtype).to("meta")
     layers, hidden = transformer_layers(model), config.hidden_size * dtype.itemsize
     saved, read, products = [], [], _Products()  # what autograd keeps; what modules without parts, as norms, read
 

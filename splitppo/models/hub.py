@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -120,7 +119,7 @@ def _fetch(name: HubName, own_code: bool) -> str:
 
 def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
     """Fetches files into the folder of their commit. After a failure only the blobs of whole files stay."""
-    cache, blobs, start = Path(constants.HF_HUB_CACHE), name.folder / "blobs", time.monotonic()
+    cache, blobs = Path(constants.HF_HUB_CACHE), name.folder / "blobs"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         size = sum(f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file())
@@ -142,7 +141,6 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
         if isinstance(error, FAILURES):
             raise _explain(name, error) from error
         raise
-    print(f"fetched {name} in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def _explain(name: HubName, error: BaseException) -> UserError:

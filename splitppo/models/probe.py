@@ -15,7 +15,6 @@ from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
 from splitppo.models.heads import PolicyOutputs, value_outputs
-from splitppo.models.weights import materialize
 from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
@@ -23,20 +22,16 @@ TOLERANCE = 5e-3  # nats: rounding in float32 gives 1e-5 to 1e-3, a row that see
 VOCABULARY, HEADS, WINDOW = 64, 4, 4
 ROWS = ((3, 5), (1, 9), (6, 1), (2, 12))  # tokens of prompt and response
 CUTS = ((0, 1, 2, 3), (3, 1), (0, 2))  # micro-batches
-_results: dict[tuple[str, Kind, bool], str] = {}
 
 
 def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
     """Why the model's outputs on such rows aren't those of transformers; "" if they are."""
-    key = config.to_json_string(use_diff=False), kind, packed
-    if key not in _results:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(0)
-            try:
-                _results[key] = _mismatch(config, kind, packed)
-            except Exception as error:  # whatever transformers raises for rows or models that it can't take
-                _results[key] = one_line(f"{type(error).__name__}: {error}")[:200]
-    return _results[key]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        try:
+            return _mismatch(config, kind, packed)
+        except Exception as error:  # whatever transformers raises for rows or models that it can't take
+            return one_line(f"{type(error).__name__}: {error}")[:200]
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
@@ -57,9 +52,8 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
             problem = problem or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
             continue
         model = build(small, kind, packed=packed)
-        materialize(model, CPU)
         weights = plain.state_dict() | head.state_dict(prefix="score.")
-        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
         cuts = [([samples[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
         error = max(_error(model, kind, packed, *cut) for cut in cuts)
         return "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitppo.job.collectives import Group
@@ -14,8 +13,9 @@ from splitppo.models.attention import is_packed
 from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
+from splitppo.models.sharding import all_gather
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import HEADER, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import Rollout, Sample, pack_rows, unpack_rows
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -48,7 +48,7 @@ class Runner:
 
     def cut(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Cut]:
         """Cuts sets of rows, given by their tokens, into micro-batches of about equal work. A set has equally many on
-        all ranks of the group, which must all call it. Returns indices into the sets."""
+        all ranks of the group, which must all call it; some may be without rows. Returns indices into the sets."""
         packed = is_packed(model)
         cuts = [cut_lengths(lengths, self.budget, packed=packed) for lengths in rows]
         counts = self.group.all_max([len(cut) for cut in cuts])
@@ -56,7 +56,7 @@ class Runner:
             for i, (lengths, count) in enumerate(zip(rows, counts, strict=True)):
                 costs = [work(model, tokens) for tokens in lengths]
                 cuts[i] = partition(costs, count, sizes=lengths, room=self.budget) or cuts[i]
-        return [padded(cut, count) for cut, count in zip(cuts, counts, strict=True)]
+        return [cut + [[] for _ in range(count - len(cut))] for cut, count in zip(cuts, counts, strict=True)]
 
     def balance(
         self, model: nn.Module, rollout: Rollout, mini_batches: MiniBatches, fields: Fields
@@ -67,44 +67,35 @@ class Runner:
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
-        owned = [(row, i) for i, rows in enumerate(mini_batches) for row in rows]
-        samples = [rollout.samples[rollout.index[row]] for row, _ in owned]
-        table = [(i, sample.tokens) for (_, i), sample in zip(owned, samples, strict=True)]
-        # a token's values side by side, so that one rank's part follows another's
-        values = rollout.select(torch.stack(list(fields.values())), [row for row, _ in owned]).T
-        table, header, ids, values = self._gather([*map(_flat, (table, *pack_rows(samples))), values.flatten()], group)
-        mini_batch, tokens = table.view(-1, 2).T.tolist()
-        headers, row_ids = header.view(-1, HEADER).tolist(), ids.split(packed_sizes(header.tolist()))
-        row_values = values.view(-1, len(fields)).split(tokens)
-        place = {header[0]: i for i, header in enumerate(headers)}
+        own = Rollout([rollout.samples[rollout.index[row]] for rows in mini_batches for row in rows])
+        # a token's values side by side, so that one row's part follows another's
+        values = rollout.select(torch.stack(list(fields.values())), own.rows).T
+        values = self._gather(values.flatten(), group).view(-1, len(fields))
+        samples = self.gather(own.samples, group)
+        values_of = dict(zip([s.row for s in samples], values.split([s.tokens for s in samples]), strict=True))
+        every = Rollout(samples)
         kept: list[list[int]] = []
-        for index in range(len(mini_batches)):
-            rows = sorted(row for row, i in place.items() if mini_batch[i] == index)
-            costs = [work(model, sum(headers[place[row]][1:3])) for row in rows]  # prompt and response
+        for parts in zip(*group.all_gather(mini_batches), strict=True):  # what each rank has of a mini-batch
+            rows = sorted(row for part in parts for row in part)
+            costs = [work(model, every.totals[every.index[row]]) for row in rows]
             bins = partition(costs, group.dp_size) or []
             kept.append([rows[i] for i in bins[group.dp_rank]])
-        mine = [place[row] for row in sorted(row for part in kept for row in part)]
-        samples = [sample for i in mine for sample in unpack_rows(headers[i], row_ids[i].tolist())]
-        packed = torch.cat([values.view(-1, len(fields))[:0], *(row_values[i] for i in mine)])
-        return Rollout(samples), kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
+        mine = Rollout([every.samples[every.index[row]] for rows in kept for row in rows])
+        packed = torch.cat([values[:0], *(values_of[row] for row in mine.rows)])
+        return mine, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 
     def gather(self, samples: Sequence[Sample], group: Group) -> list[Sample]:
         """The samples of all ranks of a group, in their order, without log-probs; all of them call it."""
-        header, ids = self._gather([*map(_flat, pack_rows(samples))], group)
+        header, ids = (self._gather(torch.tensor(part, dtype=torch.int64), group) for part in pack_rows(samples))
         return unpack_rows(header.tolist(), ids.tolist())
 
-    def _gather(self, parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-        """Each of the tensors `[n]`, gathered over the ranks and joined in their order, on the CPU."""
-        sizes = group.all_gather([len(part) for part in parts])
-        joined = []
-        for i, part in enumerate(parts):
-            padded = part.new_zeros(max(size[i] for size in sizes), device=self.device)
-            padded[: len(part)] = part
-            gathered = padded.new_empty(len(sizes) * len(padded))
-            dist.all_gather_into_tensor(gathered, padded, group=group.mesh.get_group(0))
-            lines = gathered.view(len(sizes), len(padded)).cpu()
-            joined.append(torch.cat([line[: size[i]] for line, size in zip(lines, sizes, strict=True)]))
-        return joined
+    def _gather(self, own: Tensor, group: Group) -> Tensor:
+        """The tensors `[n]` of all ranks of a group, joined in their order, on the CPU."""
+        sizes = group.all_gather(len(own))
+        padded = own.new_zeros(max(sizes), device=self.device)
+        padded[: len(own)] = own
+        gathered = all_gather(padded, group.mesh.get_group(0)).cpu()
+        return torch.cat([line[:size] for line, size in zip(gathered, sizes, strict=True)])
 
 
 def work(model: nn.Module, tokens: int) -> float:
@@ -114,28 +105,18 @@ def work(model: nn.Module, tokens: int) -> float:
     return tokens * (1 + tokens / (12 * width))
 
 
-def _flat(numbers: Sequence[Any]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).flatten()
-
-
-def padded(cut: Cut, count: int) -> Cut:
-    """Appends micro-batches without rows, up to `count`."""
-    return cut + [[] for _ in range(count - len(cut))]
-
-
 class Frozen:
     """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model, self.runner = model, runner
         self.shards = HostShards(model, runner.device) if offload else None
-        ranks = parts_of(model).ranks
-        self.peers = ranks.peers if ranks else None
         self.release_memory()
 
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
-        return self.runner.gather(samples, self.peers) if self.peers else list(samples)
+        ranks = parts_of(self.model).ranks
+        return self.runner.gather(samples, ranks.peers) if ranks and ranks.peers else list(samples)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""

@@ -94,7 +94,7 @@ def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) 
         found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
     cut = {name: full for name, full in found.items() if name in parts.axes}
     if parts.ranks and cut:
-        gathered = _all_gather(torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group)
+        gathered = all_gather(torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group)
         split = gathered.split([full.numel() for full in cut.values()], dim=1)
         for (name, full), pieces in zip(cut.items(), split, strict=True):
             found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
@@ -111,16 +111,17 @@ def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtyp
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
-    parts = _all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
+    parts = all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
     full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
     return dict(zip(named, full, strict=True))
 
 
-def _all_gather(own: Tensor, group: Any) -> Tensor:
-    """What all ranks of a group have, `[ranks, n]`."""
-    gathered = own.new_empty(dist.get_world_size(group) * len(own))
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    """What all ranks of a group have, `[ranks, n]`; each has a tensor `[n]`."""
+    ranks = dist.get_world_size(group)
+    gathered = own.new_empty(ranks * len(own))
     dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(-1, len(own))
+    return gathered.view(ranks, len(own))
 
 
 def local(parameter: Tensor) -> Tensor:

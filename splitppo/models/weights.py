@@ -46,7 +46,8 @@ def fill(
     weights = None if random_init else _Weights(folder, model)
     if weights:
         weights.check()
-    for name, parameter in _parameters(model).items():
+    for path, parameter in model.named_parameters():
+        name = hf_name(path)
         if weights and name in weights.names:
             value = weights.read(name, bounds(model, name, parameter))
         else:
@@ -116,11 +117,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for path, buffer in model.named_buffers() if (name := hf_name(path)) in saved}
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By Hugging Face name, tied ones once."""
-    return {hf_name(name): parameter for name, parameter in model.named_parameters()}
-
-
 def _ties(model: nn.Module) -> dict[str, str]:
     """Tied parameters, such as the output layer and the embedding: alias -> name of the first."""
     first: dict[int, str] = {}
@@ -169,6 +165,9 @@ class _Weights:
     def __init__(self, folder: str, model: nn.Module):
         self.folder, self.model = folder, model
         self.files, self.open = _weight_files(Path(folder)), cache(_open)
+        self.parameters = {hf_name(name): parameter for name, parameter in model.named_parameters()}  # tied ones once
+        self.buffers = persistent_buffers(model)
+        self.ties = {hf_name(alias): hf_name(main) for alias, main in _ties(model).items()}
         self.names: dict[str, str] = {}  # in the model -> in the folder; transformers renames some on loading
         self.unexpected: list[str] = []  # names in the folder of weights that the model's modules don't have
         conversions, ignored = cast(Any, model).folder_names
@@ -176,8 +175,7 @@ class _Weights:
         renames = [part for part in conversions if part not in merges]
         prefix: Any = model.base_model_prefix
         harmless = re.compile("|".join([f"{SCALE}$", "inv_freq$", *ignored]))
-        parameters = [hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-        known = dict.fromkeys([*parameters, *persistent_buffers(model)], True)
+        known = dict.fromkeys([*self.parameters, *self.ties, *self.buffers], True)
         modules = {part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{prefix}."))}
         for stored in self.files:
             name, merged = rename_source_key(stored, renames, merges, prefix, known)
@@ -190,18 +188,16 @@ class _Weights:
                 self.names[name] = stored
             elif name.split(".")[0] in modules and not harmless.search(name):
                 self.unexpected.append(stored)
-        for alias, main in _ties(model).items():
-            if (alias := hf_name(alias)) in self.names:
-                self.names.setdefault(hf_name(main), self.names[alias])
+        for alias, main in self.ties.items():
+            if alias in self.names:
+                self.names.setdefault(main, self.names[alias])
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type, or unexpected."""
-        parameters, buffers = _parameters(self.model), persistent_buffers(self.model)
-        optional = {*buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
-        for name, tensor in (parameters | buffers).items():
+        optional = {*self.buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
+        for name, tensor in (self.parameters | self.buffers).items():
             if name in self.names:
-                whole = [*described(self.model, name, tensor).shape]
-                self._check_stored(self.names[name], whole, trained=name in parameters)
+                self._check_stored(name, [*described(self.model, name, tensor).shape])
             elif name not in optional:
                 remedy = "it is another model's: take config.json and weights from one"
                 raise folder_error(self.folder, f"no weight {name} in its safetensors", remedy)
@@ -209,20 +205,20 @@ class _Weights:
             problem = f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)"
             raise folder_error(self.folder, problem, "take both from one model")
 
-    def _check_stored(self, stored: str, due: list[int], *, trained: bool) -> None:
-        part = self._slice(stored)
-        shape, kind = part.get_shape(), part.get_dtype()
+    def _check_stored(self, name: str, due: list[int]) -> None:
+        stored = self.names[name]
+        shape, kind = self._slice(stored).get_shape(), self._slice(stored).get_dtype()
         if shape != due:
             problem = f"weight {stored} is {shape}, but {due} by config.json"
             raise folder_error(self.folder, problem, "take both from one model")
-        if trained and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
+        if name in self.parameters and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
             problem = f"weight {stored} is stored as {kind}, so it is quantized"
             raise folder_error(self.folder, problem, f"use a folder of {', '.join(FLOATS)} weights")
 
     def check_ties(self) -> None:
         """Raises a UserError if weights that config.json ties differ in the folder; transformers doesn't tie these."""
-        for tied in _ties(self.model).items():
-            stored = [self.names[name] for name in map(hf_name, tied) if name in self.names]
+        for tied in self.ties.items():
+            stored = [self.names[name] for name in tied if name in self.names]
             if len(set(stored)) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
                 problem = f"config.json ties {' and '.join(stored)}, which differ"
                 remedy = "set tie_word_embeddings to false there, or drop the weight that is not used"
@@ -238,7 +234,7 @@ class _Weights:
         return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][where]
 
     def read_buffers(self) -> None:
-        for name, buffer in persistent_buffers(self.model).items():
+        for name, buffer in self.buffers.items():
             if name in self.names:
                 buffer.copy_(self.read(name))
 

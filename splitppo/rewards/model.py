@@ -6,8 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from splitppo.models.batching import cut_lengths
-from splitppo.models.runner import Frozen, Runner, padded
+from splitppo.models.runner import Frozen, Runner
 from splitppo.rollout import Prompt, Sample, pad_rows
 
 
@@ -72,8 +71,8 @@ class RewardModel(Frozen):
         texts = [text.response for text in every]
         self.to_device()
         scores = torch.zeros(len(texts))
-        batches = cut_lengths([len(ids) for ids in texts], self.runner.budget)
-        for rows in padded(batches, self.runner.group.all_max([len(batches)])[0]):
+        (cut,) = self.runner.cut(self.model, [[len(ids) for ids in texts]])
+        for rows in cut:
             inputs = self._batch([texts[i] for i in rows] or [[0, 0]])  # two tokens on a rank that has no rows left
             scores[rows] = self.model(**inputs).logits[:, 0].float().cpu()[: len(rows)]
         by_row = dict(zip((text.row for text in every), scores, strict=True))

@@ -228,7 +228,7 @@ def thread_collectives() -> Any:
         values.copy_(torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0))
 
     patches = {"all_gather_object": gather_objects, "all_gather_into_tensor": gather_tensors, "all_reduce": reduce}
-    return mock.patch.multiple(dist, **patches)
+    return mock.patch.multiple(dist, get_world_size=lambda group: len(group.line.shown), **patches)
 
 
 def run_threads(world: int | tuple[int, ...], function: Callable[..., Any], *args: Any) -> list:
