@@ -25,7 +25,7 @@ from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
 from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
-from splitppo.tools.timeline import as_text, read_columns
+from splitppo.tools.runs import as_text, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}

@@ -12,21 +12,8 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
-from splitppo.tools.timeline import (
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    Column,
-    Run,
-    build_timeline,
-    curves,
-    differences,
-    flat,
-    raster,
-    read_settings,
-    results_table,
-    settings_table,
-    timed_steps,
-)
+from splitppo.tools.runs import Column, Run, curves, differences, flat, read_settings, results_table, settings_table
+from splitppo.tools.timeline import build_timeline, raster, span_colour, timed_steps
 
 CURVE_POINTS = 2000
 TIMELINES = 200  # of the last steps and the chosen one
@@ -77,7 +64,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         "timelines": [timeline._asdict() for timeline in timelines],
         "raster": raster(actor),
         "chosen": chosen,
-        "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
+        "colours": {name: span_colour(name) for name in names},
         "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
     }
     return render(data)

@@ -11,7 +11,7 @@ from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
 from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, window_advice
-from splitppo.tools.timeline import read_columns
+from splitppo.tools.runs import read_columns
 
 
 def read_run(run: Path) -> tuple[Config, Split]:

@@ -19,7 +19,8 @@ from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools import page as html
 from splitppo.tools.page import build_comparison, build_page, curve, embed, group_of, thin
-from splitppo.tools.timeline import COLOURS, Column, Run, Span, Step, build_timeline, differences, flat, read_column
+from splitppo.tools.runs import COLOURS, Column, Run, Span, Step, differences, flat, read_column
+from splitppo.tools.timeline import build_timeline
 
 ROOT = Path(__file__).parents[2]
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
