@@ -107,9 +107,8 @@ def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
     `CURVE_POINTS` points, over all runs."""
     most, found = max(CURVE_POINTS // len(runs), 100), {title: [] for title in GROUPS}
     for name in {name: 0 for run in runs for name in run if name not in NO_METRICS}:
-        found[group_of(name)].append(
-            [name, [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]]
-        )
+        lines = [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]
+        found[group_of(name)].append([name, lines])
     return [[title, metrics] for title, metrics in found.items() if metrics]
 
 

@@ -85,18 +85,17 @@ def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
 def draw_lane(ax: Axes, y: float, timeline: Timeline, spans: Sequence[tuple[int, str, float, float]]) -> list[Patch]:
     """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
     (low, high), legend = timeline.view, list[Patch]()
-    pixel = (high - low) / ax.get_window_extent().width
     for step, name, start, end in spans:
         left, width = max(start, low), min(end, high) - max(start, low)
         own, wait = step == timeline.step, name.startswith(WAIT)
         face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
-        label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
-        ink = DARK if wait or not own else "white"
-        text = ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
-        if text.get_window_extent().width * pixel > 0.94 * width:
-            text.remove()
-            legend += [Patch(label=f"{name} {seconds(end - start)}", **face)] if own else []
+        if width > 0.06 * (high - low):
+            label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
+            ink = DARK if wait or not own else "white"
+            ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
+        elif own:
+            legend.append(Patch(label=f"{name} {seconds(end - start)}", **face))
     return legend
 
 
@@ -133,7 +132,7 @@ def draw_raster(ax: Axes, run: Run) -> None:
 
 
 def draw(run: Run, timeline: Timeline | None) -> Figure:
-    """The whole figure, 2000 pixels wide. The places are fixed, since labels are measured before the first drawing."""
+    """The whole figure, 2000 pixels wide."""
     actor, critic = run.columns
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 14.9), dpi=100)

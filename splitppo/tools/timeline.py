@@ -9,17 +9,8 @@ from splitppo.tools.runs import COLOURS, Column, Span, seconds
 
 Lane = tuple[str, list[tuple[int, str, float, float]]]  # its name; step, name, start and end of spans
 
-SPAN_COLOURS = {
-    "rollout": "#4878b8",
-    "barrier_wait": "#a9c1dd",  # the rollout's, paler: other ranks of the group still generate
-    "logprobs": "#3fa7a3",
-    "update": "#e08a3c",
-    "score": "#8a6bbf",
-    "advantages": "#5aa454",
-    "sync": "#d8b93a",
-    "validate": "#cf6f9f",
-    "checkpoint": "#97705a",
-}
+SPANS = ("rollout", "update", "advantages", "validate", "score", "checkpoint", "logprobs", "sync", "barrier_wait")
+SPAN_COLOURS: dict[str, str] = dict(zip(SPANS, COLOURS, strict=False))
 RASTER_STEPS = 6  # drawn, the last
 OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
 WAIT = "wait_"  # begins the name of a wait for the other column

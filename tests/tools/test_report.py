@@ -133,7 +133,7 @@ def test_command_without_a_critic_has_no_timeline(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'picture.png'}"
     picture = imread(tmp_path / "picture.png")
     assert share_of(picture, COLOURS[0]) > 0, "curves are drawn"
-    assert share_of(picture, SPAN_COLOURS["rollout"]) == 0
+    assert share_of(picture, SPAN_COLOURS["score"]) == 0
     assert not (run / "report.png").exists()
 
 
