@@ -127,7 +127,6 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     read_buffers(model, source)
     prefix = f"{number}." if number else ""  # as in run/saver.py
     weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
-        read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
+    read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
     return model

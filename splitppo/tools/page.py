@@ -3,7 +3,6 @@ opens offline. The constants below bound its size."""
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -24,19 +23,6 @@ LIMITS = {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "
 
 SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
-GROUPS = {  # title: pattern of a metric's name; the first that fits takes the metric
-    "Score and validation": r"^val/|^(?!.*timing_s).*(score|reward)",
-    "Losses, gradients, learning rate": r"(?<!kl)_loss$|grad_norm|skipped|/lr$",
-    "KL": r"kl",
-    "Clipping and ratio": r"clipfrac|ratio_mean|importance",
-    "Entropy": r"entropy",
-    "Value statistics": r"^critic/(values|returns|advantages|vf_|vpred)",
-    "Lengths": r"length|^tokens$",
-    "Mismatch of engine and trainer": r"mismatch",
-    "Throughput, memory, idle share": r"perf/",
-    "Seconds": r"timing_s/",
-    "Further figures": r"",
-}
 
 
 def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> str:
@@ -103,18 +89,14 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
-    """[title, [[metric, [[number of the run, *`curve`], ...]], ...]] of each group that has any. A curve has at most
-    `CURVE_POINTS` points, over all runs."""
-    most, found = max(CURVE_POINTS // len(runs), 100), {title: [] for title in GROUPS}
-    for name in {name: 0 for run in runs for name in run if name not in NO_METRICS}:
+    """[group, [[metric, [[number of the run, *`curve`], ...]], ...]] for each group: what stands before the last slash
+    of a metric's name. Groups of scores come first. A curve has at most `CURVE_POINTS` points, over all runs."""
+    found: dict[str, list[Any]] = {}
+    most = max(CURVE_POINTS // len(runs), 100)
+    for name in sorted({name for run in runs for name in run} - NO_METRICS):
         lines = [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]
-        found[group_of(name)].append([name, lines])
-    return [[title, metrics] for title, metrics in found.items() if metrics]
-
-
-def group_of(metric: str) -> str:
-    """The title of a metric's group."""
-    return next(title for title, pattern in GROUPS.items() if re.search(pattern, metric))
+        found.setdefault(name.rpartition("/")[0] or "others", []).append([name, lines])
+    return sorted(found.items(), key=lambda group: ("score" not in group[0], group[0]))
 
 
 def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float | None]]:

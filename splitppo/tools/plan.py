@@ -47,9 +47,8 @@ def plan(
 
 def from_run(run: Path, gpus: int | None) -> list[str]:
     """What a run's phases predict. A folder of no run is a UserError."""
-    for name in ("config.toml", "resolved.json", "metrics/actor.jsonl", "metrics/critic.jsonl"):
-        if not (run / name).is_file():
-            raise UserError(f"{run} is no run folder: {name} is missing; name RUN of a run that began")
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is no run folder: config.toml is missing; name RUN of a run that began")
     config = parse(["--config", str(run / "config.toml")])
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
