@@ -98,12 +98,12 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     return ("colocated", f"{free[0]}/barrier", *free, *moved)
 
 
-def lengths_of(given: str, seed: int = 0) -> list[int]:
+def lengths_of(given: str) -> list[int]:
     """The response lengths that `--lengths` names. What is no distribution and no file is a UserError."""
     if found := re.fullmatch(r"fixed:(\d+)", given):
         return [int(found[1])]
     if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
-        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(seed)
+        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(0)
         mu = math.log(average) - sigma**2 / 2
         return [min(cap, max(1, round(draw.lognormvariate(mu, sigma)))) for _ in range(DRAWN)]
     if not Path(given).is_file():
@@ -140,6 +140,7 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
                 raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
             finally:
                 running.terminate()  # torchrun passes it on to its ranks; a kill would leave them running
+                running.wait()
     if status:
         errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
         raise UserError(f"exit {status}: {errors[0] if errors else f'see {log}'}")

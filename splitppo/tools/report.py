@@ -84,7 +84,7 @@ def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
 
 def draw_lane(ax: Axes, y: float, timeline: Timeline, spans: Sequence[tuple[int, str, float, float]]) -> list[Patch]:
     """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
-    (low, high), legend = timeline.view, list[Patch]()
+    (low, high), legend = timeline.view, []
     for step, name, start, end in spans:
         left, width = max(start, low), min(end, high) - max(start, low)
         own, wait = step == timeline.step, name.startswith(WAIT)
@@ -204,11 +204,11 @@ def report(
         lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
         made = build_comparison(found) if html else draw_comparison(found)
     else:
-        (folder,), (run,) = folders, found
+        folder, run = folders[0], found[0]
         path, chosen = folder / f"report.{ending}", choose_step(*run.columns, step)
         timeline = None if chosen is None else build_timeline(*run.columns, chosen)
         told = timeline.title if timeline else "no spans recorded: no timeline"
-        lines = [*([] if html else [told]), f"run folder: {folder}"]
+        lines = [f"run folder: {folder}"] if html else [told, f"run folder: {folder}"]
         made = build_page(folder, *run.columns, chosen) if html else draw(run, timeline)
     path = out or path
     try:

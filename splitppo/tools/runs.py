@@ -43,7 +43,7 @@ class Run(NamedTuple):
     colour: str
     series: dict[str, dict[int, float]]  # its curves by metric
     settings: dict[str, str]  # as `flat` has them; none without config.toml
-    columns: tuple[Column, Column] = ({}, {})
+    columns: tuple[Column, Column] = ({}, {})  # the actor's and the critic's
 
 
 def read_column(path: Path) -> Column:

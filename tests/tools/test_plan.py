@@ -248,7 +248,7 @@ class ForkedJob:
     def terminate(self) -> None:
         pass
 
-    def wait(self, limit: float) -> int:
+    def wait(self, limit: float = 300) -> int:
         return self.job.wait(min(limit, 300))
 
 
