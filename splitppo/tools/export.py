@@ -108,7 +108,7 @@ Settings and versions:
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a checkpoint: the model
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a checkpoint: the policy
     before training. Needs no process group."""
     import torch
 
