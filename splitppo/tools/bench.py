@@ -11,7 +11,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
 from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
-from splitppo.tools.timeline import as_text, read_columns
+from splitppo.tools.runs import as_text, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
@@ -63,14 +62,14 @@ class Result:
     metrics: dict[str, dict[str, float]]  # role -> metric -> mean over the measured steps, on the group's first rank
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
-    start_s: float  # from the command to the first rollout
-    tflops: dict[str, float]  # role -> 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
-    mfu: dict[str, float]  # role -> the same as a share of the GPU's peak; {} for an unknown GPU
-    predicted_s: float | None = None  # a step's seconds by the cost model, from the colocated job's work
 
     def seconds(self, role: str, *spans: str) -> float:
         """Seconds of a step in these spans."""
         return sum(self.metrics[role].get(f"timing_s/{span}", 0.0) for span in spans)
+
+    def rate(self, role: str) -> float:
+        """10^12 model FLOPs (6 for each token and parameter) a second of a rank's update."""
+        return self.metrics[role]["perf/update_tflop"] / self.metrics[role]["timing_s/update"]
 
 
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
@@ -99,12 +98,12 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     return ("colocated", f"{free[0]}/barrier", *free, *moved)
 
 
-def lengths_of(given: str, seed: int = 0) -> list[int]:
+def lengths_of(given: str) -> list[int]:
     """The response lengths that `--lengths` names. What is no distribution and no file is a UserError."""
     if found := re.fullmatch(r"fixed:(\d+)", given):
         return [int(found[1])]
     if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
-        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(seed)
+        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(0)
         mu = math.log(average) - sigma**2 / 2
         return [min(cap, max(1, round(draw.lognormvariate(mu, sigma)))) for _ in range(DRAWN)]
     if not Path(given).is_file():
@@ -127,7 +126,7 @@ def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> 
 def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
     """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a UserError."""
     split, placement = parse_job(job, bench.gpus)
-    folder, began = out / job.replace("/", "_"), time.time()
+    folder = out / job.replace("/", "_")
     log = folder.with_name(f"{folder.name}.log")
     # standalone: a port of its own, so that other jobs may run on the node
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(bench.gpus)]
@@ -137,33 +136,27 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
         with subprocess.Popen(line, stdout=file, stderr=file) as running:
             try:
                 status = running.wait(bench.limit)
-            except BaseException as error:
+            except subprocess.TimeoutExpired as error:
+                raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
+            finally:
                 running.terminate()  # torchrun passes it on to its ranks; a kill would leave them running
                 running.wait()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
-                raise
     if status:
         errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
         raise UserError(f"exit {status}: {errors[0] if errors else f'see {log}'}")
-    return result_of(job, split, folder, began, bench.warmup)
+    return result_of(job, split, folder, bench.warmup)
 
 
-def result_of(job: str, split: Split, folder: Path, began: float, warmup: int) -> Result:
+def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     """The figures of a job's run, without its first `warmup` steps."""
-    columns = dict(zip(ROLES, read_columns(folder), strict=True))
-    steps = {role: [step.metrics for step in column.values()] for role, column in columns.items()}
+    columns = zip(ROLES, read_columns(folder), strict=True)
+    steps = {role: [step.metrics for step in column.values()] for role, column in columns}
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
     work = measured(steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch)
-    first = min(start for step in columns["actor"].values() for name, start, _ in step.spans if name == "rollout")
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()}
-    tflops = {role: found["perf/update_tflop"] / found["timing_s/update"] for role, found in metrics.items()}
-    gpu = gpu_name() or ""
-    mfu = {role: value / peak for role, value in tflops.items() for name, peak in PEAK_TFLOPS.items() if name in gpu}
     tokens_s = metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"]
-    seconds = [step["timing_s/step"] for step in last["actor"]]
-    return Result(job, split, work, metrics, tokens_s, seconds, first - began, tflops, mfu)
+    return Result(job, split, work, metrics, tokens_s, [step["timing_s/step"] for step in last["actor"]])
 
 
 def gpu_name() -> str | None:
@@ -175,21 +168,23 @@ def gpu_name() -> str | None:
         return None
 
 
-def table(results: list[Result]) -> str:
-    """The comparison as it is printed."""
+def table(results: list[Result], gpu: str | None) -> str:
+    """The comparison as it is printed. The cost model predicts from the colocated job, and knows no barrier."""
     base = next((result for result in results if result.job == "colocated"), results[0])
+    modelled = [r.job for r in results if base.job == "colocated" and not r.job.endswith("/barrier")]
+    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in (gpu or "")), None)
     lines = [
         {
             "job": r.job,
             "tokens/s": f"{r.tokens_s:,.0f}",
             "s/step": f"{r.seconds('actor', 'step'):.2f}",
             "from-to": f"{min(r.steps_s):.2f}-{max(r.steps_s):.2f}",
-            "model": f"{r.predicted_s:.2f}" if r.predicted_s else "-",
+            "model": f"{predict(base.work, r.split):.2f}" if r.job in modelled else "-",
             "rollout": f"{r.seconds('actor', 'rollout', 'barrier_wait'):.2f}",
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
-            "MFU a/c": "/".join(f"{share:.0%}" for share in r.mfu.values()) or "-",
+            "MFU a/c": "/".join(f"{r.rate(role) / peak:.0%}" for role in ROLES) if peak else "-",
             "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
         }
         for r in results
@@ -221,12 +216,8 @@ def main() -> int:
             continue
         results.append(result)
         print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
-        base = next((result for result in results if result.job == "colocated"), None)
-        for result in results:
-            if base and not result.job.endswith("/barrier"):  # the model has none
-                result.predicted_s = predict(base.work, result.split)
         found = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
         write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
     if results:
-        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results)}")
+        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results, gpu)}")
     return 0 if len(results) == len(jobs) else 1

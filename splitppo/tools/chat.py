@@ -1,6 +1,6 @@
 """`splitppo chat RUN`: answers of the trained policy and of the one before training, with the value model's curve."""
 
-# torch, transformers and the modules that import them are imported in `load`: --help must not wait for them
+# torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
 import json
 import shutil
 import sys
@@ -13,51 +13,58 @@ from unicodedata import east_asian_width
 
 import tyro
 
-from splitppo.config.cli import parse
+from splitppo.config import Config
 from splitppo.errors import UserError, check_text, one_line
-from splitppo.tools.export import find_checkpoint, load_model, started_from
-from splitppo.tools.timeline import curves, read_columns
+from splitppo.tools.export import load_model, open_run, started_from
+from splitppo.tools.runs import curves, read_columns
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HEADS = ("trained", "before training")
 Answer = dict[str, list[Any]]  # `text` and `value` of each token
 
 
+def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[Any]]:
+    """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of the one before
+    training. They are on a GPU if there is one."""
+    import torch
+
+    from splitppo.engine.hf import HFEngine
+    from splitppo.models.tokenizer import read_tokenizer
+    from splitppo.run.resolve import dtype_of
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, source = dtype_of(config, device), started_from(config, run, "policy")
+    tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
+    value = load_model(config, run, "value", saved).to(device, dtype)
+    engines = []
+    for folder in (saved, None):
+        model = load_model(config, run, "policy", folder)
+        engine = HFEngine(model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source)
+        engine.load_weights(model.state_dict().items())
+        engines.append(engine)
+    return tokenizer, value, engines
+
+
 def load(run: Path, step: int | None, temperature: float, limit: int | None) -> Callable[[str, int], list[Answer]]:
-    """Loads a checkpoint's policy and value model, and the policy before training, on a GPU if there is one. Returns
-    (prompt, number) -> both answers: the noise depends on the number. A prompt that is too long is a UserError."""
+    """Loads a checkpoint's policy and value model, and the policy before training. Returns (prompt, number) -> both
+    answers: the noise depends on the number. A prompt that is too long is a UserError."""
     import torch
 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
     from splitppo.engine import Sampling
-    from splitppo.engine.hf import HFEngine
     from splitppo.models.batching import micro_batch
-    from splitppo.models.build import build, read_config
     from splitppo.models.heads import value_outputs
-    from splitppo.models.tokenizer import read_tokenizer, token_figures
-    from splitppo.models.weights import fill
+    from splitppo.models.tokenizer import token_figures
     from splitppo.rollout import Request, Rollout
-    from splitppo.run.resolve import dtype_of
 
-    _, saved = find_checkpoint(run, step)
-    config, cpu = parse(["--config", str(run / "config.toml")]), torch.device("cpu")
+    config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
         raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
     sampling = replace(Sampling.of(config.rollout), temperature=temperature, max_new_tokens=most)
-    device = torch.device("cuda") if torch.cuda.is_available() else cpu
-    dtype, source = dtype_of(config, device), started_from(config, run, "policy")
-    own: Any = {"own_code": config.policy.trust_remote_code}
-    tokenizer, settings = read_tokenizer(str(source), **own), read_config(str(source), **own)
-    untrained = build(settings, "policy")
-    fill(untrained, str(source), cpu, random_init=config.policy.random_init, seed=config.seed)
-    value = load_model(config, run, "value", saved).to(device, dtype)
-    engines = []
-    for model in (load_model(config, run, "policy", saved), untrained):
-        engines.append(HFEngine(settings, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source))
-        engines[-1].load_weights(model.state_dict().items())
     room = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - most  # the run has checked the models
+    tokenizer, value, engines = load_models(config, run, saved)
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
@@ -68,9 +75,9 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
         if len(ids) > room:
             raise UserError(f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it")
         for engine in engines:
-            parts = list(engine.generate([Request(number, ids)], sampling, seed=config.seed))
+            parts = engine.generate([Request(number, ids)], sampling, seed=config.seed)
             rollout = Rollout([sample for part in parts for sample in part])
-            values = value_outputs(value, micro_batch(rollout.samples, device))[0].cpu()
+            values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
             found += token_figures(rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True))
         return found
 

@@ -19,7 +19,6 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
   pass over the (mean of L^2) / (2 mean L) tokens that it has on average; over W this is a token's mean age in steps.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from splitppo.errors import UserError
+from splitppo.run.files import read_lines
 
 # a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # share of the other model's FLOPs a second below which an update waits for the host
 WINDOWS = (256, 512, 1024, 2048, 4096, 8192)  # that `window_advice` tries
 WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
-PHASES = ("sync", "rollout", "barrier_wait", "logprobs", "update", "validate", "checkpoint")  # of the actor
 Side = Literal["actor", "critic"]
 Lines = Sequence[Mapping[str, Any]]  # a role's metrics, step by step
 
@@ -129,8 +128,7 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     # of one forward pass; about a third of an update where the actor has none
     forward = mean(actor, "timing_s/logprobs") * x / passes if passes else shortened / 3
     reference = forward if has_reference else 0.0
-    phases = {f"timing_s/{name}" for name in PHASES}
-    phases |= {name for line in actor for name in line if name.startswith("timing_s/wait_")}
+    phases = {name for line in actor for name in line if name.startswith("timing_s/")} - {"timing_s/step"}
     other = mean(actor, "timing_s/step") - sum(mean(actor, name) for name in phases)
     longest = sum(line["response_length/max"] / line["response_length/mean"] for line in actor) / len(actor)
     rollout = mean(actor, "timing_s/rollout") + mean(actor, "timing_s/barrier_wait")
@@ -152,7 +150,8 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
 
 
 def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:
-    """All placements of so many GPUs. `sets`: ranks of a tensor-parallel set of the actor and of the critic group."""
+    """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a tensor-parallel set in the actor
+    and in the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
     found = [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
     return [split for split in found if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0]
@@ -163,11 +162,11 @@ def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
     return kl_coef > 0 and kl_loss_coef == 0
 
 
-def advice(work: Work, split: Split, gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[str]:
-    """The run's own placement by the model, then the three fastest of the others; `movable` as `may_move` says."""
+def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
+    """The run's own placement by the model, then the three fastest of the others."""
     (actor, critic), step = columns(work, split), predict(work, split)
     lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
-    others = [other for other in splits(gpus, movable=movable, sets=sets) if other != split]
+    others = [other for other in choices if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
         seconds, both = predict(work, other), columns(work, other)
         idle = 1 - min(both) / max(both) if other.critic else 0.0
@@ -184,11 +183,11 @@ def with_window(work: Work, split: Split, lengths: Sequence[int], window: int) -
     return replace(work, rollout=decode + forward * held / average / split.actor, longest=math.inf, **scaled)
 
 
-def window_advice(work: Work, split: Split, lengths: Sequence[int], gpus: int, *, movable: bool) -> list[str]:
+def window_advice(work: Work, split: Split, lengths: Sequence[int], choices: Sequence[Split]) -> list[str]:
     """Speed and age of the tokens that are trained on, for each window below the longest response."""
     own, lines = sum(lengths) / len(lengths) / predict(work, split), []
     for window in (size for size in WINDOWS if size < max(lengths)):
-        each = {s: predict(with_window(work, s, lengths, window), s) for s in splits(gpus, movable=movable)}
+        each = {s: predict(with_window(work, s, lengths, window), s) for s in choices}
         best = min(each, key=lambda other: each[other])
         age, speed = sum(n * n for n in lengths) / sum(lengths) / 2 / window, window / each[best]
         speeds = f"{work.batch * speed:,.0f} response tokens/s, {speed / own:.2f}x this run's"
@@ -198,5 +197,5 @@ def window_advice(work: Work, split: Split, lengths: Sequence[int], gpus: int, *
 
 def row_lengths(run: Path) -> list[int]:
     """Tokens of the responses in RUN/samples."""
-    lines = [line for file in sorted((run / "samples").glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return [len(row["tokens"]["text"]) for row in map(json.loads, lines) if row.get("tokens")]
+    rows = (row for file in sorted((run / "samples").glob("*.jsonl")) for row in read_lines(file))
+    return [len(row["tokens"]["text"]) for row in rows if row.get("tokens")]

@@ -11,7 +11,7 @@ import tyro
 from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.tools.timeline import read_columns
+from splitppo.tools.runs import read_columns
 
 SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")  # in a card
 
@@ -38,9 +38,8 @@ def export(
     from splitppo.models.weights import save
 
     logging.disable_progress_bar()
-    step, saved = find_checkpoint(run, step)
+    config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    config = parse(["--config", str(run / "config.toml")])
     own_code = config.policy.trust_remote_code
     for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
         folder, source = out / (f"{kind}_{number}" if number else kind), started_from(config, run, kind)
@@ -57,18 +56,15 @@ def export(
 def started_from(config: Config, run: Path, kind: str) -> Path:
     """The folder that the run's policy or value model started from."""
     from splitppo.models.hub import find
+    from splitppo.run.resolve import model_paths
 
-    name = name_of(config, kind)
+    name = model_paths(config)[kind]
     return run / "tiny" if name == "tiny" else Path(find(f"{kind}.path", name, fetch=False)[1])
 
 
-def name_of(config: Config, kind: str) -> str:
-    """What the run's policy or value model started from, as the configuration names it."""
-    return (config.value.path if kind == "value" else None) or config.policy.path
-
-
-def find_checkpoint(run: Path, step: int | None) -> tuple[int, Path]:
-    """A run's checkpoint of a step, or the newest, and its step. Raises UserError if none is there and whole."""
+def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
+    """A run's configuration; the step and the folder of its checkpoint of that step, or of the newest. Raises UserError
+    if none is there and whole."""
     from splitppo.run.checkpoint import complete, damage, step_of
 
     found = {step_of(folder): folder for folder in complete(run)}
@@ -79,12 +75,13 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[int, Path]:
         raise UserError(f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}")
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
-    return step, found[step]
+    return parse(["--config", str(run / "config.toml")]), step, found[step]
 
 
 def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     """A README for the model hub: what the model is, its figures, and all settings."""
-    versions = (run / "versions.json").read_text(encoding="utf-8").strip()
+    from splitppo.run.resolve import model_paths
+
     last = [column[step].metrics for column in read_columns(run) if step in column]
     figures = "\n".join(f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN)
     return f"""\
@@ -94,7 +91,7 @@ tags: [ppo, splitppo]
 ---
 # {"Policy" if kind == "policy" else "Value model (one label: the value of each position)"} trained with splitppo
 
-Started from {name_of(config, kind)}, {step} of {config.steps} steps. Figures of step {step}:
+Started from {model_paths(config)[kind]}, {step} of {config.steps} steps. Figures of step {step}:
 
 {figures}
 
@@ -105,27 +102,31 @@ Settings and versions:
 ```
 
 ```json
-{versions}
+{(run / "versions.json").read_text(encoding="utf-8").strip()}
 ```
 """
 
 
-def load_model(config: Config, run: Path, kind: Any, saved: Path, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Needs no process group."""
+def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a checkpoint: the policy
+    before training. Needs no process group."""
     import torch
 
     from splitppo.models import build as models
-    from splitppo.models.weights import materialize, read_buffers
+    from splitppo.models.weights import fill, materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
 
     source, layers = str(started_from(config, run, kind)), config.value.layers if kind == "value" else None
+    cpu = torch.device("cpu")
     found = models.read_config(source, own_code=config.policy.trust_remote_code)
     model: Any = models.build(models.shorten(found, layers, source), kind)
-    materialize(model, torch.device("cpu"))
+    if saved is None:
+        fill(model, source, cpu, random_init=config.policy.random_init, seed=config.seed)
+        return model
+    materialize(model, cpu)
     read_buffers(model, source)
     prefix = f"{number}." if number else ""  # as in run/saver.py
     weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
-        read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
+    read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
     return model

@@ -3,7 +3,6 @@ opens offline. The constants below bound its size."""
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -12,21 +11,8 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
-from splitppo.tools.timeline import (
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    Column,
-    Run,
-    build_timeline,
-    curves,
-    differences,
-    flat,
-    raster,
-    read_settings,
-    results_table,
-    settings_table,
-    timed_steps,
-)
+from splitppo.tools.runs import Column, Run, curves, differences, flat, read_settings, results_table, settings_table
+from splitppo.tools.timeline import build_timeline, raster, span_colour, timed_steps
 
 CURVE_POINTS = 2000
 TIMELINES = 200  # of the last steps and the chosen one
@@ -37,19 +23,6 @@ LIMITS = {"points": CURVE_POINTS, "timelines": TIMELINES, "rows": SAMPLE_ROWS, "
 
 SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
-GROUPS = {  # title: pattern of a metric's name; the first that fits takes the metric
-    "Score and validation": r"^val/|^(?!.*timing_s).*(score|reward)",
-    "Losses, gradients, learning rate": r"(?<!kl)_loss$|grad_norm|skipped|/lr$",
-    "KL": r"kl",
-    "Clipping and ratio": r"clipfrac|ratio_mean|importance",
-    "Entropy": r"entropy",
-    "Value statistics": r"^critic/(values|returns|advantages|vf_|vpred)",
-    "Lengths": r"length|^tokens$",
-    "Mismatch of engine and trainer": r"mismatch",
-    "Throughput, memory, idle share": r"perf/",
-    "Seconds": r"timing_s/",
-    "Further figures": r"",
-}
 
 
 def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> str:
@@ -77,7 +50,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         "timelines": [timeline._asdict() for timeline in timelines],
         "raster": raster(actor),
         "chosen": chosen,
-        "colours": dict.fromkeys(names, OTHER_COLOUR) | SPAN_COLOURS,
+        "colours": {name: span_colour(name) for name in names},
         "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
     }
     return render(data)
@@ -116,19 +89,14 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
-    """[title, [[metric, [[number of the run, *`curve`], ...]], ...]] of each group that has any. A curve has at most
-    `CURVE_POINTS` points, over all runs."""
-    most, found = max(CURVE_POINTS // len(runs), 100), {title: [] for title in GROUPS}
-    for name in {name: 0 for run in runs for name in run if name not in NO_METRICS}:
-        found[group_of(name)].append(
-            [name, [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]]
-        )
-    return [[title, metrics] for title, metrics in found.items() if metrics]
-
-
-def group_of(metric: str) -> str:
-    """The title of a metric's group."""
-    return next(title for title, pattern in GROUPS.items() if re.search(pattern, metric))
+    """[group, [[metric, [[number of the run, *`curve`], ...]], ...]] for each group: what stands before the last slash
+    of a metric's name. Groups of scores come first. A curve has at most `CURVE_POINTS` points, over all runs."""
+    found: dict[str, list[Any]] = {}
+    most = max(CURVE_POINTS // len(runs), 100)
+    for name in sorted({name for run in runs for name in run} - NO_METRICS):
+        lines = [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]
+        found.setdefault(name.rpartition("/")[0] or "others", []).append([name, lines])
+    return sorted(found.items(), key=lambda group: ("score" not in group[0], group[0]))
 
 
 def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float | None]]:

@@ -6,23 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
-from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, window_advice
-from splitppo.tools.timeline import read_columns
-
-
-def read_run(run: Path) -> tuple[Config, Split]:
-    """A run's settings and placement. A folder of no run is a UserError."""
-    for name in ("config.toml", "resolved.json", "metrics/actor.jsonl", "metrics/critic.jsonl"):
-        if not (run / name).is_file():
-            raise UserError(f"{run} is no run folder: {name} is missing; name RUN of a run that began")
-    config = parse(["--config", str(run / "config.toml")])
-    found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
-    critics = 0 if found["placement"] == "colocated" else found["critic"]
-    return config, Split(found["actor"], critics, config.placement.reference)
+from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, splits, window_advice
+from splitppo.tools.runs import read_columns
 
 
 def plan(
@@ -58,14 +46,18 @@ def plan(
 
 
 def from_run(run: Path, gpus: int | None) -> list[str]:
-    """What a run's phases predict."""
-    config, split = read_run(run)
+    """What a run's phases predict. A folder of no run is a UserError."""
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is no run folder: config.toml is missing; name RUN of a run that began")
+    config = parse(["--config", str(run / "config.toml")])
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
+    found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
+    critics = 0 if found["placement"] == "colocated" else found["critic"]
+    split = Split(found["actor"], critics, config.placement.reference)
     actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
-    work = measured(actor, critic, split, config.rollout.batch_size)
+    work, lengths = measured(actor, critic, split, config.rollout.batch_size), row_lengths(run)
     movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
-    size, lengths = gpus or split.actor + split.critic, row_lengths(run)
     sets = config.tensor_parallel("policy"), config.tensor_parallel("value")
-    found = advice(work, split, size, movable=movable, sets=sets)
-    return found + (window_advice(work, split, lengths, size, movable=movable) if lengths else [])
+    choices = splits(gpus or split.actor + split.critic, movable=movable, sets=sets)
+    return advice(work, split, choices) + (window_advice(work, split, lengths, choices) if lengths else [])

@@ -120,8 +120,7 @@ def prepare(
         source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
         out: Folder to write. Unset: data/NAME.
     """
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow import Table, parquet
 
     target = out or Path("data", name)
 
@@ -130,7 +129,7 @@ def prepare(
         done = []
         for split in ("train", "test"):
             rows, note = verl_rows(DATA[name], split, locate_split(DATA[name], source, split))
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+            parquet.write_table(Table.from_pylist(rows), folder / f"{split}.parquet")
             done.append(f"{target / split}.parquet: {len(rows):,} rows{note}")
         return "\n".join(done)
 

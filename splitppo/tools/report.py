@@ -13,27 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from splitppo.errors import UserError
 from splitppo.tools.page import build_comparison, build_page
-from splitppo.tools.timeline import (
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    WAIT,
-    Column,
-    Lane,
-    Run,
-    Timeline,
-    as_text,
-    build_timeline,
-    choose_step,
-    curves,
-    raster,
-    read_columns,
-    read_runs,
-    results_table,
-    seconds,
-    settings_table,
-)
+from splitppo.tools.runs import COLOURS, Run, as_text, read_runs, results_table, seconds, settings_table
+from splitppo.tools.timeline import WAIT, Timeline, build_timeline, choose_step, raster, span_colour
 
-CURVE_COLOURS = ("#2f6db3", "#d9722e", "#8a6bbf")
 DARK, GREY = "#2b2f36", "#80868f"
 WAIT_LOOK: Any = {"facecolor": "#f0f1f3", "edgecolor": "#c3c7cd", "hatch": "////"}
 LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 5, "borderaxespad": 0.1, "frameon": False}
@@ -95,57 +77,49 @@ def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
         ax.texts[0].remove()
         values, scores, tokens = ([one[name] for one in bins] for name in ("value", "score", "tokens"))
         ax.axline((scores[0], scores[0]), slope=1, color=GREY, lw=1, ls=":")
-        ax.scatter(values, scores, [20 + 200 * n / max(tokens) for n in tokens], color=CURVE_COLOURS[0])
+        ax.scatter(values, scores, [20 + 200 * n / max(tokens) for n in tokens], color=COLOURS[0])
         ax.set(xlabel="value", ylabel="score")
         ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def draw_lane(ax: Axes, y: float, chosen: int, lane: Lane) -> list[Patch]:
+def draw_lane(ax: Axes, y: float, timeline: Timeline, spans: Sequence[tuple[int, str, float, float]]) -> list[Patch]:
     """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
-    low, high = ax.get_xlim()
-    pixel = (high - low) / ax.get_window_extent().width
-    legend: list[Patch] = []
-    for step, name, start, end in lane[1]:
+    (low, high), legend = timeline.view, []
+    for step, name, start, end in spans:
         left, width = max(start, low), min(end, high) - max(start, low)
-        own, wait = step == chosen, name.startswith(WAIT)
-        if width < pixel:  # too short to be seen
-            continue
-        face: Any = WAIT_LOOK if wait else {"facecolor": SPAN_COLOURS.get(name, OTHER_COLOUR), "edgecolor": "white"}
+        own, wait = step == timeline.step, name.startswith(WAIT)
+        face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
-        label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
-        ink = DARK if wait or not own else "white"
-        text = ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
-        if wait:  # or the hatching makes it hard to read
-            text.set_bbox({"facecolor": WAIT_LOOK["facecolor"], "edgecolor": "none", "pad": 1.5, "alpha": 0.9})
-        if text.get_window_extent().width * pixel > 0.94 * width:
-            text.remove()
-            legend += [Patch(label=f"{name} {seconds(end - start)}", **face)] if own else []
+        if width > 0.06 * (high - low):
+            label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
+            ink = DARK if wait or not own else "white"
+            ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
+        elif own:
+            legend.append(Patch(label=f"{name} {seconds(end - start)}", **face))
     return legend
 
 
 def draw_timeline(ax: Axes, timeline: Timeline) -> None:
-    """The lanes, and between two of them a strip where both are at work."""
-    length, names, split = timeline.length, [name for name, _ in timeline.lanes], len(timeline.lanes) > 1
-    ax.set_xlim(*timeline.view)
-    ax.set_ylim((-0.5 if split else 0.5), 1.8)
-    legend = [patch for i, lane in enumerate(timeline.lanes) for patch in draw_lane(ax, 1.0 - i, timeline.step, lane)]
+    """The lanes, and between them a strip where both are at work."""
+    (above, actor), (below, critic) = timeline.lanes
+    ax.set(xlim=timeline.view, ylim=(-0.5, 1.8), xlabel="seconds since the actor began the step")
+    legend = draw_lane(ax, 1.0, timeline, actor) + draw_lane(ax, 0.0, timeline, critic)
     ax.broken_barh([(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK)
-    ax.axvspan(0, length, color="#f6f7f9", zorder=0)
-    for x, step in ((0.0, timeline.step), (length, timeline.step + 1)):
+    ax.axvspan(0, timeline.length, color="#f6f7f9", zorder=0)
+    for x, step in ((0.0, timeline.step), (timeline.length, timeline.step + 1)):
         ax.axvline(x, color=GREY, lw=1, ls=":")
         ax.text(x, 1.6, f" step {step}", color=GREY, va="center", fontsize=10, clip_on=True)
-    ax.set_yticks([1.0, 0.5, 0.0] if split else [1.0], [names[0], "both", names[1]] if split else names)
+    ax.set_yticks([1.0, 0.5, 0.0], [above, "both", below])
     ax.grid(True, axis="x")
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel("seconds since the actor began the step" if split else "seconds since the step began")
     ax.set_title(timeline.title, fontsize=14, pad=10)
     ax.legend(handles=legend, **LEGEND)
 
 
-def draw_raster(ax: Axes, actor: Column) -> None:
+def draw_raster(ax: Axes, run: Run) -> None:
     """The tokens that the first slots decoded in the last steps, a line for each slot."""
-    title, begins, bars = raster(actor)
+    title, begins, bars = raster(run.columns[0])
     for slot, rows in enumerate(bars):
         colours = [colour for colour, *_ in rows]
         ax.broken_barh([(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours)
@@ -157,43 +131,42 @@ def draw_raster(ax: Axes, actor: Column) -> None:
     ax.set_title(title, fontsize=14, pad=10)
 
 
-def draw(title: str, actor: Column, critic: Column, timeline: Timeline | None) -> Figure:
-    """The whole figure, 2000 pixels wide. The places are fixed, since labels are measured before the first drawing."""
-    series, bins = curves(actor, critic), critic[max(critic)].calibration if critic else ()
+def draw(run: Run, timeline: Timeline | None) -> Figure:
+    """The whole figure, 2000 pixels wide."""
+    actor, critic = run.columns
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 14.9), dpi=100)
-        figure.text(0.055, 0.975, title, fontsize=17, weight="bold")
+        figure.text(0.055, 0.975, f"{run.name}: {max(actor)} steps", fontsize=17, weight="bold")
         grid = figure.add_gridspec(2, 4, left=0.045, right=0.955, top=0.938, bottom=0.579, wspace=0.45, hspace=0.36)
         for i, (panel, lines) in enumerate(PANELS.items()):
-            found = [(*line, series[line[1]]) for line in lines if line[1] in series]
-            own = [(*line[:3], colour, line[3]) for colour, line in zip(CURVE_COLOURS, found, strict=False)]
+            found = [line for line in lines if line[1] in run.series]
+            own = [(*line, colour, run.series[line[1]]) for line, colour in zip(found, COLOURS, strict=False)]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
-        draw_calibration(figure.add_subplot(grid[1, 3]), bins)
+        draw_calibration(figure.add_subplot(grid[1, 3]), critic[max(critic)].calibration if critic else ())
         if timeline:
             draw_timeline(figure.add_axes((0.055, 0.2745, 0.89, 0.235)), timeline)
-        draw_raster(figure.add_axes((0.055, 0.046, 0.89, 0.148)), actor)
+        draw_raster(figure.add_axes((0.055, 0.046, 0.89, 0.148)), run)
     return figure
 
 
 def draw_comparison(runs: Sequence[Run]) -> Figure:
-    """The table of results, whose colours are the curves'; curves over each other; the settings that differ."""
+    """Curves over each other; below them the table of results in the curves' colours, and the settings that differ."""
     panels = [(f"{title}: {label}", metric) for title, lines in PANELS.items() for label, metric, _ in lines]
     panels = [(title, metric) for title, metric in panels if any(metric in run.series for run in runs)][:12]
-    results, settings = as_text(results_table(runs)), as_text(settings_table(runs))[:SETTINGS]
-    rows, above, below = max(-(-len(panels) // 4), 1), 0.25 * len(results) + 0.7, 0.25 * len(settings) + 0.8  # inches
-    height = above + 2.8 * rows + below
-    top, bottom = 1 - above / height, below / height
+    lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs))[:SETTINGS]]
+    colours = dict(enumerate((run.colour for run in runs), 1))  # of lines; others are dark
+    rows, below = max(-(-len(panels) // 4), 1), 0.25 * len(lines) + 0.8  # inches
+    height = 0.4 + 2.8 * rows + below
+    top, bottom = 1 - 0.4 / height, below / height
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, height), dpi=100)
         grid = figure.add_gridspec(rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36)
         for i, (title, metric) in enumerate(panels):
             own = [("", metric, LEFT, run.colour, run.series[metric]) for run in runs if metric in run.series]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
-        look: Any = {"family": "monospace", "fontsize": 12, "parse_math": False}
-        for i, (line, colour) in enumerate(zip(results, [DARK, *(run.colour for run in runs)], strict=True)):
-            figure.text(0.04, 1 - (0.3 + 0.25 * i) / height, line, color=colour, weight="bold", **look)
-        for i, line in enumerate(settings):
-            figure.text(0.04, (below - 0.8 - 0.25 * i) / height, line, **look)
+        look: Any = {"family": "monospace", "fontsize": 12, "weight": "bold", "parse_math": False}
+        for i, line in enumerate(lines):
+            figure.text(0.04, (below - 0.8 - 0.25 * i) / height, line, color=colours.get(i, DARK), **look)
     return figure
 
 
@@ -223,8 +196,21 @@ def report(
     """
     if step is not None and len(runs) > 1:
         raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
-    path, made, lines = _compare(runs, html) if len(runs) > 1 else _show(runs[0] if runs else newest_run(), step, html)
-    path = out or path.with_name(f"{path.name}.{'html' if html else 'png'}")
+    folders, ending = runs or (newest_run(),), "html" if html else "png"
+    found = read_runs(folders)
+    if len(found) > 1:
+        name = "_".join(["report", *(run.name.replace("/", "-") for run in found)])[:200]
+        path = Path(f"{name}.{ending}")
+        lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
+        made = build_comparison(found) if html else draw_comparison(found)
+    else:
+        folder, run = folders[0], found[0]
+        path, chosen = folder / f"report.{ending}", choose_step(*run.columns, step)
+        timeline = None if chosen is None else build_timeline(*run.columns, chosen)
+        told = timeline.title if timeline else "no spans recorded: no timeline"
+        lines = [f"run folder: {folder}"] if html else [told, f"run folder: {folder}"]
+        made = build_page(folder, *run.columns, chosen) if html else draw(run, timeline)
+    path = out or path
     try:
         if isinstance(made, str):
             path.write_text(made, encoding="utf-8")
@@ -233,24 +219,3 @@ def report(
     except ValueError as error:  # a suffix of no picture
         raise UserError(f"--out {path} can't be written: {error}") from error
     print(*lines, f"{'page' if html else 'report'}: {path}", sep="\n")
-
-
-def _show(run: Path, step: int | None, html: bool) -> tuple[Path, Figure | str, list[str]]:
-    """Of a run: where its picture or page goes by default, without the suffix; the same; what the screen tells."""
-    actor, critic = read_columns(run)
-    if not actor:
-        raise UserError(f"{run} has no step in metrics/actor.jsonl, and a report needs one: name a run that has begun")
-    chosen, lines = choose_step(actor, critic, step), [f"run folder: {run}"]
-    if html:
-        return run / "report", build_page(run, actor, critic, chosen), lines
-    timeline = None if chosen is None else build_timeline(actor, critic, chosen)
-    figure = draw(f"{run.resolve().name}: {max(actor)} steps", actor, critic, timeline)
-    return run / "report", figure, [timeline.title if timeline else "no spans recorded: no timeline", *lines]
-
-
-def _compare(folders: Sequence[Path], html: bool) -> tuple[Path, Figure | str, list[str]]:
-    """The same of several runs."""
-    runs = read_runs(folders)
-    name = "_".join(["report", *(run.name.replace("/", "-") for run in runs)])[:200]
-    lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs)), ""]
-    return Path(name), build_comparison(runs) if html else draw_comparison(runs), lines

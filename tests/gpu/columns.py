@@ -20,7 +20,8 @@ from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.job.launch import Launch
 from splitppo.run.metrics import ColumnLog
-from splitppo.tools.timeline import read_columns, shared_work
+from splitppo.tools.runs import read_columns
+from splitppo.tools.timeline import shared_work
 
 FIRST, LAST = 9, 11
 

@@ -6,7 +6,7 @@ import pytest
 
 from splitppo.errors import UserError
 from splitppo.run.files import read_lines
-from splitppo.tools.timeline import Step, read_column
+from splitppo.tools.runs import Step, read_column
 
 
 def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(

@@ -48,11 +48,11 @@ def test_columns_by_hand():
 
 
 def test_the_advice_names_the_faster_splits_first():
-    lines = advice(WORK, Split(3, 1), 4, movable=True)
+    lines = advice(WORK, Split(3, 1), splits(4, movable=True))
     assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
     assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle column 14%"
     assert lines[2] == "  colocated on 4: 6.05 s, 1.32x this run's speed, idle column 0%"
-    assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), 4, movable=False))
+    assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), splits(4, movable=False)))
 
 
 def test_all_placements_of_some_gpus():
@@ -245,7 +245,10 @@ class ForkedJob:
     def __exit__(self, *_: object) -> None:
         assert not self.job.left()
 
-    def wait(self, limit: float) -> int:
+    def terminate(self) -> None:
+        pass
+
+    def wait(self, limit: float = 300) -> int:
         return self.job.wait(min(limit, 300))
 
 
@@ -264,7 +267,6 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     record = json.loads((out / "bench.json").read_text())
     split, colocated = record["results"]
-    assert split["predicted_s"] > 0
     assert "timing_s/wait_barrier" not in split["metrics"]["actor"], "the preset's barrier was taken over"
     lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
     kinds: Any = {"actor": "policy", "critic": "value"}
@@ -278,12 +280,14 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
         tokens = sum(step["tokens"] for step in steps[2:]) / 2 / (2 if folder == "colocated" else 1)
         for role, kind in kinds.items():
             work = 6e-12 * count_parameters(tiny, kind) * tokens * 2  # epochs
-            assert result["tflops"][role] == pytest.approx(work / result["metrics"][role]["timing_s/update"])
+            assert result["metrics"][role]["perf/update_tflop"] == pytest.approx(work)
         assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
         assert result["metrics"]["critic"].keys() >= {"timing_s/score", "timing_s/update", "timing_s/step"}
-        assert 0 < result["start_s"] < 300
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
-    assert colocated["predicted_s"] > 0
+    heads, *rows = (re.split(" {2,}", line) for line in told.splitlines()[-3:])
+    for row in rows:
+        cells = dict(zip(heads, row, strict=True))
+        assert (float(cells["model"]) > 0, cells["MFU a/c"]) == (True, "-"), "of CPUs no peak is known"
     assert split["metrics"]["critic"]["perf/wire_mb"] > 0
     assert "perf/wire_mb" not in colocated["metrics"]["critic"]
     assert bench.main() == 2
@@ -292,7 +296,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
 
 def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
     metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
-    more: Any = {"tokens_s": 9.0, "steps_s": [1.0], "start_s": 0.0, "tflops": {}, "mfu": {}}
+    more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
 
     def run_job(job: str, *_: Any) -> bench.Result:
         if job == "3+1":

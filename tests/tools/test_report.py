@@ -14,22 +14,8 @@ from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.tools.timeline import (
-    COLOURS,
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    Run,
-    Span,
-    Step,
-    as_text,
-    build_timeline,
-    choose_step,
-    raster,
-    read_runs,
-    results_table,
-    settings_table,
-    shared_work,
-)
+from splitppo.tools.runs import COLOURS, Run, Span, Step, as_text, read_runs, results_table, settings_table
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, choose_step, raster, shared_work
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +72,9 @@ def test_typical_step_is_the_median_of_the_last_half():
     critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}  # behind by a step, as it is at work
     assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
     actor |= {7: Step({}, spans_of(7, 4.5)[0])}
-    assert choose_step(actor, {}) == 7, "without a critic, of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
+    both = {n: Step({}, spans_of(n)[1]) for n in range(1, 8)}
+    assert choose_step(actor, both) == 7, "of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
+    assert choose_step(actor, {}) is None, "a timeline has both columns"
     assert choose_step(actor, critic, wanted=1) == 1
     assert choose_step({0: Step({}, [])}, {}) is None
     with pytest.raises(UserError, match="--step 6 has no recorded spans; steps with spans: 1 to 5"):
@@ -100,9 +88,8 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
     # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under the policy's update
     assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
     assert middle.title == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
-    same = build_timeline(actor, actor, 2)
-    assert [lane for lane, _ in same.lanes] == ["all ranks"], "one column written down twice is one lane and no overlap"
-    assert same.title == "Step 2: 4.00 s, in which nothing overlaps"
+    after = {2: Step({}, [("update", 1012.0, 1013.0)])}
+    assert build_timeline(actor, after, 2).title == "Step 2: 4.00 s, in which nothing overlaps"
 
 
 def test_a_raster_of_slots_over_tokens():
@@ -138,14 +125,14 @@ def test_command_draws_the_newest_run(tmp_path: Path):
     assert share_of(picture, OTHER_COLOUR) > 0.004, "a span of an unknown name has a colour, too"
 
 
-def test_command_without_a_critic_has_one_lane(tmp_path: Path):
+def test_command_without_a_critic_has_no_timeline(tmp_path: Path):
     run = write_run(tmp_path / "alone", critic=False)
-    done = command(run, "--step", 3, "--out", tmp_path / "picture.png", cwd=tmp_path)
+    done = command(run, "--out", tmp_path / "picture.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "Step 3: 4.00 s, in which nothing overlaps"
+    assert done.stdout.splitlines()[0] == "no spans recorded: no timeline"
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'picture.png'}"
     picture = imread(tmp_path / "picture.png")
-    assert share_of(picture, SPAN_COLOURS["rollout"]) > 0.02
+    assert share_of(picture, COLOURS[0]) > 0, "curves are drawn"
     assert share_of(picture, SPAN_COLOURS["score"]) == 0
     assert not (run / "report.png").exists()
 

@@ -1,0 +1,147 @@
+"""Runs as they recorded themselves: steps, curves, settings, and tables of several runs. Needs no torch."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from splitppo.config import Config
+from splitppo.config.toml import leaves
+from splitppo.errors import UserError, one_line
+from splitppo.run.files import parse_record, read_if_there, read_lines
+
+Span = tuple[str, float, float]  # name, start and end in seconds
+Rows = list[tuple[str, ...]]  # of a table; the first are the heads
+
+COLOURS = ("#2f6db3", "#d9722e", "#3c9a5f", "#b5486f", "#8a6bbf", "#97705a", "#2fa3b0", "#c2a11f", "#5c6773", "#e08fb0")
+RESULTS = ("run", "steps", "held-out score: last", "best", "training score: last", "median step", "tokens/s", "total")
+
+
+class Step(NamedTuple):
+    """What one column recorded of one step."""
+
+    metrics: dict[str, float]
+    spans: list[Span]
+    calibration: Sequence[dict[str, float]] = ()
+    slots: Sequence[Sequence[Sequence[int]]] = ()  # (row, tokens) that each of the first slots decoded
+
+    def ends(self) -> tuple[float, float]:
+        """When the spans begin and end."""
+        return min(start for _, start, _ in self.spans), max(end for _, _, end in self.spans)
+
+
+Column = dict[int, Step]
+
+
+class Run(NamedTuple):
+    """A run of a report."""
+
+    name: str
+    colour: str
+    series: dict[str, dict[int, float]]  # its curves by metric
+    settings: dict[str, str]  # as `flat` has them; none without config.toml
+    columns: tuple[Column, Column] = ({}, {})  # the actor's and the critic's
+
+
+def read_column(path: Path) -> Column:
+    """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last record counts."""
+    records = read_lines(path, parse_record) if path.is_file() else ()
+    found = {}
+    for r in records:
+        numbers: dict[str, float] = {name: value for name, value in r.items() if isinstance(value, int | float)}
+        found[r["step"]] = Step(numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ()))
+    return found
+
+
+def read_columns(run: Path) -> tuple[Column, Column]:
+    """The steps of the actor and of the critic."""
+    return read_column(run / "metrics" / "actor.jsonl"), read_column(run / "metrics" / "critic.jsonl")
+
+
+def seconds(value: float) -> str:
+    """Seconds with as many digits as help."""
+    return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 3}f} s"
+
+
+def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
+    """The values of each metric by step. A critic's metric has `critic/` in front, also where its name lacks it."""
+    found: dict[str, dict[int, float]] = {}
+    for prefix, column in (("", actor), ("critic/", critic)):
+        for number, step in sorted(column.items()):
+            for name, value in step.metrics.items():
+                found.setdefault(prefix + name.removeprefix(prefix), {})[number] = value
+    return found
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Runs by their folders' names, or by their paths where two have one name. Raises UserError if a run has no step,
+    or there are more runs than colours."""
+    if len(folders) > len(COLOURS):
+        raise UserError(f"{len(folders)} runs: at most {len(COLOURS)} have a colour of their own; name fewer")
+    names = [folder.resolve().name for folder in folders]
+    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
+    runs = []
+    for folder, name, colour in zip(folders, names, COLOURS, strict=False):
+        columns = read_columns(folder)
+        if not columns[0]:
+            raise UserError(f"{folder} has no step in metrics/actor.jsonl: name runs that have begun")
+        runs.append(Run(name, colour, curves(*columns), read_settings(folder) or {}, columns))
+    return runs
+
+
+def read_settings(run: Path) -> dict[str, str] | None:
+    """A run's settings (`flat`); None without config.toml."""
+    return read_if_there(run / "config.toml", lambda text: flat(tomllib.loads(text)))
+
+
+def flat(table: dict[str, Any]) -> dict[str, str]:
+    """Settings by dotted name, each as JSON, with those that a preset leaves out since they are unset by default."""
+    given, known = dict(leaves(table)), dict(leaves(asdict(Config())))
+    both = {name: value for name, value in (known | given).items() if name in given or value is None}
+    del both["config"]
+    return {n: "unset" if value is None else json.dumps(value, ensure_ascii=False) for n, value in both.items()}
+
+
+def differences(columns: Sequence[Mapping[str, str]]) -> Rows:
+    """(setting, its value in each column) of each setting that isn't the same in all columns that have any; - where a
+    run of another version lacks it."""
+    names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    return [row for row in rows if len({cell for cell, column in zip(row[1:], columns, strict=True) if column}) > 1]
+
+
+def settings_table(runs: Sequence[Run]) -> Rows:
+    """Heads, and the settings that differ, but for the runs' own names."""
+    rows = [row for row in differences([run.settings for run in runs]) if row[0] not in ("run_dir", "log.name")]
+    return [("setting", *(run.name for run in runs)), *rows]
+
+
+def results_table(runs: Sequence[Run]) -> Rows:
+    """Heads, and the results of each run; - is not recorded."""
+    rows: Rows = [RESULTS]
+    for run in runs:
+        names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
+        held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
+        total, steps = sum(took), [value for step, value in run.series.get("timing_s/step", {}).items() if step]
+        row = [run.name, str(max(map(max, run.series.values())))]
+        row += [f"{held_out[-1]:.4g}", f"{max(held_out):.4g}"] if held_out else ["-", "-"]
+        row += [f"{training[-1]:.4g}" if training else "-", seconds(median(steps)) if steps else "-"]
+        row += [f"{median(speed):,.0f}" if speed else "-"]
+        rows.append((*row, "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min"))
+    return rows
+
+
+def as_text(table: Rows, width: int = 120) -> list[str]:
+    """A table as lines of at most `width` characters; cells of the widest columns lose their middle."""
+    cells = [[one_line(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    while sum(widths) + 2 * len(widths) - 2 > width:
+        widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
+
+    def fit(cell: str, size: int) -> str:
+        return cell.ljust(size) if len(cell) <= size else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+
+    return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]
