@@ -117,9 +117,8 @@ def is_async(function: RewardFunction) -> bool:
 
 def display_names(functions: Sequence[str]) -> list[str]:
     """A short name for each: the rule or the function in the file; if two are equal `file.function`, or the whole."""
-    parts = [function.rpartition(":") for function in functions]
-    short = [name for _, _, name in parts]
-    longer = [f"{Path(path).stem}.{name}" if path else name for path, _, name in parts]
+    short = [function.rpartition(":")[2] for function in functions]
+    longer = [Path(function).name.replace(".py:", ".") for function in functions]
     return [
         name if short.count(name) == 1 else with_file if longer.count(with_file) == 1 else function
         for name, with_file, function in zip(short, longer, functions, strict=True)

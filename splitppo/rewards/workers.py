@@ -40,7 +40,6 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self.late = False
         self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}  # those that the process owes
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
@@ -76,17 +75,18 @@ class Worker:
             self.rows -= 1
 
     async def _ask(self, limit: float | None, *message: Any) -> tuple[Any, bool]:
-        """Sends a message and waits for the answer, or the end of the process, which has `limit` seconds."""
+        """Sends a message and waits for the answer or the end of the process, which is killed after `limit` seconds."""
         self.answers[key := next(self.keys)] = answer = self.loop.create_future()
         try:
             self.connection.send((key, *message))
         except OSError:
             self.kill()
         await asyncio.wait([answer], timeout=limit)
-        if not answer.done():
-            self.late = True
-            self.kill()
-        return await answer
+        if answer.done():
+            return answer.result()
+        self.kill()
+        _, sure = await answer
+        return timeout_failure(self.timeout, blocks=self.asynchronous), sure
 
     def _read(self) -> None:
         """Takes the answers that have arrived. The event loop does so before it looks at the limits, so what came in
@@ -102,12 +102,9 @@ class Worker:
         """The process has ended."""
         self._read()
         self.disconnect()
-        owed, end = self.answers.values(), self.end()
-        failure = Failure("", "crash", end)
-        if self.late:
-            failure = timeout_failure(self.timeout, blocks=self.asynchronous)
-        for answer in owed:
-            answer.set_result((failure, len(owed) == 1))
+        failure = Failure("", "crash", self.end())
+        for answer in self.answers.values():
+            answer.set_result((failure, len(self.answers) == 1))
         if self.loaded.done() and not self.loaded.result():
             self._start()
 
