@@ -127,7 +127,7 @@ class Builder:
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
         runner = self._runner("critic")
-        scorer = self._scorer(self.config.reward, runner)
+        scorer = self._scorer(self.config.reward, self.training.prompts, runner)
         values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
@@ -183,17 +183,17 @@ class Builder:
             say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
-    def _scorer(self, reward: RewardConfig, runner: Runner) -> Scorer:
+    def _scorer(self, reward: RewardConfig, prompts: Sequence[Prompt], runner: Runner) -> Scorer:
         """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
         if not runner.group.speaks:
             reward = replace(reward, function=("none",), weights=())
-        return Scorer(reward, {prompt.data_source for prompt in self.prompts})
+        return Scorer(reward, {prompt.data_source for prompt in prompts})
 
     def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
         reward = self.config.reward
         if held_out := reward.validation if self.config.log.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
-        scorer = self._scorer(reward, runner)
+        scorer = self._scorer(reward, self.validation.prompts, runner)
         write = functools.partial(write_rows, self.folder / "validation")
         return Validator(self.context, engine, runner.group, scorer, write)
 
