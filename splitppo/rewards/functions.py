@@ -96,17 +96,18 @@ def _import_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise UserError(f"importing the reward file {file} failed: {describe(error, file)}; fix the file") from error
+        why = describe(error, str(file))
+        raise UserError(f"importing the reward file {file} failed: {why}; fix the file") from error
     return module
 
 
-def describe(error: BaseException, file: Path) -> str:
+def describe(error: BaseException, file: str) -> str:
     """The error in one line, with the last line of `file` that led to it; if none did, the last line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
     text = one_line("".join(traceback.format_exception_only(error)))[:300]
     frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == str(file)] or frames)[-1]
+    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
     return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"
 
 

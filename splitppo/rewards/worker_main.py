@@ -17,7 +17,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
@@ -28,7 +27,7 @@ from splitppo.rewards.functions import Failure, RewardFunction, describe, find_f
 def failure_of(name: str, error: BaseException) -> Failure:
     """The failure of a function that raised `error`."""
     path, _, _ = name.rpartition(":")
-    return Failure("", "error", describe(error, Path(os.path.realpath(path))))
+    return Failure("", "error", describe(error, os.path.realpath(path)))
 
 
 def serve(connection: Connection, functions: Mapping[str, RewardFunction]) -> NoReturn:
