@@ -101,33 +101,28 @@ def tokenize(
     """The prompts by the index of their row, and the errors of rows that have none."""
     _check_template(config, tokenizer)
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
-    conversations = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
-    texts: dict[int, Any] = {}
-    tokens: dict[int, list[int]] = {}
+    prompts: dict[int, Prompt] = {}
     wrong: dict[int, UserError] = {}
-    for index, messages in conversations.items():
-        row = rows[index]
+    for index, row in rows.items():
+        messages = _conversation(config, row, tokenizer)
         try:
-            texts[index] = (
-                row.prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            )
+            text: Any = row.prompt
+            if messages is not None:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            prompts[index] = Prompt(text, [], row.data_source, row.ground_truth, row.extra_info, messages)
         except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
             refused = f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())})"
             wrong[index] = UserError(f"{refused}; fix the row, or data.chat_kwargs or data.system if set")
     # one call for plain texts, which get special tokens, and one for rendered texts, which already hold them
-    for plain in {conversations[index] is None for index in texts}:
-        chosen = [index for index in texts if (conversations[index] is None) == plain]
-        ids = tokenizer([texts[index] for index in chosen], add_special_tokens=plain, verbose=False)["input_ids"]
-        tokens.update(zip(chosen, map(list, ids), strict=True))
-    prompts = {}
-    for index, text in texts.items():
-        row = rows[index]
-        if not tokens[index]:
-            wrong[index] = UserError(f"{row.where} has a prompt of no tokens; drop the row or fix the tokenizer")
-        else:
-            data = row.data_source, row.ground_truth, row.extra_info
-            prompts[index] = Prompt(text, tokens[index], *data, conversations[index])
-    return prompts, wrong
+    for plain in {prompt.messages is None for prompt in prompts.values()}:
+        chosen = {index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain}
+        texts = [prompt.text for prompt in chosen.values()]
+        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
+        for index, tokens in zip(chosen, ids, strict=True):
+            prompts[index] = replace(prompts[index], tokens=list(tokens))
+    none = "has a prompt of no tokens; drop the row or fix the tokenizer"
+    wrong |= {index: UserError(f"{rows[index].where} {none}") for index, prompt in prompts.items() if not prompt.tokens}
+    return {index: prompt for index, prompt in prompts.items() if index not in wrong}, wrong
 
 
 def _check_template(config: DataConfig, tokenizer: Any) -> None:

@@ -1,13 +1,14 @@
 """A learned reward: a sequence-classification checkpoint with one label, sharded over the critic ranks."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
-from splitppo.rollout import Prompt, Sample, pad_rows
+from splitppo.rollout import Prompt, Rollout, Sample
 
 
 class RewardText:
@@ -61,35 +62,30 @@ class RewardModel(Frozen):
         self.text = text
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
-    @torch.no_grad()
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Scores of rows. All ranks of the group must call it, even those without rows. Returns `[B]` float32 scores,
         and `[B]` float32: 1 where the beginning of the text was cut."""
         encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-        own = zip(samples, encoded, strict=True)
-        every = self.with_peers([Sample(sample.row, [], ids, [], "eos") for sample, (ids, _) in own])
-        texts = [text.response for text in every]
-        self.to_device()
-        scores = torch.zeros(len(texts))
-        (cut,) = self.runner.cut(self.model, [[len(ids) for ids in texts]])
-        for rows in cut:
-            inputs = self._batch([texts[i] for i in rows] or [[0, 0]])  # two tokens on a rank that has no rows left
-            scores[rows] = self.model(**inputs).logits[:, 0].float().cpu()[: len(rows)]
-        by_row = dict(zip((text.row for text in every), scores, strict=True))
-        scores = torch.stack([by_row[s.row] for s in samples] or [scores.new_zeros(0)]).flatten()
-        return scores, torch.tensor([float(cut) for _, cut in encoded])
+        # the last token stands for the response: a text has one score
+        texts = [Sample(s.row, ids[:-1], ids[-1:], [], "eos") for s, (ids, _) in zip(samples, encoded, strict=True)]
+        whole = Rollout(self.with_peers(texts))
+        (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
+        return whole.select(scores, [s.row for s in samples]), torch.tensor([float(cut) for _, cut in encoded])
 
-    def _batch(self, texts: Sequence[list[int]]) -> dict[str, Tensor]:
-        """Inputs, padded on the right. A decoder's score is read at the last token that is not `pad_token_id`, so a
-        model without a padding token gets an id that no text contains."""
+    def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
+        """The scores `[B, 1]`. A decoder's score is read at the last token that is not `pad_token_id`, so a model
+        without a padding token gets an id that no text contains."""
+        ids: Tensor = batch.inputs["input_ids"]
+        mask = torch.ones_like(ids).bool()
+        if len(batch.before):  # or the rank has no rows left, and runs a dummy
+            ends = (batch.before + 1) % ids.shape[1]
+            mask = torch.arange(ids.shape[1], device=ids.device) <= ends[:, None]
         pad = self.pad
         if pad is None:
-            used = {token for ids in texts for token in ids}
-            pad = next(i for i in range(len(used) + 1) if i not in used)
-            cast(Any, self.model).config.pad_token_id = pad
-        ids = pad_rows([torch.tensor(ids) - pad for ids in texts]) + pad  # pad_rows pads with 0
-        mask = pad_rows([torch.ones(len(ids), dtype=torch.int64) for ids in texts])
-        return {"input_ids": ids.to(self.runner.device), "attention_mask": mask.to(self.runner.device)}
+            used = set(ids[mask].tolist())
+            pad = model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+        ids = ids.masked_fill(~mask, pad)
+        return [model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits[:, :1]]
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:

@@ -63,9 +63,9 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
 
     # or it prints every response that takes too long
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = _last_boxed(truth) if _BOXED in truth else f"{_BOXED}{{{truth.strip('$')}}}"
-    # the library would read two boxes as a set
-    answer = _last_boxed(solution_str) if _BOXED in solution_str else solution_str
+    # the last box alone: the library would read two as a set
+    gold = truth[truth.rindex(_BOXED) :] if _BOXED in truth else f"{_BOXED}{{{truth.strip('$')}}}"
+    answer = solution_str[solution_str.rindex(_BOXED) :] if _BOXED in solution_str else solution_str
     truth_parsed, answer_parsed = (parse(text, parsing_timeout=_MATH_TIMEOUT) for text in (gold, answer))
     return float(verify(truth_parsed, answer_parsed, timeout_seconds=_MATH_TIMEOUT))
 
@@ -78,10 +78,6 @@ def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     truth = str(ground_truth)
     right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
     return right / max(len(solution_str), len(truth), 1)
-
-
-def _last_boxed(text: str) -> str:
-    return text[text.rindex(_BOXED) :]
 
 
 def _value(match: re.Match[str]) -> Decimal:

@@ -4,27 +4,26 @@ Rules that take microseconds run in this process. All other functions run in wor
 hangs, raises or ends its process costs its row the score, and costs other rows nothing.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from splitppo.config import RewardConfig
 from splitppo.errors import UserError
 from splitppo.rewards.functions import (
+    BY_DATA_SOURCE,
+    BY_NAME,
     FAST,
     Failure,
     Outcome,
     display_names,
     find_function,
     is_async,
-    read_result,
-    row_of,
     scored_by,
 )
 from splitppo.rewards.workers import WorkerPool
-
-if TYPE_CHECKING:
-    from splitppo.rollout import Prompt
+from splitppo.rollout import Prompt
 
 
 @dataclass(frozen=True)
@@ -40,53 +39,77 @@ class Scored:
 Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 
-class Scorer:
-    """Scores rows by reward functions. The worker processes start at once and end with this process.
+def check_prompts(
+    functions: Sequence[str], prompts: Mapping[int, Prompt], setting: str = "reward.function"
+) -> dict[int, UserError]:
+    """Applies the rules among the functions to every prompt with an empty response. Returns the errors of the ground
+    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source, or `math` lacks its
+    library."""
+    sources = {prompt.data_source for prompt in prompts.values()}
+    if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
+        raise UserError(
+            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
+            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
+    if "math" in (scored_by(function, source) for function in functions for source in sources):
+        find_function("math", setting)  # it needs a library
+    errors: dict[int, UserError] = {}
+    for index, prompt in prompts.items():
+        try:
+            for function in functions:
+                if rule := BY_NAME.get(scored_by(function, prompt.data_source)):
+                    rule(**row_of(prompt, ""))
+        except UserError as error:
+            errors[index] = error
+    return errors
 
-    Args:
-        functions: as `reward.function` names them, checked by check_rewards. `none` alone scores each row 0.
-        weights: of each function; empty: 1 each.
-        data_sources: of all rows that will be scored, for `auto`.
-        workers: processes for plain functions; async functions have as many of their own.
-        timeout: seconds per row and function, from when a worker begins the row.
-        failed_score: score of a function that failed.
+
+def row_of(prompt: Prompt, response: str) -> dict[str, Any]:
+    """The keyword arguments of a reward function; `response` is decoded, without special tokens."""
+    source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
+    return {"data_source": source, "solution_str": response, "ground_truth": truth, "extra_info": extra}
+
+
+class Scorer:
+    """Scores rows by the functions of `reward`, which check_rewards has checked. `none` alone scores each row 0.
+
+    The worker processes start at once and end with this process. Async functions have as many of their own.
+    `data_sources`: of all rows that will be scored, for `auto`.
     """
 
-    def __init__(
-        self, functions: Sequence[str], weights: Sequence[float], data_sources: Set[str],
-        *, workers: int, timeout: float, failed_score: float,
-    ):  # fmt: skip
-        self._functions = [function for function in functions if function != "none"]
-        self._weights = list(weights) or [1.0] * len(self._functions)
-        self._names = display_names(self._functions)
-        self._failed_score = float(failed_score)
-        used = {scored_by(function, source): None for function in self._functions for source in sorted(data_sources)}
-        kinds = {function: is_async(find_function(function)) for function in used if function not in FAST}
+    def __init__(self, reward: RewardConfig, data_sources: Set[str]):
+        weights = reward.weights or [1.0] * len(reward.function)
+        self._weights = {name: weight for name, weight in zip(reward.function, weights, strict=True) if name != "none"}
+        self._names = display_names(list(self._weights))
+        self._failed_score = reward.failed_score
+        used = {scored_by(function, source) for function in self._weights for source in data_sources}
+        kinds = {name: is_async(find_function(name)) for name in sorted(used - FAST.keys())}
         self._pools: dict[str, WorkerPool] = {}
         for asynchronous in set(kinds.values()):
             names = [name for name, kind in kinds.items() if kind is asynchronous]
-            self._pools |= dict.fromkeys(names, WorkerPool(names, workers, timeout, asynchronous=asynchronous))
+            pool = WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
+            self._pools |= dict.fromkeys(names, pool)
 
-    def submit(self, rows: Sequence[tuple["Prompt", str]]) -> Pending:
+    def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
         """Starts to score the rows, each a prompt and the decoded response. Returns a function that waits for their
         scores, in the order of the rows. It raises UserError if a worker could not import its functions."""
         calls = [self._call(row_of(prompt, response)) for prompt, response in rows]
-        return lambda: [self.combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
+        return lambda: [self._combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
 
     def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
-        names = [scored_by(function, row["data_source"]) for function in self._functions]
-        return [_apply_rule(name, row) if name in FAST else self._pools[name].submit(name, row) for name in names]
+        names = [scored_by(function, row["data_source"]) for function in self._weights]
+        return [(FAST[name](**row), {}) if name in FAST else self._pools[name].submit(name, row) for name in names]
 
-    def combine(self, outcomes: Sequence[Outcome]) -> Scored:
+    def _combine(self, outcomes: Sequence[Outcome]) -> Scored:
         """One row's outcomes, in the order of the functions, as its score."""
         total, figures, failures = 0.0, {}, []
-        for name, weight, outcome in zip(self._names, self._weights, outcomes, strict=True):
+        for name, weight, outcome in zip(self._names, self._weights.values(), outcomes, strict=True):
             if isinstance(outcome, Failure):
                 failures.append(replace(outcome, function=name))
                 outcome = (self._failed_score, {})
             score, numbers = outcome
             total += weight * score
-            if len(self._functions) == 1:
+            if len(self._weights) == 1:
                 figures = numbers
             else:
                 figures |= {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
@@ -96,13 +119,6 @@ class Scorer:
         """Ends the workers. Rows that have no score yet get none."""
         for pool in set(self._pools.values()):
             pool.close()
-
-
-def _apply_rule(name: str, row: dict[str, Any]) -> Outcome:
-    try:
-        return read_result(FAST[name](**row))
-    except UserError as error:  # a ground truth that the rule can't use
-        return Failure(name, "error", str(error))
 
 
 def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:

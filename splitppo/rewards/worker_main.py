@@ -4,7 +4,7 @@
 
 Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the functions' names, the time
 limit and whether the functions are async. The worker imports them and answers "", or why that failed. The others bring
-rows: the index of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
+rows: the name of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
 async functions run all rows at once. The messages are pickles: both ends are processes of this program on one machine.
 """
 
@@ -15,51 +15,47 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import end_with_parent
-from splitppo.rewards.functions import Outcome, RewardFunction, failure_of, find_function, read_result, timeout_failure
-
-Named = Sequence[tuple[str, RewardFunction]]
+from splitppo.rewards.functions import Failure, RewardFunction, describe, find_function, read_result, timeout_failure
 
 
-def apply(name: str, function: RewardFunction, row: dict[str, Any]) -> Outcome:
-    """The function's outcome for a row. Anything that it raises, SystemExit included, is a failure of this row."""
-    try:
-        return read_result(function(**row))
-    except BaseException as error:
-        return failure_of(name, error)
+def failure_of(name: str, error: BaseException) -> Failure:
+    """The failure of a function that raised `error`."""
+    path, _, _ = name.rpartition(":")
+    return Failure("", "error", describe(error, os.path.realpath(path)))
 
 
-async def apply_async(name: str, function: RewardFunction, row: dict[str, Any], timeout: float) -> Outcome:
-    """As `apply`, for an async function, which is cancelled after `timeout` seconds."""
-    limit = asyncio.timeout(timeout)
-    try:
-        async with limit:
-            result = await function(**row)
-        return read_result(result)
-    except BaseException as error:
-        if (task := asyncio.current_task()) and task.cancelling():  # this worker ends
-            raise
-        late = isinstance(error, TimeoutError) and limit.expired()
-        return timeout_failure(name, timeout) if late else failure_of(name, error)
-
-
-def serve(connection: Connection, functions: Named) -> NoReturn:
+def serve(connection: Connection, functions: Mapping[str, RewardFunction]) -> NoReturn:
     """Applies functions to one row after another. EOFError: the trainer closed the connection."""
     while True:
-        key, index, row = connection.recv()
-        connection.send((key, apply(*functions[index], row=row)))
+        key, name, row = connection.recv()
+        try:
+            outcome = read_result(functions[name](**row))
+        except BaseException as error:  # SystemExit, too, is a failure of this row
+            outcome = failure_of(name, error)
+        connection.send((key, outcome))
 
 
-async def serve_async(connection: Connection, functions: Named, timeout: float) -> NoReturn:
-    """Applies async functions to all rows at once, until the trainer closes the connection."""
+async def serve_async(connection: Connection, functions: Mapping[str, RewardFunction], timeout: float) -> NoReturn:
+    """Applies async functions to all rows at once, until the trainer closes the connection. Each has `timeout` seconds
+    for a row, and then is cancelled."""
 
-    async def run(key: int, index: int, row: dict[str, Any]) -> None:
-        connection.send((key, await apply_async(*functions[index], row=row, timeout=timeout)))
+    async def run(key: int, name: str, row: dict[str, Any]) -> None:
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                result = await functions[name](**row)
+            outcome = read_result(result)
+        except BaseException as error:
+            if (task := asyncio.current_task()) and task.cancelling():  # this worker ends
+                raise
+            outcome = timeout_failure(timeout) if limit.expired() else failure_of(name, error)
+        connection.send((key, outcome))
 
     async with asyncio.TaskGroup() as rows:
         while True:
@@ -79,7 +75,7 @@ def main() -> int:
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the connection
         key, sys.path[:], names, timeout, asynchronous = connection.recv()
         try:
-            functions = [(name, find_function(name)) for name in names]
+            functions = {name: find_function(name) for name in names}
         except UserError as error:
             connection.send((key, str(error)))
             return 1

@@ -40,7 +40,6 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self.late = False
         self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}  # those that the process owes
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
@@ -62,7 +61,7 @@ class Worker:
             return f"{answer.text} while it imported the reward {', '.join(self.functions)}; fix the file"
         return answer and f"in a reward worker: {answer}"
 
-    async def apply(self, index: int, row: dict[str, Any]) -> tuple[Outcome, bool]:
+    async def apply(self, name: str, row: dict[str, Any]) -> tuple[Outcome, bool]:
         """A function's outcome for a row, and whether it is the row's: if the process ended while it had several rows,
         any of them may have ended it. Raises UserError if the functions can't be imported."""
         self.rows += 1
@@ -71,22 +70,23 @@ class Worker:
                 await asyncio.shield(self.loaded)
             if why := self.loaded.result():
                 raise UserError(why)
-            return await self._ask(self.limit, index, row)
+            return await self._ask(self.limit, name, row)
         finally:
             self.rows -= 1
 
     async def _ask(self, limit: float | None, *message: Any) -> tuple[Any, bool]:
-        """Sends a message and waits for the answer, or the end of the process, which has `limit` seconds."""
+        """Sends a message and waits for the answer or the end of the process, which is killed after `limit` seconds."""
         self.answers[key := next(self.keys)] = answer = self.loop.create_future()
         try:
             self.connection.send((key, *message))
         except OSError:
             self.kill()
         await asyncio.wait([answer], timeout=limit)
-        if not answer.done():
-            self.late = True
-            self.kill()
-        return await answer
+        if answer.done():
+            return answer.result()
+        self.kill()
+        _, sure = await answer
+        return timeout_failure(self.timeout, blocks=self.asynchronous), sure
 
     def _read(self) -> None:
         """Takes the answers that have arrived. The event loop does so before it looks at the limits, so what came in
@@ -102,12 +102,9 @@ class Worker:
         """The process has ended."""
         self._read()
         self.disconnect()
-        owed, end = self.answers.values(), self.end()
-        failure = Failure("", "crash", end)
-        if self.late:
-            failure = timeout_failure("", self.timeout, blocks=self.asynchronous)
-        for answer in owed:
-            answer.set_result((failure, len(owed) == 1))
+        failure = Failure("", "crash", self.end())
+        for answer in self.answers.values():
+            answer.set_result((failure, len(self.answers) == 1))
         if self.loaded.done() and not self.loaded.result():
             self._start()
 
@@ -138,7 +135,7 @@ class WorkerPool:
     """
 
     def __init__(self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool):
-        self._functions, self._start = functions, partial(Worker, functions, timeout, asynchronous=asynchronous)
+        self._start = partial(Worker, functions, timeout, asynchronous=asynchronous)
         self._workers: list[Worker] = []
         self._alone: list[Worker] = []  # one, when it is needed
         self._free = asyncio.Semaphore(sys.maxsize if asynchronous else workers)
@@ -152,18 +149,18 @@ class WorkerPool:
     async def _open(self, workers: int) -> None:
         self._workers += [self._start() for _ in range(workers)]
 
-    def submit(self, function: str, row: dict[str, Any]) -> Future[Outcome]:
+    def submit(self, name: str, row: dict[str, Any]) -> Future[Outcome]:
         """Has a worker apply the function to the row. The future raises UserError if a worker can't import it."""
-        return asyncio.run_coroutine_threadsafe(self._score(self._functions.index(function), row), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._score(name, row), self._loop)
 
-    async def _score(self, index: int, row: dict[str, Any]) -> Outcome:
+    async def _score(self, name: str, row: dict[str, Any]) -> Outcome:
         async with self._free:
             worker = min(self._workers, key=lambda worker: (worker.rows, not worker.loaded.done()))
-            outcome, sure = await worker.apply(index, row)
+            outcome, sure = await worker.apply(name, row)
         if not sure:
             async with self._one:
                 self._alone = self._alone or [self._start()]
-                outcome, _ = await self._alone[0].apply(index, row)
+                outcome, _ = await self._alone[0].apply(name, row)
         return outcome
 
     def close(self) -> None:

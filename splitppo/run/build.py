@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from splitppo import data
 from splitppo.actor import Actor
 from splitppo.channel import Links, Wire
+from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
@@ -25,9 +27,8 @@ from splitppo.models.runner import Reference, Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Ownership, Role, data_parallel, own
-from splitppo.rewards.functions import check_prompts
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
-from splitppo.rewards.scorer import Scorer
+from splitppo.rewards.scorer import Scorer, check_prompts
 from splitppo.rollout import Prompt
 from splitppo.run import memory
 from splitppo.run.files import write_rows
@@ -125,8 +126,8 @@ class Builder:
 
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
-        runner, reward = self._runner("critic"), self.config.reward
-        scorer = self._scorer(reward.function, reward.weights, runner)
+        runner = self._runner("critic")
+        scorer = self._scorer(self.config.reward, self.training.prompts, runner)
         values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
@@ -182,19 +183,17 @@ class Builder:
             say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
 
-    def _scorer(self, functions: Sequence[str], weights: Sequence[float], runner: Runner) -> Scorer:
+    def _scorer(self, reward: RewardConfig, prompts: Sequence[Prompt], runner: Runner) -> Scorer:
         """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
-        reward = self.config.reward
-        functions, weights = (functions, weights) if runner.group.speaks else (("none",), ())
-        limits: Any = {"workers": reward.workers, "timeout": reward.timeout, "failed_score": reward.failed_score}
-        return Scorer(functions, weights, {prompt.data_source for prompt in self.prompts}, **limits)
+        if not runner.group.speaks:
+            reward = replace(reward, function=("none",), weights=())
+        return Scorer(reward, {prompt.data_source for prompt in prompts})
 
     def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
         reward = self.config.reward
-        functions, shares = (reward.validation, ()) if reward.validation else (reward.function, reward.weights)
-        if not self.config.log.validate_every:
-            functions, shares = ("none",), ()  # no validation, no workers
-        scorer = self._scorer(functions, shares, runner)
+        if held_out := reward.validation if self.config.log.validate_every else ("none",):
+            reward = replace(reward, function=held_out, weights=())
+        scorer = self._scorer(reward, self.validation.prompts, runner)
         write = functools.partial(write_rows, self.folder / "validation")
         return Validator(self.context, engine, runner.group, scorer, write)
 

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config
 
 from splitppo import train
-from splitppo.config import Config
+from splitppo.config import Config, RewardConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.config.toml import leaves
@@ -352,8 +352,8 @@ def python_blocks(page: str) -> list[str]:
 
 def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[0])
-    functions = [f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge")]
-    scorer = Scorer(functions, [1.0, 0.2, 0.5], {"gsm8k"}, workers=1, timeout=20, failed_score=-1.0)
+    functions = tuple(f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge"))
+    scorer = Scorer(RewardConfig(functions, (1.0, 0.2, 0.5), failed_score=-1.0), {"gsm8k"})
     prompt = Prompt("", [1], "gsm8k", "7", {"longest": 10})
     found = scorer.submit([(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")])()
     scorer.close()

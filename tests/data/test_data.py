@@ -20,7 +20,7 @@ from splitppo.data import PromptSet, Split, check_files, load_prompts, prompt_in
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards import rules
-from splitppo.rewards.functions import check_prompts
+from splitppo.rewards.scorer import check_prompts
 from splitppo.rollout import Prompt
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"

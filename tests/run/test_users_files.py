@@ -254,6 +254,16 @@ def test_what_float32_cannot_hold_is_no_result(tmp_path: Path) -> None:
     assert record["critic/skipped"] == 0
 
 
+def test_auto_for_held_out_rows_needs_no_rule_for_the_others(tmp_path: Path) -> None:
+    mine, echo = (
+        write_jsonl(tmp_path / f"{of}.jsonl", [{"question": "1=", "answer": "1"}] * 4) for of in ("my", "echo")
+    )
+    rewards = ["--reward.function=exact_match", "--reward.validation=auto", "--log.validate-every=1"]
+    flags = [f"--data.files={mine}", f"--data.validation-files={echo}", *PLAIN, *rewards, "--steps=1"]
+    run(tmp_path / "run", *flags)
+    assert "val/score/mean" in records(tmp_path / "run", "actor")[0]
+
+
 def test_failures_of_all_critic_ranks_are_counted_once(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(TROUBLE)

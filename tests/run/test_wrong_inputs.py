@@ -352,7 +352,7 @@ EARLY = [
     ),
     (["--reward.validation=exactmatch"], ["reward.validation=exactmatch: no such rule; use auto, exact_match"]),
     (["--reward.function", "echo", "{d}/reward.py:gone"], ["reward.function={d}/reward.py:gone: ", "has no gone"]),
-    (["--reward.function={d}/reward.py:rows"], ["reward.py:rows: it is a int; name a function"]),
+    (["--reward.function={d}/reward.py:rows"], ["reward.py:rows: it does not take", "(0 is not a callable object)"]),
     (["--reward.function=exactmatch"], ["reward.function=exactmatch: no such rule; use auto, exact_match"]),
     (["--reward.function={d}/none.py:score"], ["reward.function={d}/none.py:score: no such file"]),
     (["--reward.function={d}/reward.py:scores"], ["reward.py has no scores; functions there: score, two"]),

@@ -17,7 +17,7 @@ from splitppo.config.cli import parse
 from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rewards.functions import check_prompts
+from splitppo.rewards.scorer import check_prompts
 from splitppo.tools.prepare import DATA, answer_of, prepare, write_folder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
