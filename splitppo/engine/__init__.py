@@ -2,15 +2,15 @@
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
-from splitppo.rollout import Request, Sample
+from splitppo.rollout import End, Request, Sample
 
 TICK = 0.005  # seconds between two empty lists of `generate`
 
@@ -42,12 +42,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Window:
-    """How far each request's slot decodes: so many tokens; a row that has not ended by then is cut. `following`: row ->
-    the request that takes its slot when it ends before. A pure function, called in other threads and ahead of time.
-    None: the slot stays empty."""
+    """How far the slots of a rollout decode; by default until their rows end.
 
-    tokens: int
-    following: Callable[[int], Request] | None
+    Attributes:
+        tokens: that each slot decodes. A row that has not ended by then is cut.
+        slots: S, those of all ranks. Row r is in slot r % S, and followed there by row r + S.
+        following: row -> the request for the row after it, which takes the slot when the row ends. A pure function,
+            called in other threads and ahead of time. None: the slot stays empty.
+    """
+
+    tokens: int = sys.maxsize
+    slots: int = sys.maxsize
+    following: Callable[[int], Request] | None = None
+
+
+WHOLE = Window()  # no window: rows are generated to their end
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
@@ -56,10 +65,12 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def check_logprobs(row: int, logprobs: Sequence[float]) -> None:
-    """Raises FloatingPointError if a log-prob of the row is NaN or infinite."""
+def extend(request: Request, tokens: Sequence[int], logprobs: Sequence[float], end: End) -> Sample:
+    """A request's row with its new tokens. Raises FloatingPointError if one of their log-probs is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"row {row}: the policy's logits are not finite")
+        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
+    response, all_logprobs = [*request.response, *tokens], [*request.logprobs, *logprobs]
+    return Sample(request.row, request.prompt, response, all_logprobs, end)
 
 
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
@@ -98,7 +109,7 @@ class RolloutEngine:
     """
 
     _load: Callable[[Iterable[tuple[str, Tensor]]], None]
-    _rows: Callable[..., Iterator[list[Sample]]]  # the work of `generate`
+    _rows: Callable[[Sequence[Request], Sampling, int, Window], Iterator[list[Sample]]]  # the work of `generate`
 
     def __init__(self):
         self.loaded = self._running = False
@@ -115,7 +126,7 @@ class RolloutEngine:
         self.loaded = True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window = WHOLE
     ) -> Generator[list[Sample], None, None]:
         """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
         (seed, row, position) alone, or of (seed, row, tokens that it has, position).
@@ -131,9 +142,15 @@ class RolloutEngine:
         """
         if not self.loaded:
             raise RuntimeError("generate before a complete load_weights")
+        if self._running:
+            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         if empty := [request.row for request in requests if not request.prompt]:
             raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
-        return self._stream(requests, sampling, seed, window)
+        self._running = True
+        try:
+            yield from self._rows(requests, sampling, seed, window)
+        finally:
+            self._running = False
 
     def release_memory(self, *, trained: bool) -> None:
         """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
@@ -141,12 +158,3 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Frees all memory. The engine cannot be used afterwards."""
-
-    def _stream(self, *how: Any) -> Generator[list[Sample], None, None]:
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
-        self._running = True
-        try:
-            yield from self._rows(*how)
-        finally:
-            self._running = False

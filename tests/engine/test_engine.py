@@ -224,7 +224,7 @@ def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
 
 
 def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

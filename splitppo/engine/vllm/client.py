@@ -6,7 +6,6 @@ process never imports vLLM, which changes the settings of its process.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -145,25 +144,25 @@ class VLLMEngine(RolloutEngine):
         self._wake("weights", "kv_cache")
 
     def _rows(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window
     ) -> Iterator[list[Sample]]:
         self._wake("weights", "kv_cache")
-        ahead, done = _Ahead(requests, window), False
+        done, heard = False, time.monotonic()
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
-            self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
-            last = time.monotonic()
+            how = sampling, seed, window.tokens, window.following is not None
+            self._send("generate", (first_rows(requests, window), *how))
             while True:
                 if self._connection.poll(TICK):
-                    last = time.monotonic()
+                    heard = time.monotonic()
                     kind, value = self._receive("the next row")
                     if done := kind == "done":
                         self.step_ms = value
                         return
-                    if more := ahead.after(value):
+                    if more := more_rows(value, window):
                         sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
                     yield value
-                elif time.monotonic() - last > self.timeout:
+                elif time.monotonic() - heard > self.timeout:
                     raise self._timed_out("the next row")
                 else:
                     yield []
@@ -260,27 +259,22 @@ class VLLMEngine(RolloutEngine):
         return error
 
 
-class _Ahead:
-    """The rows that the engine has of each slot: with a window the next ones, too, so that no slot waits."""
+def first_rows(requests: Sequence[Request], window: Window) -> dict[int, list[Request]]:
+    """By slot: its first row, and the `AHEAD` rows that follow there, if any do."""
+    slots = {request.row % window.slots: [request] for request in requests}
+    if window.following:
+        for rows in slots.values():
+            rows += [window.following(rows[0].row + i * window.slots) for i in range(AHEAD)]
+    return slots
 
-    def __init__(self, requests: Sequence[Request], window: Window | None):
-        self.slots, self.tokens = [[request] for request in requests], window.tokens if window else sys.maxsize
-        self.following: Any = window.following if window else None
-        for slot in self.slots if self.following else ():
-            for _ in range(AHEAD):
-                slot.append(self.following(slot[-1].row))
-        self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
 
-    def after(self, stopped: Sequence[Sample]) -> list[tuple[int, Request]]:
-        """(index of a slot, one more row for it) for each row that has ended."""
-        found = []
-        for sample in stopped if self.following else ():
-            if sample.end != "window":
-                index = self.slot_of.pop(sample.row)
-                request = self.following(self.slots[index][-1].row)
-                self.slots[index], self.slot_of[request.row] = [request], index
-                found.append((index, request))
-        return found
+def more_rows(stopped: Sequence[Sample], window: Window) -> list[tuple[int, Request]]:
+    """For each row that has ended, its slot and one more row for it: the next one that the engine does not have."""
+    if not window.following:
+        return []
+    last = AHEAD * window.slots
+    rows = [sample.row for sample in stopped if sample.end != "window"]
+    return [(row % window.slots, window.following(row + last)) for row in rows]
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:
