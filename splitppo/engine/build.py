@@ -124,7 +124,6 @@ def start_engine(
     kind: str,
     config: Config,
     runtime: Runtime,
-    group: Group,
     folder: Path,
     model: PretrainedConfig,
     tokenizer: Any,
@@ -140,42 +139,42 @@ def start_engine(
     `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will
     allocate on its GPU at most, estimated. vLLM's output goes to the file `log`.
     """
-    engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
+    engine, device = config.engine, runtime.device
     if kind == "hf":
         return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
-    ranks, on_gpu = runtime.placement.groups["actor"], device.type == "cuda"
-    number, index = divmod(ranks.index(runtime.launch.rank), size)
+    ranks = runtime.placement.groups["actor"]
+    number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
     key = f"engine/address/{number}"
     if process:
-        rows = min(engine.max_rows, most_rows(config, len(ranks))) * size
+        rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
         tokens = longest_prompt + config.rollout.max_new_tokens
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if on_gpu:
-            memory = torch.cuda.get_device_properties(device).total_memory
         plan = Plan(
+            config=config,
             folder=str(folder),
             log=str(log),
             address=str(process.folder / "engine"),
-            clients=size,
             dtype=str(dtype).removeprefix("torch."),
             max_rows=rows,
             max_tokens=tokens,
-            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=memory),
+            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=_memory(device)),
             eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
             vocabulary=vocabulary_size(tokenizer),
-            sleep=on_gpu and engine.sleep != "off",
-            eager=engine.eager or not on_gpu,
-            steady=engine.steady,
             device=device.type,
             threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-            own_code=config.policy.trust_remote_code,
-            sampling=Sampling.of(config.rollout),
         )
         process.begin(plan)
         runtime.store.set(key, plan.address)
-    options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout, "peak": peak}
-    options |= {"sleep": engine.sleep if on_gpu else "off", "notify": say if group.is_first else None}
-    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, **options)
+    sleep = engine.sleep if device.type == "cuda" else "off"
+    notify = say if runtime.groups["actor"].is_first else None
+    options: Any = {"sleep": sleep, "notify": notify, "peak": peak, "timeout": config.timeout}
+    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, device=device, dtype=dtype, **options)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
@@ -204,12 +203,8 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
 
 def finish_start(engine: RolloutEngine) -> str:
     """Waits until the engine is ready. Returns a line for the log."""
-    if not isinstance(engine, VLLMEngine):
-        return "engine: generate() of the transformers library"
-    facts = engine.connect()
-    scheduling = "" if facts["steady"] else "vLLM's own scheduling, "
-    built = f"built in {facts['build_s']:.1f} s"
-    return f"engine: vLLM {facts['version']}, {built}, {scheduling}KV cache for {facts['kv_tokens']:,} tokens"
+    kind = engine.connect() if isinstance(engine, VLLMEngine) else "generate() of the transformers library"
+    return f"engine: {kind}"
 
 
 def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:

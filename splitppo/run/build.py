@@ -106,7 +106,7 @@ class Builder:
         model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
         known: Any = {"longest_prompt": max(len(prompt.tokens) for prompt in self.prompts), "log": log}
         known["peak"] = memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0
-        engine = start_engine(resolved.engine, self.config, self.runtime, runner.group, *model, **known)
+        engine = start_engine(resolved.engine, self.config, self.runtime, *model, **known)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
             shared = over_set(engine, runner.group)

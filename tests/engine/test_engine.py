@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.engine import RolloutEngine, Sampling
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
@@ -133,22 +134,21 @@ def start_vllm(
         tokenizer.save_pretrained(folder)
     process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
+        config=Config(
+            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
+            rollout=RolloutConfig(max_new_tokens=1024, stop=stop),
+        ),
         folder=str(folder),
         log=str(folder / "engine.log"),
         address=str(process.folder / "engine"),
-        clients=max(GPUS, 1),
         dtype="float32",
         max_rows=max_rows,
         max_tokens=1024,
         kv_bytes=2**27,
         eos=(EOS, OTHER_EOS),
         vocabulary=VOCAB,
-        sleep=bool(GPUS),
-        eager=True,
-        steady=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
-        sampling=Sampling(1.0, 1024, stop=stop),
     )
     process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]

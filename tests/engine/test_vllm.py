@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 
 from splitppo import train
-from splitppo.config import Config
+from splitppo.config import Config, EngineConfig
 from splitppo.config.cli import parse
 from splitppo.engine import Sampling, row_seed, weight_names
 from splitppo.engine import build as start
@@ -569,7 +569,8 @@ def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(versi
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16)),
     )
     monkeypatch.setattr(vllm_host, "build_llm", lambda plan: llm)
-    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), steady=asked)
+    config = Config(engine=EngineConfig(steady=asked))
+    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), config=config)
     _, facts = vllm_host.start_llm(plan)
     assert made == ([("the scheduler", (3, 4))] if ours else [])
     assert limits == [("splitppo_limit", (100,))]
@@ -696,13 +697,17 @@ def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
 def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_llama(llama_config(), seed=2).state_dict()
 
-    def flip(slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
-        first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
-        engine._buckets[slot][first + 5] ^= 1
-        return slot, entries
+    send = engine._send
+
+    def flip(kind: str, value: Any) -> None:
+        if kind == "load":
+            slot, entries = value
+            first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
+            engine._buckets[slot][first + 5] ^= 1
+        send(kind, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_filled", flip)
+        patched.setattr(engine, "_send", flip)
         named = "1 tensors of the vLLM engine differ from the policy's, among them model.layers.0.mlp.up_proj.weight;"
         with pytest.raises(EngineError, match=f"after the sync, {named} --engine.kind hf"):
             engine.load_weights(state.items())

@@ -66,27 +66,24 @@ class VLLMEngine(RolloutEngine):
         self._slept: bool | None = None  # whether the engine slept after the last rollout
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
 
-    def connect(self) -> dict[str, Any]:
-        """Waits until the engine is built and gives it this rank's buckets. Returns the engine's facts for the log."""
+    def connect(self) -> str:
+        """Waits until the engine is built and gives it this rank's buckets. Returns a line about it for the log."""
         start = time.monotonic()
         while self._conn is None:
             try:
                 self._conn = Client(self.address, "AF_UNIX")
             except (FileNotFoundError, ConnectionRefusedError):
-                if self.process and self.process.popen.poll() is not None:
-                    raise self.process.exit_report() from None
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
-        facts = self._ask("hello", self.index)
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
         size = max(BUCKET[self.device.type], largest)
         paths = [str(Path(self.address).parent / f"bucket_{self.index}_{slot}") for slot in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
+        handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
-            self._ask("attach", [[*reduce_tensor(bucket)[1]] for bucket in self._buckets])
-        else:
-            self._ask("attach", [(size, path) for path in paths])
+            handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+        facts = self._ask("hello", (self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return facts
@@ -121,6 +118,8 @@ class VLLMEngine(RolloutEngine):
         loading = False  # whether the engine loads one bucket, while the other is filled
         try:
             for slot, entries in self._fill(weights, sums):
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
                 if loading:
                     self._answer("load")
                 self._send("load", (slot, entries))
@@ -180,18 +179,13 @@ class VLLMEngine(RolloutEngine):
         for name, given in check_weights(weights, self.names):
             tensor = given.to(self.device, self.dtype).contiguous()
             if at + tensor.nbytes > len(self._buckets[slot]):
-                yield self._filled(slot, entries)
+                yield slot, entries
                 slot, at, entries = 1 - slot, 0, []
             self._buckets[slot][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             sums[name] = checksum(tensor)
             entries.append((name, str(self.dtype).removeprefix("torch."), list(tensor.shape), at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
-        yield self._filled(slot, entries)
-
-    def _filled(self, slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
-        return slot, entries
+        yield slot, entries
 
     def _wake(self, *tags: str) -> None:
         """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's cache."""
