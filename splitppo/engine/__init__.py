@@ -42,13 +42,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Window:
-    """How far the slots of a rollout decode; by default until their rows end.
+    """How far each slot of a rollout decodes: so many tokens. A row that has not ended by then is cut.
 
-    Attributes:
-        tokens: that each slot decodes. A row that has not ended by then is cut.
-        slots: S, those of all ranks. Row r is in slot r % S, and followed there by row r + S.
-        following: row -> the request for the row after it, which takes the slot when the row ends. A pure function,
-            called in other threads and ahead of time. None: the slot stays empty.
+    There are S `slots` on all ranks: row r is in slot r % S, and row r + S comes after it. `following`: row -> the
+    request for the row after it. It is pure, and called in other threads and ahead of time. None: the slot stays empty.
     """
 
     tokens: int = sys.maxsize

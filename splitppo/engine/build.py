@@ -19,7 +19,7 @@ from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.errors import UserError, say
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -165,9 +165,8 @@ def start_engine(
         process.begin(plan)
         runtime.store.set(key, plan.address)
     sleep = engine.sleep if device.type == "cuda" else "off"
-    notify = say if runtime.groups["actor"].is_first else None
-    options: Any = {"sleep": sleep, "notify": notify, "peak": peak, "timeout": config.timeout}
-    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, device=device, dtype=dtype, **options)
+    options: Any = {"dtype": dtype, "sleep": sleep, "peak": peak, "timeout": config.timeout}
+    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, device=device, **options)
 
 
 def _memory(device: torch.device) -> int:

@@ -126,8 +126,7 @@ class _Batch:
         self.begun = np.asarray([len(request.response) for request in requests])
         self.waiting: list[Slot] = []
         self.eos = set(engine.eos.tolist())
-        self.limits = [request.left(job.sampling.max_new_tokens) for request in requests]
-        lengths = [min(limit, left) for limit, (_, left) in zip(self.limits, slots, strict=True)]
+        lengths = [min(request.left(job.sampling.max_new_tokens), left) for request, left in slots]
         self.lengths = torch.tensor(lengths, device=engine.device)
         self.free = torch.tensor([request.length is None for request in requests], device=engine.device)
         self.done = torch.zeros(len(requests), dtype=torch.bool, device=engine.device)
@@ -177,7 +176,7 @@ class _Batch:
         samples = []
         for row, row_tokens, row_logprobs in zip(rows, tokens, logprobs, strict=True):
             request, left = self.slots[row]
-            end: End = "limit" if drawn >= self.limits[row] else "window"
+            end: End = "limit" if drawn >= request.left(self.job.sampling.max_new_tokens) else "window"
             if ended[row]:
                 end = "eos" if row_tokens[-1] in self.eos else "stop"
             samples.append(extend(request, row_tokens, row_logprobs, end))

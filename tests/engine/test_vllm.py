@@ -395,7 +395,7 @@ def test_an_engine_divides_the_attention_heads(installed) -> None:
 def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, fits, level, monkeypatch) -> None:
     cpu, asked = torch.device("cpu"), []
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
-    monkeypatch.setattr(engine, "_fits", lambda: (fits, ""))
+    monkeypatch.setattr(engine, "_fits", lambda: fits)
     monkeypatch.setattr(engine, "_ask", lambda *told: asked.append(told) or told[1])
     for _ in range(3):  # however many rollouts there were
         engine.release_memory(trained=trained)
@@ -848,8 +848,8 @@ def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("reached", "estimated", "fits"), [(40, 40, True), (80, 40, False), (40, 80, False)])
 def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(reached, estimated, fits, monkeypatch) -> None:
     """Of 140 bytes the engine holds 60; the trainer has reached a peak, and is estimated to reach another."""
-    cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20, "memory_allocated": 20}
+    cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20}
     for name, size in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     options: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "peak": estimated}
-    assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits()[0] == fits
+    assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits() == fits

@@ -7,7 +7,7 @@ process never imports vLLM, which changes the settings of its process.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
@@ -41,7 +41,7 @@ class VLLMEngine(RolloutEngine):
         index: of this rank among those of the engine. process: given to the first of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
         peak: bytes that the trainer will allocate on this GPU at most, estimated.
-        notify: called with lines for the user. timeout: seconds to wait for an answer.
+        timeout: seconds to wait for an answer.
     """
 
     def __init__(
@@ -54,16 +54,14 @@ class VLLMEngine(RolloutEngine):
         device: torch.device,
         dtype: torch.dtype,
         sleep: str = "off",
-        notify: Callable[[str], None] | None = None,
         peak: float = 0.0,
         timeout: float = 1800.0,
     ):
         super().__init__()
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.notify, self.peak, self.timeout = sleep, notify, peak, timeout
+        self.sleep, self.peak, self.timeout = sleep, peak, timeout
         self.names = weight_names(build(config, "policy"))
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._slept: bool | None = None  # whether the engine slept after the last rollout
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
 
     def connect(self) -> str:
@@ -92,13 +90,9 @@ class VLLMEngine(RolloutEngine):
         """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
         if self.sleep == "off":
             return
-        fits, sizes = self._fits()
-        stay = self.sleep == "auto" and trained and fits
+        stay = self.sleep == "auto" and trained and self._fits()
         self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
         self.loaded = self._level < 2
-        if self.notify and (self._level > 0) != self._slept:
-            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
-        self._slept = self._level > 0
 
     def close(self) -> None:
         self.loaded, connected = False, self._conn is not None
@@ -183,7 +177,7 @@ class VLLMEngine(RolloutEngine):
                 slot, at, entries = 1 - slot, 0, []
             self._buckets[slot][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             sums[name] = checksum(tensor)
-            entries.append((name, str(self.dtype).removeprefix("torch."), list(tensor.shape), at))
+            entries.append((name, tensor.dtype, tensor.shape, at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
         yield slot, entries
 
@@ -195,15 +189,13 @@ class VLLMEngine(RolloutEngine):
         self._ask("wake", tags)
         self._level = 0 if "kv_cache" in tags else self._level
 
-    def _fits(self) -> tuple[bool, str]:
-        """Whether the trainer's peak fits the GPU beside all that other processes hold now; the sizes, for the log. The
-        peak is the estimated one if no step has reached it yet: rows may grow, and with windows the first are short."""
+    def _fits(self) -> bool:
+        """Whether the trainer's peak fits the GPU beside all that other processes hold now. The peak is the estimated
+        one if no step has reached it yet: rows may grow, and with windows the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        sizes = f"of {total / 2**30:.1f} GiB the engine holds {others / 2**30:.1f} awake, the trainer "
-        sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak"
-        return others + FRAGMENTS * peak <= FULL * total, sizes
+        return others + FRAGMENTS * peak <= FULL * total
 
     @property
     def _connection(self) -> Connection:
@@ -222,15 +214,9 @@ class VLLMEngine(RolloutEngine):
         if not self._connection.poll(self.timeout):
             raise self._timed_out(what)
         try:
-            kind, value = self._connection.recv()
+            return self._connection.recv()
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
-        if kind == "error":
-            self._conn = None
-            if self.process:
-                self.process.watched = False
-            raise EngineError(f"in the vLLM engine's process:\n{value}")
-        return kind, value
 
     def _ask(self, kind: str, value: Any) -> Any:
         self._send(kind, value)

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ class Host:
 
     def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
         self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
-        self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
+        self.inbox: list[deque[Any]] = [deque() for _ in conns]  # what ranks have sent before the others
         self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
         self.began: dict[int, tuple[int, float]] = {}  # both at the start of a rank's rollout
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
@@ -168,12 +167,9 @@ class Host:
             self.rows.abort(rank)
             self._answer([])
         else:
-            self.inbox[rank].append((kind, value))
+            self.inbox[rank].append(value)
             if all(self.inbox):
-                kinds, values = zip(*(inbox.popleft() for inbox in self.inbox), strict=True)
-                if len(set(kinds)) > 1:
-                    raise RuntimeError(f"the ranks of one engine disagree: {kinds}")
-                answer = getattr(self, f"_{kind}")(values)
+                answer = getattr(self, f"_{kind}")([inbox.popleft() for inbox in self.inbox])
                 for conn in self.conns:
                     conn.send(("done", answer))
 
@@ -244,7 +240,6 @@ def main() -> int:
     os.environ.update(SETTINGS)
     for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
         importlib.import_module(module)
-    conns: Sequence[Connection] = ()
     try:
         plan = read_plan()
         os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
@@ -260,11 +255,7 @@ def main() -> int:
         print("a rank of this engine has ended", file=sys.stderr)
         return 1
     except Exception:
-        message = traceback.format_exc()
-        print(message, file=sys.stderr, flush=True)
-        for conn in conns:
-            with suppress(OSError):  # this rank has ended, too
-                conn.send(("error", message))
+        traceback.print_exc()  # into the log, whose end the rank shows
         return 1
     return 0
 

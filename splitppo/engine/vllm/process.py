@@ -18,7 +18,7 @@ from splitppo.job.child import clean_environment
 
 
 class EngineError(RuntimeError):
-    """The engine's process failed. The message holds its traceback or the end of its log."""
+    """The engine's process failed. The message holds the end of its log, with a traceback if there is one."""
 
 
 def fixed_segments(settings: str) -> str:
@@ -94,8 +94,6 @@ class Process:
         # A worker's error stands before the messages that its parent makes of it.
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
         tail = "\n".join([*errors, *lines[-30:]])
-        if status is not None:
-            self.remove_folder()
         engine = f"the vLLM engine (process {self.popen.pid})"
         return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
 

@@ -180,13 +180,12 @@ class Received:
             for (_, owner, box), expected in zip(pieces, self.sums[name][1:], strict=True):
                 boxes[owner].append(box)
                 # The model may hold a wider dtype. Casting back is exact.
-                checks.append((owner, checksum(part(held[owner], box).to(self.dtype)), expected))
+                checks.append((owner, checksum(part(held[owner], box).to(self.dtype)) - expected))
         for owner in [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
             for first, end in gaps(held[owner].numel(), tuple(boxes[owner])):  # padding
-                total = checksum(part(held[owner], ((end - first,), (1,), first)))
-                checks.append((owner, total, torch.zeros_like(total)))
-        differ = torch.stack([total != expected for _, total, expected in checks]).tolist() if checks else []
-        different = {owner for (owner, _, _), differs in zip(checks, differ, strict=True) if differs}
+                checks.append((owner, checksum(part(held[owner], ((end - first,), (1,), first)))))
+        differences = torch.stack([difference for _, difference in checks]).tolist() if checks else []
+        different = {owner for (owner, _), difference in zip(checks, differences, strict=True) if difference}
         totals = torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
         loaded = {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()}
         return dict(zip(self.sums, totals, strict=True)), loaded, sorted(different)

@@ -53,12 +53,11 @@ class WeightReceiver:
             if vocabulary < module.org_vocab_size:
                 module.register_forward_hook(limit)
 
-    def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
+    def splitppo_load(self, slot: int, entries: list[tuple[str, torch.dtype, torch.Size, int]]) -> None:
         """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
         bucket, sent = self._splitppo_buckets[slot], {}
-        for name, dtype_name, shape, start in entries:
-            dtype = getattr(torch, dtype_name)
-            size = torch.Size(shape).numel() * dtype.itemsize
+        for name, dtype, shape, start in entries:
+            size = shape.numel() * dtype.itemsize
             sent[name] = bucket[start : start + size].view(dtype).view(shape)
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
