@@ -16,31 +16,6 @@ TICK = 0.005  # seconds between two empty lists of `generate`
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. The configuration's rules have checked the ranges.
-
-    Attributes:
-        temperature: divides the logits. 0: greedy, the likeliest token; log-probs at temperature 1, of all tokens.
-        max_new_tokens: the limit of a response, in tokens; at least 1.
-        stop: strings that end a response and stay part of it. Only the response is searched, never the prompt.
-        top_p: draw from the smallest set of likeliest tokens with this total probability; 1: from all tokens.
-        top_k: draw from this many likeliest tokens; 0: from all tokens. Applied before top_p. Log-probs are those of
-            the truncated distribution.
-    """
-
-    temperature: float
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    top_p: float = 1.0
-    top_k: int = 0
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> "Sampling":
-        """The sampling of a run's rollouts."""
-        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, rollout.top_p, rollout.top_k)
-
-
-@dataclass(frozen=True)
 class Window:
     """How far each slot of a rollout decodes: so many tokens. A row that has not ended by then is cut.
 
@@ -106,7 +81,7 @@ class RolloutEngine:
     """
 
     _load: Callable[[Iterable[tuple[str, Tensor]]], None]
-    _rows: Callable[[Sequence[Request], Sampling, int, Window], Iterator[list[Sample]]]  # the work of `generate`
+    _rows: Callable[[Sequence[Request], RolloutConfig, int, Window], Iterator[list[Sample]]]  # the work of `generate`
 
     def __init__(self):
         self.loaded = self._running = False
@@ -123,10 +98,14 @@ class RolloutEngine:
         self.loaded = True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window = WHOLE
+        self, requests: Sequence[Request], sampling: RolloutConfig, *, seed: int, window: Window = WHOLE
     ) -> Generator[list[Sample], None, None]:
         """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
         (seed, row, position) alone, or of (seed, row, tokens that it has, position).
+
+        Of `sampling`, engines read temperature, max_new_tokens, stop, top_p and top_k. At temperature 0 they take the
+        likeliest token, with log-probs at temperature 1, of all tokens. Only the response is searched for stop strings,
+        never the prompt. top_k comes before top_p, and log-probs are those of the truncated distribution.
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from splitppo.config import Config
-from splitppo.engine import RolloutEngine, Sampling
+from splitppo.config import Config, RolloutConfig
+from splitppo.engine import RolloutEngine
 from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.client import VLLMEngine
@@ -213,7 +213,7 @@ def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
         return engine
     alone = engine.generate
 
-    def generate(requests: Sequence[Request], sampling: Sampling, **how: Any) -> Iterator[list[Sample]]:
+    def generate(requests: Sequence[Request], sampling: RolloutConfig, **how: Any) -> Iterator[list[Sample]]:
         found, waiting = [], [deque[Sample]() for _ in range(group.set_size)]
         with closing(alone(requests[group.set_rank :: group.set_size], sampling, **how)) as own:
             while found != [None] * group.set_size:

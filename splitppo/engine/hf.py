@@ -28,7 +28,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_weights, extend, weight_names
+from splitppo.config import RolloutConfig
+from splitppo.engine import TICK, RolloutEngine, Window, check_weights, extend, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import End, Request, Sample
@@ -65,7 +66,7 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
     return (word >> np.uint64(11)) * 2.0**-53
 
 
-def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, noise: Tensor, sampling: RolloutConfig) -> tuple[Tensor, Tensor]:
     """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
 
     Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and their `[R]` float32
@@ -83,7 +84,7 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+def _truncate(logits: Tensor, sampling: RolloutConfig) -> Tensor:
     """Sets the logits `[R, V]` of the tokens outside top-k and top-p to -inf."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -102,7 +103,7 @@ class _Job:
     """One call of `generate`: what its thread reads, the queue that it fills, and whether the caller has left."""
 
     requests: Sequence[Request]
-    sampling: Sampling
+    sampling: RolloutConfig
     seed: int
     window: Window
     stop: StopStringCriteria | None
@@ -231,7 +232,7 @@ class HFEngine(RolloutEngine):
             torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
 
     def _rows(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window
+        self, requests: Sequence[Request], sampling: RolloutConfig, seed: int, window: Window
     ) -> Iterator[list[Sample]]:
         """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
         # made here: two threads can't use a fast tokenizer at once

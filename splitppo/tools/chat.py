@@ -30,7 +30,6 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
-    from splitppo.engine import Sampling
     from splitppo.engine.hf import HFEngine
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import build, read_config
@@ -45,7 +44,7 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
         raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
-    sampling = replace(Sampling.of(config.rollout), temperature=temperature, max_new_tokens=most)
+    sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     device = torch.device("cuda") if torch.cuda.is_available() else cpu
     dtype, source = dtype_of(config, device), started_from(config, run, "policy")
     own: Any = {"own_code": config.policy.trust_remote_code}

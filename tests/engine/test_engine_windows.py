@@ -10,7 +10,8 @@ import pytest
 from test_engine import FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
-from splitppo.engine import WHOLE, Sampling, Window, hf, row_seed
+from splitppo.config import RolloutConfig
+from splitppo.engine import WHOLE, Window, hf, row_seed
 from splitppo.engine.vllm.client import AHEAD, first_rows, more_rows
 from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Prompt, Request, Sample, Streams
@@ -31,10 +32,11 @@ def decode(
     those of so many ranks, one after the other."""
     streams, ended = Streams(SLOTS, prompt, lengths, windows=window > 0), {}
     how = Window(window, streams.slots, streams.following) if window else WHOLE
+    sampling = RolloutConfig(temperature=temperature, max_new_tokens=LIMIT)
     for step in range(1, steps + 1):
         requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
         parts = [requests[rank::ranks] for rank in range(ranks)]
-        run = [engine.generate(part, Sampling(temperature, LIMIT), seed=3, window=how) for part in parts]
+        run = [engine.generate(part, sampling, seed=3, window=how) for part in parts]
         for stopped in chain(*run):
             begun = {r.row: len(r.response) for r in requests}
             for sample in stopped:
@@ -133,6 +135,6 @@ def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: C
     streams = Streams(4, prompt, [30, 5, 5, 5], windows=True)
     requests = [streams.request(1, slot) for slot in range(4)]
     window = Window(30, 4, streams.following)
-    lists = hf_case.engine.generate(requests, Sampling(1.0, 40), seed=3, window=window)
+    lists = hf_case.engine.generate(requests, RolloutConfig(max_new_tokens=40), seed=3, window=window)
     assert len([sample for samples in lists for sample in samples]) == 1 + 3 * 6
     assert len(steps) == 30

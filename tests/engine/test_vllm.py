@@ -38,10 +38,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 
 from splitppo import train
-from splitppo.config import Config, EngineConfig
+from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.config.cli import parse
-from splitppo.engine import Sampling, row_seed, weight_names
 from splitppo.engine import build as start
+from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
 from splitppo.engine.vllm import vllm_version
@@ -730,7 +730,7 @@ def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
 @ENGINES
 def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     requests = some_requests(64)
-    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7))
+    lists = list(engine.generate(requests, RolloutConfig(max_new_tokens=200), seed=7))
     filled = [index for index, samples in enumerate(lists) if samples]
     assert len(filled) > 5
     rows = collect(lists)
@@ -758,12 +758,12 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
     long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
-    stream = engine.generate(long, Sampling(1.0, 900), seed=7)
+    stream = engine.generate(long, RolloutConfig(max_new_tokens=900), seed=7)
     ended = len(next(stream))
     with pytest.raises(RuntimeError, match="being generated"):
         engine.load_weights([])
     with pytest.raises(RuntimeError, match="being generated"):
-        next(engine.generate(requests, Sampling(1.0, 5), seed=7))
+        next(engine.generate(requests, RolloutConfig(max_new_tokens=5), seed=7))
 
     def record(what: str) -> tuple[str, Any]:
         received.append(receive(what))
@@ -804,7 +804,7 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
     process, got = engine.process.popen, []
 
     def kill_after_a_row() -> None:
-        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7):
+        for samples in engine.generate(some_requests(64), RolloutConfig(max_new_tokens=900), seed=7):
             if samples and not got:
                 process.kill()
             got.extend(samples)

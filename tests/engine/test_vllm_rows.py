@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitppo.engine import Sampling, row_seed
+from splitppo.config import RolloutConfig
+from splitppo.engine import row_seed
 from splitppo.engine.vllm.rows import OpenRow, Rows, Slot, TokenBatch, params_of, sample_of
 from splitppo.rollout import Request
 
-SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
-GREEDY = Sampling(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
+SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
+GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     )
     rows = Rows(engine, [2])
     requests = [Request(1, [3]), Request(2, [4]), Request(3, [4]), Request(8, [4])]
-    rows.add(0, {r.row: [r] for r in requests}, Sampling(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
+    rows.add(0, {r.row: [r] for r in requests}, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
     assert engine.aborted == []
     assert rows.step() == []
     told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]

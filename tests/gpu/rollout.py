@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity
 from transformers import AutoConfig
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
-from splitppo.engine import Sampling
 from splitppo.engine.vllm.host import SETTINGS, start_llm
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
@@ -71,7 +70,7 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
     requests = [Request(row, *given) for row, given in enumerate(zip(prompts, lengths, strict=True))]
     began = last = time.perf_counter()
-    rows.add(0, {request.row: [request] for request in requests}, Sampling.of(plan.config.rollout), seed)
+    rows.add(0, {request.row: [request] for request in requests}, plan.config.rollout, seed)
     while rows.open:
         left = 1 << (len(rows.open) - 1).bit_length()
         rows.step()

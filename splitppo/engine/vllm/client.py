@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_weights, weight_names
+from splitppo.config import RolloutConfig
+from splitppo.engine import TICK, RolloutEngine, Window, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -137,7 +138,7 @@ class VLLMEngine(RolloutEngine):
         self._wake("weights", "kv_cache")
 
     def _rows(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window
+        self, requests: Sequence[Request], sampling: RolloutConfig, seed: int, window: Window
     ) -> Iterator[list[Sample]]:
         self._wake("weights", "kv_cache")
         done, heard = False, time.monotonic()

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from splitppo.engine import Sampling
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
@@ -102,7 +101,7 @@ def _patch_vllm(plan: Plan) -> None:
         # costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
-    sampling = Sampling.of(plan.config.rollout)
+    sampling = plan.config.rollout
     warm = params_of(sampling, seed=0, eos=plan.eos, tokens=sampling.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP port for this, later

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitppo.engine import Sampling, extend, row_seed
+from splitppo.config import RolloutConfig
+from splitppo.engine import extend, row_seed
 from splitppo.rollout import End, Request, Sample
 
 # vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and stop strings.
@@ -20,7 +21,7 @@ class Slot:
     """A slot of a rank: tokens left to decode; whether it goes on after a row; the next rows; whether it waits."""
 
     rank: int
-    sampling: Sampling
+    sampling: RolloutConfig
     seed: int = 0
     left: int = sys.maxsize
     refills: bool = False
@@ -60,7 +61,7 @@ class Rows:
         self.slots: dict[tuple[int, int], Slot] = {}  # by rank and number; those that have tokens left
         self._text = False  # whether stop strings may end these rows
 
-    def add(self, rank: int, slots: Mapping[int, Sequence[Request]], sampling: Sampling, *rest: Any) -> None:
+    def add(self, rank: int, slots: Mapping[int, Sequence[Request]], sampling: RolloutConfig, *rest: Any) -> None:
         """Starts a rank's slots, by number, with their rows; `rest` are further fields of `Slot`."""
         self._text = bool(sampling.stop)
         for number, requests in slots.items():
@@ -140,7 +141,7 @@ class Rows:
         return ended
 
 
-def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
+def params_of(sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
     """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no fewer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
