@@ -72,7 +72,7 @@ def check_weights(
 
 
 class RolloutEngine:
-    """Generates the rows of one actor rank. Each kind of engine has its `_load`, `_rows` and `close`.
+    """Generates the rows of one actor rank. Each kind of engine has its `connect`, `_load`, `_rows` and `close`.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
@@ -80,6 +80,7 @@ class RolloutEngine:
             0 if that had no rows.
     """
 
+    connect: Callable[[], str]  # waits until the engine is ready; returns a line about it for the log
     _load: Callable[[Iterable[tuple[str, Tensor]]], None]
     _rows: Callable[[Sequence[Request], RolloutConfig, int, Window], Iterator[list[Sample]]]  # the work of `generate`
 

@@ -134,7 +134,7 @@ def start_engine(
     peak: float,
     log: Path,
 ) -> RolloutEngine:
-    """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
+    """This rank's engine. A vLLM engine is still being built when this returns; its `connect` waits for it.
 
     `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will
     allocate on its GPU at most, estimated. vLLM's output goes to the file `log`.
@@ -198,12 +198,6 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
     given = f"rollout.window={config.rollout.window}: {slots} slots of an engine hold up to {slots * tokens:,} tokens"
     remedy = "use a smaller rollout.batch_size, or more actor ranks or engine.tensor_parallel"
     return f"{given}, its KV cache {held:,}; beyond that rows queue and slots are empty; {remedy}"
-
-
-def finish_start(engine: RolloutEngine) -> str:
-    """Waits until the engine is ready. Returns a line for the log."""
-    kind = engine.connect() if isinstance(engine, VLLMEngine) else "generate() of the transformers library"
-    return f"engine: {kind}"
 
 
 def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:

@@ -219,6 +219,9 @@ class HFEngine(RolloutEngine):
         self.vocabulary = vocabulary_size(tokenizer)
         self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
 
+    def connect(self) -> str:
+        return "generate() of the transformers library"
+
     def close(self) -> None:
         self.loaded = False
         self.model.to("meta")

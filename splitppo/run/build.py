@@ -14,7 +14,7 @@ from splitppo.channel import Links, Wire
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import finish_start, over_set, start_engine
+from splitppo.engine.build import over_set, start_engine
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
@@ -115,12 +115,12 @@ class Builder:
             self._warm_up(actor)
             self.allocate("actor", [policy])
             self._begin_phase("starting the engine")
-            facts = finish_start(engine)
+            line = f"engine: {engine.connect()}"
         except BaseException:
             engine.close()
             raise
         if runner.group.is_first:
-            say(facts)
+            say(line)
         return actor
 
     def critic(self) -> Critic:

@@ -35,7 +35,8 @@ FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested 
 
 
 class VLLMEngine(RolloutEngine):
-    """One rank's connection to an engine. `launch_engine` has started its process, `connect` waits until it is built.
+    """One rank's connection to an engine. `launch_engine` has started its process. `connect` waits until it is built,
+    and gives it this rank's buckets.
 
     Args:
         config: the policy's. address: the socket's path.
@@ -66,7 +67,6 @@ class VLLMEngine(RolloutEngine):
         self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
 
     def connect(self) -> str:
-        """Waits until the engine is built and gives it this rank's buckets. Returns a line about it for the log."""
         start = time.monotonic()
         while self._conn is None:
             try:
@@ -82,10 +82,10 @@ class VLLMEngine(RolloutEngine):
         handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
             handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
-        facts = self._ask("hello", (self.index, handles))
+        line = self._ask("hello", (self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
-        return facts
+        return line
 
     def release_memory(self, *, trained: bool) -> None:
         """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
@@ -228,16 +228,14 @@ class VLLMEngine(RolloutEngine):
 
     def _ended(self) -> EngineError:
         self._conn = None
-        here = EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
-        return self.process.exit_report() if self.process else here
+        if self.process:
+            return self.process.exit_report()
+        return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine"
-        error = EngineError(f"{waited}; raise --timeout if it is only slow")
-        if self.process:
-            error.add_note(str(self.process.exit_report(wait=0)))
-        return error
+        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
+        return EngineError(f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited)
 
 
 def first_rows(requests: Sequence[Request], window: Window) -> dict[int, list[Request]]:
@@ -253,9 +251,8 @@ def more_rows(stopped: Sequence[Sample], window: Window) -> list[tuple[int, Requ
     """For each row that has ended, its slot and one more row for it: the next one that the engine does not have."""
     if not window.following:
         return []
-    last = AHEAD * window.slots
     rows = [sample.row for sample in stopped if sample.end != "window"]
-    return [(row % window.slots, window.following(row + last)) for row in rows]
+    return [(row % window.slots, window.following(row + AHEAD * window.slots)) for row in rows]
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

@@ -242,11 +242,11 @@ def main() -> int:
     try:
         plan = read_plan()
         os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
-        llm, facts = start_llm(plan)
+        llm, line = start_llm(plan)
         conns, buckets = zip(*connect(plan), strict=True)
         llm.collective_rpc("splitppo_attach", args=(buckets,))
         for conn in conns:
-            conn.send(("done", facts))
+            conn.send(("done", line))
         Host(llm, conns, plan).serve()
         if len(conns) > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory

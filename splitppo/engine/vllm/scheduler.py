@@ -83,9 +83,8 @@ class Steady:
                 or row.num_preemptions  # it may be waiting again, with earlier tokens still in flight
                 or len(own) != 1
                 or own[0] in ends
-                or not 0
-                < len(row._output_token_ids)
-                < row.max_tokens - 1  # vLLM's output of the first token has more fields
+                # vLLM's output of the first token has more fields
+                or not 0 < len(row._output_token_ids) < row.max_tokens - 1
                 or (length := len(row._all_token_ids) + 1) >= longest
             ):
                 others[name] = count
@@ -145,10 +144,9 @@ class Steady:
 
 def steady(scheduler: Any, ends: Sequence[int]) -> bool:
     """Makes one of vLLM's schedulers faster; `ends`: ids that may end rows. False: its kind is not supported."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    if type(scheduler) not in (Scheduler, AsyncScheduler) or len(managers) != 1:
-        return False
-    if type(managers[0]) is not FullAttentionManager:  # with others, a row may lose blocks before it ends
+    managers = [type(manager) for manager in scheduler.kv_cache_manager.coordinator.single_type_managers]
+    # with other managers, a row may lose blocks before it ends
+    if type(scheduler) not in (Scheduler, AsyncScheduler) or managers != [FullAttentionManager]:
         return False
     Steady(scheduler, ends)
     return True

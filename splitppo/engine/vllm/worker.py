@@ -17,11 +17,11 @@ from splitppo.job.child import kill_with_parent
 kill_with_parent()  # but no signal is ignored: vLLM ends its workers with SIGTERM
 
 
-def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
-
-
 if current_platform.is_cpu():
+
+    def _plain_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
     # vLLM would pack the weights for the CPU once, after which new weights could not be loaded.
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
