@@ -81,6 +81,7 @@ class RolloutEngine:
     """
 
     connect: Callable[[], str]  # waits until the engine is ready; returns a line about it for the log
+    close: Callable[[], None]  # frees all memory; the engine cannot be used afterwards
     _load: Callable[[Iterable[tuple[str, Tensor]]], None]
     _rows: Callable[[Sequence[Request], RolloutConfig, int, Window], Iterator[list[Sample]]]  # the work of `generate`
 
@@ -132,6 +133,3 @@ class RolloutEngine:
     def release_memory(self, *, trained: bool) -> None:
         """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
         the trainer's memory peak so far includes an update."""
-
-    def close(self) -> None:
-        """Frees all memory. The engine cannot be used afterwards."""

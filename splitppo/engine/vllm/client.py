@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested 
 
 
 class VLLMEngine(RolloutEngine):
-    """One rank's connection to an engine. `launch_engine` has started its process. `connect` waits until it is built,
-    and gives it this rank's buckets.
+    """One rank's connection to an engine, whose process `launch_engine` has started.
 
     Args:
         config: the policy's. address: the socket's path.
@@ -64,7 +63,7 @@ class VLLMEngine(RolloutEngine):
         self.sleep, self.peak, self.timeout = sleep, peak, timeout
         self.names = weight_names(build(config, "policy"))
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
+        self._conn: Any = None  # the socket; None before `connect`, after `close` and after a failure
 
     def connect(self) -> str:
         start = time.monotonic()
@@ -101,7 +100,7 @@ class VLLMEngine(RolloutEngine):
             self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
             self._send("close")
-            self._connection.close()
+            self._conn.close()
         self._conn = None
         if self.process:
             self.process.end(kill=not connected)
@@ -144,17 +143,17 @@ class VLLMEngine(RolloutEngine):
         done, heard = False, time.monotonic()
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
-            how = sampling, seed, window.tokens, window.following is not None
-            self._send("generate", (first_rows(requests, window), *how))
+            slots, goes_on = first_rows(requests, window), window.following is not None
+            self._send("generate", (slots, sampling, seed, window.tokens, goes_on))
             while True:
-                if self._connection.poll(TICK):
+                if self._conn.poll(TICK):
                     heard = time.monotonic()
                     kind, value = self._receive("the next row")
                     if done := kind == "done":
                         self.step_ms = value
                         return
                     if more := more_rows(value, window):
-                        sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
+                        sender.submit(self._conn.send, ("more", more))  # if it fails, so does the next wait
                     yield value
                 elif time.monotonic() - heard > self.timeout:
                     raise self._timed_out("the next row")
@@ -162,7 +161,7 @@ class VLLMEngine(RolloutEngine):
                     yield []
         finally:
             if not done and self._conn:
-                sender.submit(self._connection.send, ("halt", None))
+                sender.submit(self._conn.send, ("halt", None))
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
             sender.shutdown()
@@ -198,24 +197,20 @@ class VLLMEngine(RolloutEngine):
         others = total - free - torch.cuda.memory_reserved(self.device)
         return others + FRAGMENTS * peak <= FULL * total
 
-    @property
-    def _connection(self) -> Connection:
+    def _send(self, kind: str, value: Any = None) -> None:
         if self._conn is None:
             raise EngineError("the vLLM engine is closed")
-        return self._conn
-
-    def _send(self, kind: str, value: Any = None) -> None:
         try:
-            self._connection.send((kind, value))
+            self._conn.send((kind, value))
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
 
     def _receive(self, what: str) -> tuple[str, Any]:
         """The engine's next message. `what` is expected, for the error."""
-        if not self._connection.poll(self.timeout):
+        if not self._conn.poll(self.timeout):
             raise self._timed_out(what)
         try:
-            return self._connection.recv()
+            return self._conn.recv()
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
 

@@ -32,7 +32,6 @@ from splitppo.job.child import end_with_parent
 from splitppo.rollout import Sample
 
 STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
-EXTENSION = "splitppo.engine.vllm.worker.WeightReceiver"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's own already
     "VLLM_NO_USAGE_STATS": "1",
@@ -72,7 +71,6 @@ def build_llm(plan: Plan) -> Any:
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
-            tokenizer=plan.folder,
             trust_remote_code=config.policy.trust_remote_code,
             skip_tokenizer_init=not config.rollout.stop,  # requests are ids; only stop strings need text
             load_format="dummy",
@@ -84,7 +82,7 @@ def build_llm(plan: Plan) -> Any:
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # ignore the folder's defaults
             enable_prefix_caching=True,
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls="splitppo.engine.vllm.worker.WeightReceiver",
             disable_log_stats=True,
             **options,
         )
@@ -215,13 +213,10 @@ class Host:
 def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     """The connections of the engine's ranks, in their order, each with the rank's buckets."""
     size = plan.config.engine.tensor_parallel
-    found: list[Any] = [None] * size
     with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
-        for _ in range(size):
-            conn = listener.accept()
-            _, (index, buckets) = conn.recv()  # hello
-            found[index] = conn, buckets
-    return found
+        accepted = [listener.accept() for _ in range(size)]
+    hellos = sorted((*conn.recv()[1], conn) for conn in accepted)  # index, buckets, connection
+    return [(conn, buckets) for _, buckets, conn in hellos]
 
 
 def read_plan() -> Plan:

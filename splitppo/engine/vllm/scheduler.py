@@ -43,10 +43,8 @@ class Steady:
         counts = dict.fromkeys(cached.req_ids, 1)
         running, waiting = vllm.running, vllm.waiting
         vllm.running, vllm.waiting = [], type(waiting)()
-        try:
-            output = self.schedule_all(*args, **kwargs)  # everything in a step but its rows
-        finally:
-            vllm.running, vllm.waiting = running, waiting
+        output = self.schedule_all(*args, **kwargs)  # everything in a step but its rows
+        vllm.running, vllm.waiting = running, waiting
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, len(counts)
         output.scheduled_cached_reqs = cached
         if not vllm.use_v2_model_runner:
@@ -58,10 +56,8 @@ class Steady:
         """Appends the tokens of a step to its rows. Returns the outputs."""
         counts = scheduled.num_scheduled_tokens
         scheduled.num_scheduled_tokens, batch = self._update_steady(counts, drawn)
-        try:
-            answer = self.update_all(scheduled, drawn)
-        finally:
-            scheduled.num_scheduled_tokens = counts
+        answer = self.update_all(scheduled, drawn)
+        scheduled.num_scheduled_tokens = counts
         if batch.names:
             client = answer.setdefault(0, EngineCoreOutputs())
             client.outputs = [batch, *client.outputs]

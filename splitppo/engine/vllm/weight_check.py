@@ -107,7 +107,10 @@ class _Trace(TorchDispatchMode):
             indices = tree_map_only(Tensor, self._indices, args)
             others = {name: value for name, value in kwargs.items() if name not in ("dtype", "device")}
             with suppress(RuntimeError, TypeError):  # integers do not support this function, so it is no copy
-                self._add_temporary(out, func(*indices, **others))
+                moved, storage = func(*indices, **others), out.untyped_storage()
+                whole = torch.full((storage.nbytes() // out.element_size(),), -1)
+                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(moved)
+                self.temporaries[storage.data_ptr()] = out, whole
         return out
 
     def pieces(self, held: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
@@ -145,11 +148,6 @@ class _Trace(TorchDispatchMode):
             return torch.full(shape, -1) if tensor.is_floating_point() else tensor.cpu()
         end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return torch.arange(end).add_(offset).as_strided(shape, strides)
-
-    def _add_temporary(self, tensor: Tensor, indices: Tensor) -> None:
-        whole = torch.full((tensor.untyped_storage().nbytes() // tensor.element_size(),), -1)
-        whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(indices)
-        self.temporaries[tensor.untyped_storage().data_ptr()] = tensor, whole
 
 
 class Received:
