@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics
-from splitppo.engine import RolloutEngine, Sampling, Window
+from splitppo.engine import WHOLE, RolloutEngine, Window
 from splitppo.errors import UserError, say, warn
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
@@ -77,9 +77,9 @@ class Actor:
         rollout, streams = self.context.config.rollout, self.streams
         slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
         requests = [streams.request(step, slot) for slot in slots]
-        window = Window(rollout.window, streams.following) if rollout.window else None
+        window = Window(rollout.window, streams.slots, streams.following) if rollout.window else WHOLE
         done, printed, seed = 0, time.monotonic(), self.context.config.seed
-        for stopped in self.engine.generate(requests, Sampling.of(rollout), seed=seed, window=window):
+        for stopped in self.engine.generate(requests, rollout, seed=seed, window=window):
             ended = streams.take(step, stopped)
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:

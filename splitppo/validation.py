@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from splitppo.context import Context, record
-from splitppo.engine import RolloutEngine, Sampling, row_seed
+from splitppo.engine import RolloutEngine, row_seed
 from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, failure_line
@@ -44,7 +44,7 @@ class Validator:
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
-        sampling = replace(Sampling.of(self.config.rollout), temperature=self.config.log.validate_temperature)
+        sampling = replace(self.config.rollout, temperature=self.config.log.validate_temperature)
         for finished in self.engine.generate(requests, sampling, seed=row_seed(self.config.seed, NO_ROW, 0)):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]

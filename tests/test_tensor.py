@@ -13,8 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitppo import algo, channel
-from splitppo.config import OptimConfig, PlacementConfig
-from splitppo.engine import Sampling
+from splitppo.config import OptimConfig, PlacementConfig, RolloutConfig
 from splitppo.engine.build import over_set
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
@@ -288,7 +287,8 @@ def joined_rank(group: Group, ticks: list[int]) -> tuple:
     slow: Any = Slow(ticks[rank])
     engine: Any = over_set(slow, group)
     requests = [Request(10 * group.dp_rank + i, [1]) for i in range(5)]
-    rows = [s.row for found in engine.generate(requests, Sampling(1.0, 2), seed=3, step=4) for s in found]
+    lists = engine.generate(requests, RolloutConfig(max_new_tokens=2), seed=3, step=4)
+    rows = [s.row for found in lists for s in found]
     return rows, slow.closed, engine.loaded, group.of_first(lambda: rank)
 
 

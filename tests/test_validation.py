@@ -16,7 +16,7 @@ from ranks import run_ranks, run_threads
 from splitppo import context, train
 from splitppo.config import Config, LogConfig, RolloutConfig
 from splitppo.context import Context
-from splitppo.engine import Sampling, row_seed
+from splitppo.engine import row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
@@ -24,6 +24,7 @@ from splitppo.rollout import Prompt, Sample
 from splitppo.run.files import shown, table, write_rows
 from splitppo.validation import Validator
 
+ROLLOUT = RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",))
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
 
 
@@ -31,7 +32,7 @@ SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0
 class FakeEngine:
     """Says a number from 0 to 2 that follows from the row's noise; 0 if greedy. Rows finish in twos, the last first."""
 
-    calls: list[tuple[dict[int, list[int]], Sampling, int]] = field(default_factory=list)
+    calls: list[tuple[dict[int, list[int]], RolloutConfig, int]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     loaded: bool = True
     step_ms: float = 0.0
@@ -103,9 +104,7 @@ def held_out(count: int) -> list[Prompt]:
 
 
 def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
-    config = Config(
-        seed=14, steps=12, rollout=RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",)), log=log
-    )
+    config = Config(seed=14, steps=12, rollout=ROLLOUT, log=log)
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
     nothing: Any = None
@@ -264,7 +263,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
     prompts, sampling, seed = call
     assert seed == row_seed(14, -1, 0) != 14
     assert prompts == {4 * i + j: [i, i + 1] for i in range(3) for j in range(4)}
-    assert sampling == Sampling(0.7, 9, ("!",), top_p=0.9, top_k=40)
+    assert sampling == replace(ROLLOUT, temperature=0.7)
     before, after = ((tmp_path / "validation" / f"step_{n:06d}.jsonl").read_text() for n in (0, 5))
     assert before.replace('"step": 0', '"step": 5') == after
     assert len({json.loads(line)["response"].strip(".") for line in before.splitlines()}) > 1
@@ -272,7 +271,7 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
 
 def test_temperature_0_is_greedy(tmp_path):
     _, ((prompts, sampling, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
-    assert sampling == Sampling(0, 9, ("!",), top_p=0.9, top_k=40)
+    assert sampling == replace(ROLLOUT, temperature=0)
     assert prompts.keys() == {0, 1, 2}
 
 

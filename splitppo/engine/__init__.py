@@ -2,52 +2,33 @@
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
-from splitppo.rollout import Request, Sample
+from splitppo.rollout import End, Request, Sample
 
 TICK = 0.005  # seconds between two empty lists of `generate`
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. The configuration's rules have checked the ranges.
+class Window:
+    """How far each slot of a rollout decodes: so many tokens. A row that has not ended by then is cut.
 
-    Attributes:
-        temperature: divides the logits. 0: greedy, the likeliest token; log-probs at temperature 1, of all tokens.
-        max_new_tokens: the limit of a response, in tokens; at least 1.
-        stop: strings that end a response and stay part of it. Only the response is searched, never the prompt.
-        top_p: draw from the smallest set of likeliest tokens with this total probability; 1: from all tokens.
-        top_k: draw from this many likeliest tokens; 0: from all tokens. Applied before top_p. Log-probs are those of
-            the truncated distribution.
+    There are S `slots` on all ranks: row r is in slot r % S, and row r + S comes after it. `following`: row -> the
+    request for the row after it. It is pure, and called in other threads and ahead of time. None: the slot stays empty.
     """
 
-    temperature: float
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    top_p: float = 1.0
-    top_k: int = 0
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> "Sampling":
-        """The sampling of a run's rollouts."""
-        return cls(rollout.temperature, rollout.max_new_tokens, rollout.stop, rollout.top_p, rollout.top_k)
+    tokens: int = sys.maxsize
+    slots: int = sys.maxsize
+    following: Callable[[int], Request] | None = None
 
 
-@dataclass(frozen=True)
-class Window:
-    """How far each request's slot decodes: so many tokens; a row that has not ended by then is cut. `following`: row ->
-    the request that takes its slot when it ends before. A pure function, called in other threads and ahead of time.
-    None: the slot stays empty."""
-
-    tokens: int
-    following: Callable[[int], Request] | None
+WHOLE = Window()  # no window: rows are generated to their end
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
@@ -56,10 +37,12 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def check_logprobs(row: int, logprobs: Sequence[float]) -> None:
-    """Raises FloatingPointError if a log-prob of the row is NaN or infinite."""
+def extend(request: Request, tokens: Sequence[int], logprobs: Sequence[float], end: End) -> Sample:
+    """A request's row with its new tokens. Raises FloatingPointError if one of their log-probs is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"row {row}: the policy's logits are not finite")
+        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
+    response, all_logprobs = [*request.response, *tokens], [*request.logprobs, *logprobs]
+    return Sample(request.row, request.prompt, response, all_logprobs, end)
 
 
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
@@ -89,7 +72,7 @@ def check_weights(
 
 
 class RolloutEngine:
-    """Generates the rows of one actor rank. Each kind of engine has its `_load`, `_rows` and `close`.
+    """Generates the rows of one actor rank. Each kind of engine has its `connect`, `_load`, `_rows` and `close`.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
@@ -97,8 +80,10 @@ class RolloutEngine:
             0 if that had no rows.
     """
 
+    connect: Callable[[], str]  # waits until the engine is ready; returns a line about it for the log
+    close: Callable[[], None]  # frees all memory; the engine cannot be used afterwards
     _load: Callable[[Iterable[tuple[str, Tensor]]], None]
-    _rows: Callable[..., Iterator[list[Sample]]]  # the work of `generate`
+    _rows: Callable[[Sequence[Request], RolloutConfig, int, Window], Iterator[list[Sample]]]  # the work of `generate`
 
     def __init__(self):
         self.loaded = self._running = False
@@ -115,10 +100,14 @@ class RolloutEngine:
         self.loaded = True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, window: Window | None = None
+        self, requests: Sequence[Request], sampling: RolloutConfig, *, seed: int, window: Window = WHOLE
     ) -> Generator[list[Sample], None, None]:
         """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
         (seed, row, position) alone, or of (seed, row, tokens that it has, position).
+
+        Of `sampling`, engines read temperature, max_new_tokens, stop, top_p and top_k. At temperature 0 they take the
+        likeliest token, with log-probs at temperature 1, of all tokens. Only the response is searched for stop strings,
+        never the prompt. top_k comes before top_p, and log-probs are those of the truncated distribution.
 
         Yields:
             the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an
@@ -131,22 +120,16 @@ class RolloutEngine:
         """
         if not self.loaded:
             raise RuntimeError("generate before a complete load_weights")
+        if self._running:
+            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
         if empty := [request.row for request in requests if not request.prompt]:
             raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
-        return self._stream(requests, sampling, seed, window)
+        self._running = True
+        try:
+            yield from self._rows(requests, sampling, seed, window)
+        finally:
+            self._running = False
 
     def release_memory(self, *, trained: bool) -> None:
         """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
         the trainer's memory peak so far includes an update."""
-
-    def close(self) -> None:
-        """Frees all memory. The engine cannot be used afterwards."""
-
-    def _stream(self, *how: Any) -> Generator[list[Sample], None, None]:
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
-        self._running = True
-        try:
-            yield from self._rows(*how)
-        finally:
-            self._running = False

@@ -12,14 +12,14 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from splitppo.config import Config
-from splitppo.engine import RolloutEngine, Sampling
+from splitppo.config import Config, RolloutConfig
+from splitppo.engine import RolloutEngine
 from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.errors import UserError, say
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -124,7 +124,6 @@ def start_engine(
     kind: str,
     config: Config,
     runtime: Runtime,
-    group: Group,
     folder: Path,
     model: PretrainedConfig,
     tokenizer: Any,
@@ -135,47 +134,46 @@ def start_engine(
     peak: float,
     log: Path,
 ) -> RolloutEngine:
-    """This rank's engine. A vLLM engine is still being built when this returns; `finish_start` waits for it.
+    """This rank's engine. A vLLM engine is still being built when this returns; its `connect` waits for it.
 
     `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will
     allocate on its GPU at most, estimated. vLLM's output goes to the file `log`.
     """
-    engine, device, size = config.engine, runtime.device, config.engine.tensor_parallel
+    engine, device = config.engine, runtime.device
     if kind == "hf":
         return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
-    ranks, on_gpu = runtime.placement.groups["actor"], device.type == "cuda"
-    number, index = divmod(ranks.index(runtime.launch.rank), size)
+    ranks = runtime.placement.groups["actor"]
+    number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
     key = f"engine/address/{number}"
     if process:
-        rows = min(engine.max_rows, most_rows(config, len(ranks))) * size
+        rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
         tokens = longest_prompt + config.rollout.max_new_tokens
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if on_gpu:
-            memory = torch.cuda.get_device_properties(device).total_memory
         plan = Plan(
+            config=config,
             folder=str(folder),
             log=str(log),
             address=str(process.folder / "engine"),
-            clients=size,
             dtype=str(dtype).removeprefix("torch."),
             max_rows=rows,
             max_tokens=tokens,
-            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=memory),
+            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=_memory(device)),
             eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
             vocabulary=vocabulary_size(tokenizer),
-            sleep=on_gpu and engine.sleep != "off",
-            eager=engine.eager or not on_gpu,
-            steady=engine.steady,
             device=device.type,
             threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-            own_code=config.policy.trust_remote_code,
-            sampling=Sampling.of(config.rollout),
         )
         process.begin(plan)
         runtime.store.set(key, plan.address)
-    options: Any = {"device": device, "dtype": dtype, "timeout": config.timeout, "peak": peak}
-    options |= {"sleep": engine.sleep if on_gpu else "off", "notify": say if group.is_first else None}
-    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, **options)
+    sleep = engine.sleep if device.type == "cuda" else "off"
+    options: Any = {"dtype": dtype, "sleep": sleep, "peak": peak, "timeout": config.timeout}
+    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, device=device, **options)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
@@ -202,16 +200,6 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
     return f"{given}, its KV cache {held:,}; beyond that rows queue and slots are empty; {remedy}"
 
 
-def finish_start(engine: RolloutEngine) -> str:
-    """Waits until the engine is ready. Returns a line for the log."""
-    if not isinstance(engine, VLLMEngine):
-        return "engine: generate() of the transformers library"
-    facts = engine.connect()
-    scheduling = "" if facts["steady"] else "vLLM's own scheduling, "
-    built = f"built in {facts['build_s']:.1f} s"
-    return f"engine: vLLM {facts['version']}, {built}, {scheduling}KV cache for {facts['kv_tokens']:,} tokens"
-
-
 def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
     """This rank's engine. In a tensor-parallel set its `generate` is that of all the set's engines together: all ranks
     call it with the same requests and get the same rows, in an order that does not depend on who is the faster."""
@@ -219,7 +207,7 @@ def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
         return engine
     alone = engine.generate
 
-    def generate(requests: Sequence[Request], sampling: Sampling, **how: Any) -> Iterator[list[Sample]]:
+    def generate(requests: Sequence[Request], sampling: RolloutConfig, **how: Any) -> Iterator[list[Sample]]:
         found, waiting = [], [deque[Sample]() for _ in range(group.set_size)]
         with closing(alone(requests[group.set_rank :: group.set_size], sampling, **how)) as own:
             while found != [None] * group.set_size:

@@ -10,10 +10,10 @@ import functools
 import json
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.initialization import no_init_weights
 
-from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_logprobs, check_weights, weight_names
+from splitppo.config import RolloutConfig
+from splitppo.engine import TICK, RolloutEngine, Window, check_weights, extend, weight_names
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import vocabulary_size
 from splitppo.rollout import End, Request, Sample
@@ -65,7 +66,7 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
     return (word >> np.uint64(11)) * 2.0**-53
 
 
-def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, noise: Tensor, sampling: RolloutConfig) -> tuple[Tensor, Tensor]:
     """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
 
     Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and their `[R]` float32
@@ -83,7 +84,7 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+def _truncate(logits: Tensor, sampling: RolloutConfig) -> Tensor:
     """Sets the logits `[R, V]` of the tokens outside top-k and top-p to -inf."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -102,10 +103,11 @@ class _Job:
     """One call of `generate`: what its thread reads, the queue that it fills, and whether the caller has left."""
 
     requests: Sequence[Request]
-    sampling: Sampling
+    sampling: RolloutConfig
     seed: int
-    window: Window | None
-    out: "queue.SimpleQueue[list[Sample] | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+    window: Window
+    stop: StopStringCriteria | None
+    out: queue.SimpleQueue[list[Sample]] = field(default_factory=queue.SimpleQueue)
     halt: threading.Event = field(default_factory=threading.Event)
 
 
@@ -125,9 +127,7 @@ class _Batch:
         self.begun = np.asarray([len(request.response) for request in requests])
         self.waiting: list[Slot] = []
         self.eos = set(engine.eos.tolist())
-        self.stop = engine.stop_criteria(job.sampling.stop) if job.sampling.stop else None
-        self.limits = [request.left(job.sampling.max_new_tokens) for request in requests]
-        lengths = [min(limit, left) for limit, (_, left) in zip(self.limits, slots, strict=True)]
+        lengths = [min(request.left(job.sampling.max_new_tokens), left) for request, left in slots]
         self.lengths = torch.tensor(lengths, device=engine.device)
         self.free = torch.tensor([request.length is None for request in requests], device=engine.device)
         self.done = torch.zeros(len(requests), dtype=torch.bool, device=engine.device)
@@ -150,8 +150,8 @@ class _Batch:
             return torch.ones_like(self.done)
         response = input_ids[:, self.width :]
         ended = torch.isin(response[:, -1], self.engine.eos)
-        if self.stop is not None:
-            ended = ended | self.stop(response, scores)  # only the response: a prompt can't begin a stop string
+        if self.job.stop is not None:
+            ended = ended | self.job.stop(response, scores)  # only the response: a prompt can't begin a stop string
         ended = ended & self.free
         new = (ended | (response.shape[1] >= self.lengths)) & ~self.done
         self.done = self.done | new
@@ -177,13 +177,11 @@ class _Batch:
         samples = []
         for row, row_tokens, row_logprobs in zip(rows, tokens, logprobs, strict=True):
             request, left = self.slots[row]
-            check_logprobs(request.row, row_logprobs)
-            end: End = "limit" if drawn >= self.limits[row] else "window"
+            end: End = "limit" if drawn >= request.left(self.job.sampling.max_new_tokens) else "window"
             if ended[row]:
                 end = "eos" if row_tokens[-1] in self.eos else "stop"
-            whole = [*request.response, *row_tokens], [*request.logprobs, *row_logprobs]
-            samples.append(Sample(request.row, request.prompt, *whole, end))
-            if window and window.following and end != "window" and left > drawn:
+            samples.append(extend(request, row_tokens, row_logprobs, end))
+            if window.following and end != "window" and left > drawn:
                 self.waiting.append((window.following(request.row), left - drawn))
         return samples
 
@@ -221,6 +219,9 @@ class HFEngine(RolloutEngine):
         self.vocabulary = vocabulary_size(tokenizer)
         self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
 
+    def connect(self) -> str:
+        return "generate() of the transformers library"
+
     def close(self) -> None:
         self.loaded = False
         self.model.to("meta")
@@ -234,47 +235,39 @@ class HFEngine(RolloutEngine):
             torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
 
     def _rows(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+        self, requests: Sequence[Request], sampling: RolloutConfig, seed: int, window: Window
     ) -> Iterator[list[Sample]]:
         """The caller's side: passes on what the thread puts into the queue, and stops the thread at the end."""
-        if sampling.stop:
-            self.stop_criteria(sampling.stop)  # made here: two threads can't use a fast tokenizer at once
+        # made here: two threads can't use a fast tokenizer at once
+        stop = self.stop_criteria(sampling.stop) if sampling.stop else None
         ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.response))
-        job = _Job(ordered, sampling, seed, window)
-        thread = threading.Thread(target=self._work, args=(job,), name=THREAD_NAME, daemon=True)
-        thread.start()
+        job, thread = _Job(ordered, sampling, seed, window, stop), ThreadPoolExecutor(1, THREAD_NAME)
+        work = thread.submit(self._work, job)
+        work.add_done_callback(lambda _: job.out.put([]))  # ends the wait for rows
         try:
-            while True:
+            while not (work.done() and job.out.empty()):
                 try:
-                    item = job.out.get(timeout=TICK)
+                    yield job.out.get(timeout=TICK)
                 except queue.Empty:
-                    item = []
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+                    yield []
+            work.result()  # raises the thread's exception
         finally:
             job.halt.set()
-            thread.join()
+            thread.shutdown()
 
     def _work(self, job: _Job) -> None:
-        """The thread: runs one batch after the other, then puts None, or the exception that stopped it."""
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # each thread has its own current device
-            steps, start = 0, time.monotonic()
-            with torch.inference_mode(), sdpa_kernel(ATTENTION):
-                for first in range(0, len(job.requests), self.max_rows):
-                    some = job.requests[first : first + self.max_rows]
-                    slots = [(request, job.window.tokens if job.window else sys.maxsize) for request in some]
-                    while slots and not job.halt.is_set():
-                        slots, taken = self._generate_batch(job, slots)
-                        steps += taken
-            self.step_ms = 1e3 * (time.monotonic() - start) / steps if steps else 0.0
-            job.out.put(None)
-        except BaseException as error:
-            job.out.put(error)
+        """The thread: runs one batch after the other."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own current device
+        steps, start = 0, time.monotonic()
+        with torch.inference_mode(), sdpa_kernel(ATTENTION):
+            for first in range(0, len(job.requests), self.max_rows):
+                some = job.requests[first : first + self.max_rows]
+                slots = [(request, job.window.tokens) for request in some]
+                while slots and not job.halt.is_set():
+                    slots, taken = self._generate_batch(job, slots)
+                    steps += taken
+        self.step_ms = 1e3 * (time.monotonic() - start) / steps if steps else 0.0
 
     def _generate_batch(self, job: _Job, slots: Sequence[Slot]) -> tuple[list[Slot], int]:
         """One call of the library. Returns the slots that have tokens left, and the number of decode steps."""
@@ -291,6 +284,4 @@ class HFEngine(RolloutEngine):
             stopping_criteria=StoppingCriteriaList([batch.finish]),
             synced_gpus=False,  # else the library may decide to call a collective
         )
-        if not (job.halt.is_set() or batch.waiting or bool(batch.done.all())):
-            raise RuntimeError("the library's generate() returned before every row had ended")
         return batch.rest(ids[:, batch.width :]), len(batch.logprobs)

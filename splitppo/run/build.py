@@ -16,7 +16,7 @@ from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import finish_start, over_set, start_engine
+from splitppo.engine.build import over_set, start_engine
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
@@ -107,7 +107,7 @@ class Builder:
         model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
         known: Any = {"longest_prompt": max(len(prompt.tokens) for prompt in self.prompts), "log": log}
         known["peak"] = memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0
-        engine = start_engine(resolved.engine, self.config, self.runtime, runner.group, *model, **known)
+        engine = start_engine(resolved.engine, self.config, self.runtime, *model, **known)
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
             shared = over_set(engine, runner.group)
@@ -116,12 +116,12 @@ class Builder:
             self._warm_up(actor)
             self.allocate("actor", [policy])
             self._begin_phase("starting the engine")
-            facts = finish_start(engine)
+            line = f"engine: {engine.connect()}"
         except BaseException:
             engine.close()
             raise
         if runner.group.is_first:
-            say(facts)
+            say(line)
         return actor
 
     def critic(self) -> Critic:

@@ -52,7 +52,6 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
-    from splitppo.engine import Sampling
     from splitppo.models.batching import micro_batch
     from splitppo.models.heads import value_outputs
     from splitppo.models.tokenizer import token_figures
@@ -62,7 +61,7 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
         raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
-    sampling = replace(Sampling.of(config.rollout), temperature=temperature, max_new_tokens=most)
+    sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     room = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - most  # the run has checked the models
     tokenizer, value, engines = load_models(config, run, saved)
 

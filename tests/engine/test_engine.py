@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from splitppo.engine import RolloutEngine, Sampling
+from splitppo.config import Config, EngineConfig, RolloutConfig
+from splitppo.engine import RolloutEngine
 from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
@@ -133,22 +134,21 @@ def start_vllm(
         tokenizer.save_pretrained(folder)
     process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
+        config=Config(
+            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
+            rollout=RolloutConfig(max_new_tokens=1024, stop=stop),
+        ),
         folder=str(folder),
         log=str(folder / "engine.log"),
         address=str(process.folder / "engine"),
-        clients=max(GPUS, 1),
         dtype="float32",
         max_rows=max_rows,
         max_tokens=1024,
         kv_bytes=2**27,
         eos=(EOS, OTHER_EOS),
         vocabulary=VOCAB,
-        sleep=bool(GPUS),
-        eager=True,
-        steady=True,
         device="cuda" if GPUS else "cpu",
         threads=1,
-        sampling=Sampling(1.0, 1024, stop=stop),
     )
     process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
@@ -210,7 +210,7 @@ def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
 
 def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Sample]:
     settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
-    return collect(engine.generate(requests, Sampling(**settings), seed=seed))
+    return collect(engine.generate(requests, RolloutConfig(**settings), seed=seed))
 
 
 def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
@@ -224,7 +224,7 @@ def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
 
 
 def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -411,7 +411,7 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
     logits[:, 2], logits[:, 4] = 0.0, 1.0
     edge = 1 / (1 + torch.e)
     noise = torch.tensor([0.0, edge - 1e-6, edge + 1e-6, 1 - 2.0**-53], dtype=torch.float64)
-    tokens, logprobs = draw(logits, noise, Sampling(1.0, 1))
+    tokens, logprobs = draw(logits, noise, RolloutConfig(max_new_tokens=1))
     assert tokens.tolist() == [2, 2, 4, 4]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([edge, edge, 1 - edge, 1 - edge]))
 
@@ -515,7 +515,7 @@ def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
     slow.engine.model.register_forward_hook(wait_for_the_consumer)
     arrivals: list[tuple[int, Sample]] = []
     ticks = 0
-    for samples in slow.engine.generate(some_requests(24), Sampling(1.0, 30), seed=7):
+    for samples in slow.engine.generate(some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
         taken.set()
         ticks += not samples
         arrivals += [(slow.engine.calls, sample) for sample in samples]
@@ -545,7 +545,7 @@ def fail_at_once(stream: Iterable[list[Sample]]) -> None:
 
 @pytest.mark.parametrize("way", ["close", "exception", "between batches"])
 def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
-    engine, endless = slow.engine, Sampling(1.0, 1000)
+    engine, endless = slow.engine, RolloutConfig(max_new_tokens=1000)
     engine.eos = engine.eos[:0]  # nothing ends: 20 s of work a batch
     engine.max_rows = 1 if way == "between batches" else 64
     start = time.monotonic()
@@ -567,7 +567,7 @@ def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
     time.sleep(0.1)
     assert engine.calls == calls
     assert time.monotonic() - start < 10
-    assert collect(engine.generate(some_requests(1), Sampling(1.0, 2), seed=0))  # and it can go on
+    assert collect(engine.generate(some_requests(1), RolloutConfig(max_new_tokens=2), seed=0))  # and it can go on
 
 
 def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:

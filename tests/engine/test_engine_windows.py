@@ -10,8 +10,9 @@ import pytest
 from test_engine import FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
-from splitppo.engine import Sampling, Window, hf, row_seed
-from splitppo.engine.vllm.client import AHEAD, _Ahead
+from splitppo.config import RolloutConfig
+from splitppo.engine import WHOLE, Window, hf, row_seed
+from splitppo.engine.vllm.client import AHEAD, first_rows, more_rows
 from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Prompt, Request, Sample, Streams
 
@@ -30,11 +31,12 @@ def decode(
     """The rows that end in so many steps, with the same weights in all; each step is checked to be full. The slots are
     those of so many ranks, one after the other."""
     streams, ended = Streams(SLOTS, prompt, lengths, windows=window > 0), {}
-    how = Window(window, streams.following) if window else None
+    how = Window(window, streams.slots, streams.following) if window else WHOLE
+    sampling = RolloutConfig(temperature=temperature, max_new_tokens=LIMIT)
     for step in range(1, steps + 1):
         requests, sampled = [streams.request(step, slot) for slot in range(SLOTS)], Counter[int]()
         parts = [requests[rank::ranks] for rank in range(ranks)]
-        run = [engine.generate(part, Sampling(temperature, LIMIT), seed=3, window=how) for part in parts]
+        run = [engine.generate(part, sampling, seed=3, window=how) for part in parts]
         for stopped in chain(*run):
             begun = {r.row: len(r.response) for r in requests}
             for sample in stopped:
@@ -96,7 +98,7 @@ def test_a_slot_of_vllm_gets_its_next_row_at_once(vllm: None) -> None:
         [core("own 0/7", [9, 9, 9], [-4.0] * 3, "length")],
     )
     rows, before = Rows(engine, [2]), Request(3, [11], None, [5, 6], [-0.1, -0.2])
-    rows.add(0, [[before, Request(5, [12])]], SAMPLING, 4, 6, True)
+    rows.add(0, {1: [before, Request(5, [12])]}, SAMPLING, 4, 6, True)
     (prompt_, params) = engine.asked["0/3"]
     assert (prompt_["prompt_token_ids"], params["max_tokens"], params["seed"]) == ([11, 5, 6], 6, row_seed(4, 3, 2))
     ((_, sample),) = rows.step()
@@ -104,28 +106,26 @@ def test_a_slot_of_vllm_gets_its_next_row_at_once(vllm: None) -> None:
     assert engine.asked["0/5"][1]["max_tokens"] == 4
     rows.step()
     assert (rows.open, rows.ranks()) == ({}, {0})  # it waits for its next row
-    rows.add_more(0, [(0, Request(7, [13])), (0, Request(9, [14])), (5, Request(8, [1]))])
+    rows.add_more(0, [(1, Request(7, [13])), (1, Request(9, [14])), (0, Request(8, [1]))])
     assert engine.asked["0/7"][1]["max_tokens"] == 3
     ((_, sample),) = rows.step()
     assert (sample.end, sample.response, rows.open, rows.ranks()) == ("window", [9, 9, 9], {}, set())
 
 
 def test_the_engine_has_rows_ahead() -> None:
-    ahead = _Ahead([Request(0, [1]), Request(1, [1])], Window(9, lambda row: Request(row + 2, [row])))
-    assert [[request.row for request in slot] for slot in ahead.slots] == [[0, 2, 4], [1, 3, 5]]
+    window, both = Window(9, 2, lambda row: Request(row + 2, [row])), [Request(1, [1]), Request(0, [1])]
     assert AHEAD == 2
+    slots = first_rows(both, window)
+    assert {slot: [request.row for request in rows] for slot, rows in slots.items()} == {1: [1, 3, 5], 0: [0, 2, 4]}
 
-    def stop(row: int, end: Any) -> Sample:
-        return Sample(row, [], [], [], end)
+    def more(*stopped: tuple[int, Any]) -> list[tuple[int, int]]:
+        samples = [Sample(row, [], [], [], end) for row, end in stopped]
+        return [(slot, request.row) for slot, request in more_rows(samples, window)]
 
-    assert [(i, r.row) for i, r in ahead.after([stop(1, "eos"), stop(0, "window")])] == [(1, 7)]
-    assert [(i, r.row) for i, r in ahead.after([stop(3, "eos"), stop(5, "limit"), stop(7, "eos")])] == [
-        (1, 9),
-        (1, 11),
-        (1, 13),
-    ]
-    alone = _Ahead([Request(0, [1])], None)
-    assert ([[request.row for request in slot] for slot in alone.slots], alone.after([stop(0, "eos")])) == ([[0]], [])
+    assert more((1, "eos"), (0, "window")) == [(1, 7)]
+    assert more((3, "eos"), (5, "limit"), (7, "eos")) == [(1, 9), (1, 11), (1, 13)]
+    assert first_rows(both, WHOLE) == {request.row: [request] for request in both}
+    assert more_rows([Sample(0, [], [], [], "eos")], WHOLE) == []
 
 
 def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: Case, monkeypatch: Any) -> None:
@@ -134,7 +134,7 @@ def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: C
     monkeypatch.setattr(hf._Batch, "draw", lambda self, *args: steps.append(1) or draw(self, *args))
     streams = Streams(4, prompt, [30, 5, 5, 5], windows=True)
     requests = [streams.request(1, slot) for slot in range(4)]
-    window = Window(30, streams.following)
-    lists = hf_case.engine.generate(requests, Sampling(1.0, 40), seed=3, window=window)
+    window = Window(30, 4, streams.following)
+    lists = hf_case.engine.generate(requests, RolloutConfig(max_new_tokens=40), seed=3, window=window)
     assert len([sample for samples in lists for sample in samples]) == 1 + 3 * 6
     assert len(steps) == 30

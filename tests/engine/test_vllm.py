@@ -38,10 +38,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 
 from splitppo import train
-from splitppo.config import Config
+from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.config.cli import parse
-from splitppo.engine import Sampling, row_seed, weight_names
 from splitppo.engine import build as start
+from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
 from splitppo.engine.vllm import vllm_version
@@ -395,7 +395,7 @@ def test_an_engine_divides_the_attention_heads(installed) -> None:
 def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, fits, level, monkeypatch) -> None:
     cpu, asked = torch.device("cpu"), []
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
-    monkeypatch.setattr(engine, "_fits", lambda: (fits, ""))
+    monkeypatch.setattr(engine, "_fits", lambda: fits)
     monkeypatch.setattr(engine, "_ask", lambda *told: asked.append(told) or told[1])
     for _ in range(3):  # however many rollouts there were
         engine.release_memory(trained=trained)
@@ -573,15 +573,13 @@ def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(versi
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16)),
     )
     monkeypatch.setattr(vllm_host, "build_llm", lambda plan: llm)
-    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), steady=asked)
-    _, facts = vllm_host.start_llm(plan)
+    config = Config(engine=EngineConfig(steady=asked))
+    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), config=config)
+    _, told = vllm_host.start_llm(plan)
     assert made == ([("the scheduler", (3, 4))] if ours else [])
     assert limits == [("splitppo_limit", (100,))]
-    engine: Any = trainer_side.VLLMEngine.__new__(trainer_side.VLLMEngine)
-    monkeypatch.setattr(engine, "connect", lambda: facts)
-    told = start.finish_start(engine)
     assert ("vLLM's own scheduling" in told) is not ours
-    assert told.startswith(f"engine: vLLM {version}, built in 0.0 s, ")
+    assert told.startswith(f"vLLM {version}, built in 0.0 s, ")
     assert told.endswith("KV cache for 160 tokens")
 
 
@@ -704,13 +702,17 @@ def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
 def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_llama(llama_config(), seed=2).state_dict()
 
-    def flip(slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
-        first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
-        engine._buckets[slot][first + 5] ^= 1
-        return slot, entries
+    send = engine._send
+
+    def flip(kind: str, value: Any) -> None:
+        if kind == "load":
+            slot, entries = value
+            first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
+            engine._buckets[slot][first + 5] ^= 1
+        send(kind, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_filled", flip)
+        patched.setattr(engine, "_send", flip)
         named = "1 tensors of the vLLM engine differ from the policy's, among them model.layers.0.mlp.up_proj.weight;"
         with pytest.raises(EngineError, match=f"after the sync, {named} --engine.kind hf"):
             engine.load_weights(state.items())
@@ -733,7 +735,7 @@ def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
 @ENGINES
 def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     requests = some_requests(64)
-    lists = list(engine.generate(requests, Sampling(1.0, 200), seed=7))
+    lists = list(engine.generate(requests, RolloutConfig(max_new_tokens=200), seed=7))
     filled = [index for index, samples in enumerate(lists) if samples]
     assert len(filled) > 5
     rows = collect(lists)
@@ -761,12 +763,12 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
     long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
-    stream = engine.generate(long, Sampling(1.0, 900), seed=7)
+    stream = engine.generate(long, RolloutConfig(max_new_tokens=900), seed=7)
     ended = len(next(stream))
     with pytest.raises(RuntimeError, match="being generated"):
         engine.load_weights([])
     with pytest.raises(RuntimeError, match="being generated"):
-        next(engine.generate(requests, Sampling(1.0, 5), seed=7))
+        next(engine.generate(requests, RolloutConfig(max_new_tokens=5), seed=7))
 
     def record(what: str) -> tuple[str, Any]:
         received.append(receive(what))
@@ -807,7 +809,7 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
     process, got = engine.process.popen, []
 
     def kill_after_a_row() -> None:
-        for samples in engine.generate(some_requests(64), Sampling(1.0, 900), seed=7):
+        for samples in engine.generate(some_requests(64), RolloutConfig(max_new_tokens=900), seed=7):
             if samples and not got:
                 process.kill()
             got.extend(samples)
@@ -851,8 +853,8 @@ def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("reached", "estimated", "fits"), [(40, 40, True), (80, 40, False), (40, 80, False)])
 def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(reached, estimated, fits, monkeypatch) -> None:
     """Of 140 bytes the engine holds 60; the trainer has reached a peak, and is estimated to reach another."""
-    cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20, "memory_allocated": 20}
+    cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20}
     for name, size in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     options: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "peak": estimated}
-    assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits()[0] == fits
+    assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits() == fits

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitppo.engine import Sampling, row_seed
+from splitppo.config import RolloutConfig
+from splitppo.engine import row_seed
 from splitppo.engine.vllm.rows import OpenRow, Rows, Slot, TokenBatch, params_of, sample_of
 from splitppo.rollout import Request
 
-SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
-GREEDY = Sampling(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
+SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
+GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +70,8 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
     )
     rows = Rows(engine, [2])
-    rows.add(0, [[Request(3, [11, 12])]], SAMPLING, 5)
-    rows.add(1, [[Request(3, [13])]], SAMPLING, 5)
+    rows.add(0, {3: [Request(3, [11, 12])]}, SAMPLING, 5)
+    rows.add(1, {3: [Request(3, [13])]}, SAMPLING, 5)
     assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
     assert engine.asked["0/3"][1]["seed"] == row_seed(5, 3, 0)
     # the front end forgets what the core gives to nobody but this
@@ -88,7 +89,7 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
     rows = Rows(engine, [2])
     for rank in range(2):
-        rows.add(rank, [[Request(1, [3])]], SAMPLING, 0)
+        rows.add(rank, {1: [Request(1, [3])]}, SAMPLING, 0)
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
@@ -103,7 +104,7 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     )
     rows = Rows(engine, [2])
     requests = [Request(1, [3]), Request(2, [4]), Request(3, [4]), Request(8, [4])]
-    rows.add(0, [[r] for r in requests], Sampling(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
+    rows.add(0, {r.row: [r] for r in requests}, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
     assert engine.aborted == []
     assert rows.step() == []
     told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from splitppo.engine import Sampling, Window, hf
+from splitppo.config import RolloutConfig
+from splitppo.engine import WHOLE, Window, hf
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
 from splitppo.rollout import Prompt, Streams
 from splitppo.tools.bench import lengths_of
@@ -37,8 +38,8 @@ def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, 
     for step in range(1, steps + 1):
         requests = [streams.request(step, slot) for slot in range(slots)]
         held = {request.row: len(request.response) for request in requests}
-        how = Window(window, streams.following) if window else None
-        for stopped in engine.generate(requests, Sampling(1.0, max(lengths)), seed=0, window=how):
+        how = Window(window, streams.slots, streams.following) if window else WHOLE
+        for stopped in engine.generate(requests, RolloutConfig(max_new_tokens=max(lengths)), seed=0, window=how):
             made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
             trained += sum(sample.tokens for sample in streams.take(step, stopped))
         streams.share(lambda part: [part])

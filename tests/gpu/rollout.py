@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from transformers import AutoConfig
 
-from splitppo.engine import Sampling
+from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.engine.vllm.host import SETTINGS, start_llm
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
@@ -45,27 +45,22 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
     rows, tokens = max(options.rows), options.prompt + longest
     per_token = kv_bytes_per_token(config, torch.bfloat16)
     plan = Plan(
+        config=Config(engine=EngineConfig(sleep="off"), rollout=RolloutConfig(max_new_tokens=longest)),
         folder=options.model,
         log=os.devnull,
         address=f"{tempfile.mkdtemp(prefix='splitppo-')}/engine",
-        clients=1,
         dtype="bfloat16",
         max_rows=rows,
         max_tokens=tokens,
         kv_bytes=(rows + 1) * (tokens + 256) * per_token,
         eos=(0,),
         vocabulary=options.vocabulary or config.vocab_size,
-        sleep=False,
-        eager=False,
-        steady=True,
         device=device,
         threads=torch.get_num_threads(),
-        sampling=Sampling(1.0, longest),
     )
     llm, facts = start_llm(plan)
     runner = "second" if getattr(llm.vllm_config, "use_v2_model_runner", False) else "first"
-    known = "" if facts["steady"] else ", of a version that engine.steady is not for"
-    print(f"vLLM {facts['version']}, {runner} runner, built in {facts['build_s']:.1f} s{known}", flush=True)
+    print(f"{facts}, {runner} runner", flush=True)
     return llm, plan
 
 
@@ -75,7 +70,7 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
     requests = [Request(row, *given) for row, given in enumerate(zip(prompts, lengths, strict=True))]
     began = last = time.perf_counter()
-    rows.add(0, [[request] for request in requests], plan.sampling, seed)
+    rows.add(0, {request.row: [request] for request in requests}, plan.config.rollout, seed)
     while rows.open:
         left = 1 << (len(rows.open) - 1).bit_length()
         rows.step()

@@ -5,13 +5,13 @@ through two buckets, memory that the trainer fills and vLLM's workers map: CUDA 
 process never imports vLLM, which changes the settings of its process.
 """
 
+import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
-from splitppo.engine import TICK, RolloutEngine, Sampling, Window, check_weights, weight_names
+from splitppo.config import RolloutConfig
+from splitppo.engine import TICK, RolloutEngine, Window, check_weights, weight_names
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -35,14 +36,14 @@ FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested 
 
 
 class VLLMEngine(RolloutEngine):
-    """One rank's connection to an engine. `launch_engine` has started its process, `connect` waits until it is built.
+    """One rank's connection to an engine, whose process `launch_engine` has started.
 
     Args:
         config: the policy's. address: the socket's path.
         index: of this rank among those of the engine. process: given to the first of them.
         sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
         peak: bytes that the trainer will allocate on this GPU at most, estimated.
-        notify: called with lines for the user. timeout: seconds to wait for an answer.
+        timeout: seconds to wait for an answer.
     """
 
     def __init__(
@@ -55,54 +56,44 @@ class VLLMEngine(RolloutEngine):
         device: torch.device,
         dtype: torch.dtype,
         sleep: str = "off",
-        notify: Callable[[str], None] | None = None,
         peak: float = 0.0,
         timeout: float = 1800.0,
     ):
         super().__init__()
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.notify, self.peak, self.timeout = sleep, notify, peak, timeout
+        self.sleep, self.peak, self.timeout = sleep, peak, timeout
         self.names = weight_names(build(config, "policy"))
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._slept: bool | None = None  # whether the engine slept after the last rollout
-        self._conn: Connection | None = None  # None before `connect`, after `close` and after a failure
+        self._conn: Any = None  # the socket; None before `connect`, after `close` and after a failure
 
-    def connect(self) -> dict[str, Any]:
-        """Waits until the engine is built and gives it this rank's buckets. Returns the engine's facts for the log."""
+    def connect(self) -> str:
         start = time.monotonic()
         while self._conn is None:
             try:
                 self._conn = Client(self.address, "AF_UNIX")
             except (FileNotFoundError, ConnectionRefusedError):
-                if self.process and self.process.popen.poll() is not None:
-                    raise self.process.exit_report() from None
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
-        facts = self._ask("hello", self.index)
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
         size = max(BUCKET[self.device.type], largest)
         paths = [str(Path(self.address).parent / f"bucket_{self.index}_{slot}") for slot in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
+        handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
-            self._ask("attach", [[*reduce_tensor(bucket)[1]] for bucket in self._buckets])
-        else:
-            self._ask("attach", [(size, path) for path in paths])
+            handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+        line = self._ask("hello", (self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
-        return facts
+        return line
 
     def release_memory(self, *, trained: bool) -> None:
         """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
         if self.sleep == "off":
             return
-        fits, sizes = self._fits()
-        stay = self.sleep == "auto" and trained and fits
+        stay = self.sleep == "auto" and trained and self._fits()
         self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
         self.loaded = self._level < 2
-        if self.notify and (self._level > 0) != self._slept:
-            self.notify(f"engine: {'sleeps' if self._level else 'stays awake'} between rollouts; {sizes}")
-        self._slept = self._level > 0
 
     def close(self) -> None:
         self.loaded, connected = False, self._conn is not None
@@ -110,7 +101,7 @@ class VLLMEngine(RolloutEngine):
             self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
             self._send("close")
-            self._connection.close()
+            self._conn.close()
         self._conn = None
         if self.process:
             self.process.end(kill=not connected)
@@ -122,6 +113,8 @@ class VLLMEngine(RolloutEngine):
         loading = False  # whether the engine loads one bucket, while the other is filled
         try:
             for slot, entries in self._fill(weights, sums):
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
                 if loading:
                     self._answer("load")
                 self._send("load", (slot, entries))
@@ -145,31 +138,31 @@ class VLLMEngine(RolloutEngine):
         self._wake("weights", "kv_cache")
 
     def _rows(
-        self, requests: Sequence[Request], sampling: Sampling, seed: int, window: Window | None
+        self, requests: Sequence[Request], sampling: RolloutConfig, seed: int, window: Window
     ) -> Iterator[list[Sample]]:
         self._wake("weights", "kv_cache")
-        ahead, done = _Ahead(requests, window), False
+        done, heard = False, time.monotonic()
         sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
         try:
-            self._send("generate", (ahead.slots, sampling, seed, ahead.tokens, ahead.following is not None))
-            last = time.monotonic()
+            slots, goes_on = first_rows(requests, window), window.following is not None
+            self._send("generate", (slots, sampling, seed, window.tokens, goes_on))
             while True:
-                if self._connection.poll(TICK):
-                    last = time.monotonic()
+                if self._conn.poll(TICK):
+                    heard = time.monotonic()
                     kind, value = self._receive("the next row")
                     if done := kind == "done":
                         self.step_ms = value
                         return
-                    if more := ahead.after(value):
-                        sender.submit(self._connection.send, ("more", more))  # if it fails, so does the next wait
+                    if more := more_rows(value, window):
+                        sender.submit(self._conn.send, ("more", more))  # if it fails, so does the next wait
                     yield value
-                elif time.monotonic() - last > self.timeout:
+                elif time.monotonic() - heard > self.timeout:
                     raise self._timed_out("the next row")
                 else:
                     yield []
         finally:
             if not done and self._conn:
-                sender.submit(self._connection.send, ("halt", None))
+                sender.submit(self._conn.send, ("halt", None))
                 while self._receive("the end of an aborted rollout")[0] != "done":
                     pass
             sender.shutdown()
@@ -181,18 +174,13 @@ class VLLMEngine(RolloutEngine):
         for name, given in check_weights(weights, self.names):
             tensor = given.to(self.device, self.dtype).contiguous()
             if at + tensor.nbytes > len(self._buckets[slot]):
-                yield self._filled(slot, entries)
+                yield slot, entries
                 slot, at, entries = 1 - slot, 0, []
             self._buckets[slot][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             sums[name] = checksum(tensor)
-            entries.append((name, str(self.dtype).removeprefix("torch."), list(tensor.shape), at))
+            entries.append((name, tensor.dtype, tensor.shape, at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
-        yield self._filled(slot, entries)
-
-    def _filled(self, slot: int, entries: list[Any]) -> tuple[int, list[Any]]:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
-        return slot, entries
+        yield slot, entries
 
     def _wake(self, *tags: str) -> None:
         """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's cache."""
@@ -202,42 +190,32 @@ class VLLMEngine(RolloutEngine):
         self._ask("wake", tags)
         self._level = 0 if "kv_cache" in tags else self._level
 
-    def _fits(self) -> tuple[bool, str]:
-        """Whether the trainer's peak fits the GPU beside all that other processes hold now; the sizes, for the log. The
-        peak is the estimated one if no step has reached it yet: rows may grow, and with windows the first are short."""
+    def _fits(self) -> bool:
+        """Whether the trainer's peak fits the GPU beside all that other processes hold now. The peak is the estimated
+        one if no step has reached it yet: rows may grow, and with windows the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        sizes = f"of {total / 2**30:.1f} GiB the engine holds {others / 2**30:.1f} awake, the trainer "
-        sizes += f"{torch.cuda.memory_allocated(self.device) / 2**30:.1f}, {peak / 2**30:.1f} at its peak"
-        return others + FRAGMENTS * peak <= FULL * total, sizes
-
-    @property
-    def _connection(self) -> Connection:
-        if self._conn is None:
-            raise EngineError("the vLLM engine is closed")
-        return self._conn
+        sizes = [f"{size / 2**30:.1f}" for size in (total, others, peak)]
+        logging.getLogger(__name__).info("of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes)
+        return others + FRAGMENTS * peak <= FULL * total
 
     def _send(self, kind: str, value: Any = None) -> None:
+        if self._conn is None:
+            raise EngineError("the vLLM engine is closed")
         try:
-            self._connection.send((kind, value))
+            self._conn.send((kind, value))
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
 
     def _receive(self, what: str) -> tuple[str, Any]:
         """The engine's next message. `what` is expected, for the error."""
-        if not self._connection.poll(self.timeout):
+        if not self._conn.poll(self.timeout):
             raise self._timed_out(what)
         try:
-            kind, value = self._connection.recv()
+            return self._conn.recv()
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
-        if kind == "error":
-            self._conn = None
-            if self.process:
-                self.process.watched = False
-            raise EngineError(f"in the vLLM engine's process:\n{value}")
-        return kind, value
 
     def _ask(self, kind: str, value: Any) -> Any:
         self._send(kind, value)
@@ -248,39 +226,31 @@ class VLLMEngine(RolloutEngine):
 
     def _ended(self) -> EngineError:
         self._conn = None
-        here = EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
-        return self.process.exit_report() if self.process else here
+        if self.process:
+            return self.process.exit_report()
+        return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine"
-        error = EngineError(f"{waited}; raise --timeout if it is only slow")
-        if self.process:
-            error.add_note(str(self.process.exit_report(wait=0)))
-        return error
+        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
+        return EngineError(f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited)
 
 
-class _Ahead:
-    """The rows that the engine has of each slot: with a window the next ones, too, so that no slot waits."""
+def first_rows(requests: Sequence[Request], window: Window) -> dict[int, list[Request]]:
+    """By slot: its first row, and the `AHEAD` rows that follow there, if any do."""
+    slots = {request.row % window.slots: [request] for request in requests}
+    if window.following:
+        for rows in slots.values():
+            rows += [window.following(rows[0].row + i * window.slots) for i in range(AHEAD)]
+    return slots
 
-    def __init__(self, requests: Sequence[Request], window: Window | None):
-        self.slots, self.tokens = [[request] for request in requests], window.tokens if window else sys.maxsize
-        self.following: Any = window.following if window else None
-        for slot in self.slots if self.following else ():
-            for _ in range(AHEAD):
-                slot.append(self.following(slot[-1].row))
-        self.slot_of = {request.row: index for index, slot in enumerate(self.slots) for request in slot}
 
-    def after(self, stopped: Sequence[Sample]) -> list[tuple[int, Request]]:
-        """(index of a slot, one more row for it) for each row that has ended."""
-        found = []
-        for sample in stopped if self.following else ():
-            if sample.end != "window":
-                index = self.slot_of.pop(sample.row)
-                request = self.following(self.slots[index][-1].row)
-                self.slots[index], self.slot_of[request.row] = [request], index
-                found.append((index, request))
-        return found
+def more_rows(stopped: Sequence[Sample], window: Window) -> list[tuple[int, Request]]:
+    """For each row that has ended, its slot and one more row for it: the next one that the engine does not have."""
+    if not window.following:
+        return []
+    rows = [sample.row for sample in stopped if sample.end != "window"]
+    return [(row % window.slots, window.following(row + AHEAD * window.slots)) for row in rows]
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

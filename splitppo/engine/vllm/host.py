@@ -2,10 +2,10 @@
 
     python -m splitppo.engine.vllm.host PARENT     (started by process.Process of the process PARENT)
 
-A rank sends `hello`, then `attach` (its buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also
-`halt`, `sleep`, `wake`, `close`, and with windows `more`: further rows of slots. `samples` are rows that have ended.
-`done` answers each message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode
-step. Messages about the whole engine take effect when all its ranks have sent them.
+A rank sends `hello` (its index and buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also `halt`,
+`sleep`, `wake`, `close`, and with windows `more`: further rows of slots. `samples` are rows that have ended. `done`
+answers each message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode step.
+Messages about the whole engine take effect when all its ranks have sent them.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from splitppo.job.child import end_with_parent
 from splitppo.rollout import Sample
 
 STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
-EXTENSION = "splitppo.engine.vllm.worker.WeightReceiver"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's own already
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,35 +54,35 @@ def build_llm(plan: Plan) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _patch_vllm(plan)
+    config, engine = plan.config, plan.config.engine
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
         # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
         tokens = max(8192, plan.max_tokens, plan.max_rows)
-        options: Any = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+        options: Any = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens, "enforce_eager": True}
     else:
         options = {
             "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
             "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
-            "enable_sleep_mode": plan.sleep,
+            "enable_sleep_mode": engine.sleep != "off",
+            "enforce_eager": engine.eager,
         }
-        options |= {} if plan.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
+        options |= {} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
-            tokenizer=plan.folder,
-            trust_remote_code=plan.own_code,
-            skip_tokenizer_init=not plan.sampling.stop,  # requests are ids; only stop strings need text
+            trust_remote_code=config.policy.trust_remote_code,
+            skip_tokenizer_init=not config.rollout.stop,  # requests are ids; only stop strings need text
             load_format="dummy",
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
             max_num_seqs=plan.max_rows,
             kv_cache_memory_bytes=plan.kv_bytes,
-            tensor_parallel_size=plan.clients,
-            enforce_eager=plan.eager,
+            tensor_parallel_size=engine.tensor_parallel,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # ignore the folder's defaults
             enable_prefix_caching=True,
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls="splitppo.engine.vllm.worker.WeightReceiver",
             disable_log_stats=True,
             **options,
         )
@@ -96,12 +94,13 @@ def _patch_vllm(plan: Plan) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    if plan.clients == 1:
+    if plan.config.engine.tensor_parallel == 1:
         # vLLM inspects the model's class in another process, so that it can still fork workers. Without any that only
         # costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
-    warm = params_of(plan.sampling, seed=0, eos=plan.eos, tokens=plan.sampling.max_new_tokens)
+    sampling = plan.config.rollout
+    warm = params_of(sampling, seed=0, eos=plan.eos, tokens=sampling.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP port for this, later
     # versions leave a file behind. vLLM names its shared memory after the file, so the name is unique.
@@ -111,18 +110,19 @@ def _patch_vllm(plan: Plan) -> None:
         module.get_file_store_init_method = lambda: f"file://{folder}/{folder.name}"
 
 
-def start_llm(plan: Plan) -> tuple[Any, dict[str, Any]]:
-    """Builds the engine, limited to the plan's vocabulary. Returns it with its facts for the log."""
+def start_llm(plan: Plan) -> tuple[Any, str]:
+    """Builds the engine, limited to the plan's vocabulary. Returns it with a line about it for the log."""
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    if is_steady := plan.steady and (vllm_version() or "").startswith(STEADY):
+    found, scheduling = vllm_version() or "", "vLLM's own scheduling, "
+    if plan.config.engine.steady and found.startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
-        is_steady = steady(llm.engine_core.engine_core.scheduler, plan.eos)
-    cache, build_s = llm.vllm_config.cache_config, time.monotonic() - start
+        scheduling = "" if steady(llm.engine_core.engine_core.scheduler, plan.eos) else scheduling
+    cache, seconds = llm.vllm_config.cache_config, time.monotonic() - start
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    return llm, {"version": vllm_version(), "build_s": build_s, "kv_tokens": kv_tokens, "steady": is_steady}
+    return llm, f"vLLM {found}, built in {seconds:.1f} s, {scheduling}KV cache for {kv_tokens:,} tokens"
 
 
 class Host:
@@ -130,7 +130,7 @@ class Host:
 
     def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
         self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
-        self.inbox: list[deque[tuple[str, Any]]] = [deque() for _ in conns]
+        self.inbox: list[deque[Any]] = [deque() for _ in conns]  # what ranks have sent before the others
         self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
         self.began: dict[int, tuple[int, float]] = {}  # both at the start of a rank's rollout
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
@@ -151,30 +151,24 @@ class Host:
                 ended = self.rows.step()
                 self.steps, self.seconds = self.steps + 1, self.seconds + time.monotonic() - start
                 if ended:
-                    self._deliver(ended)
+                    self._answer(ended)
 
     def _handle(self, rank: int, kind: str, value: Any) -> None:
         if kind == "generate":
             self.began[rank] = self.steps, self.seconds
             self.rows.add(rank, *value)
-            self._end_rollouts()
+            self._answer([])
         elif kind == "more":
             self.rows.add_more(rank, value)
         elif kind == "halt":
             self.rows.abort(rank)
-            self._end_rollouts()
+            self._answer([])
         else:
-            self.inbox[rank].append((kind, value))
+            self.inbox[rank].append(value)
             if all(self.inbox):
-                kinds, values = zip(*(inbox.popleft() for inbox in self.inbox), strict=True)
-                if len(set(kinds)) > 1:
-                    raise RuntimeError(f"the ranks of one engine disagree: {kinds}")
-                answer = getattr(self, f"_{kind}")(values)
+                answer = getattr(self, f"_{kind}")([inbox.popleft() for inbox in self.inbox])
                 for conn in self.conns:
                     conn.send(("done", answer))
-
-    def _attach(self, handles: Sequence[Any]) -> None:
-        self.llm.collective_rpc("splitppo_attach", args=(list(handles),))
 
     def _load(self, buckets: Sequence[tuple[int, list[Any]]]) -> None:
         self.llm.collective_rpc("splitppo_load", args=buckets[0])
@@ -206,25 +200,23 @@ class Host:
             self.llm.step()
         raise RuntimeError("vLLM keeps cache blocks of rows that have ended")
 
-    def _deliver(self, ended: Sequence[tuple[int, Sample]]) -> None:
-        """Sends each rank its rows that have ended."""
+    def _answer(self, ended: Sequence[tuple[int, Sample]]) -> None:
+        """Sends each rank its rows that have ended, and ends the rollouts of ranks that have no slots left."""
         for rank in {rank for rank, _ in ended}:
             self.conns[rank].send(("samples", [sample for owner, sample in ended if owner == rank]))
-        self._end_rollouts()
-
-    def _end_rollouts(self) -> None:
-        """Ends the rollouts of the ranks that have no open rows left."""
         for rank in self.began.keys() - self.rows.ranks():
             steps, seconds = self.began.pop(rank)
             steps, seconds = self.steps - steps, self.seconds - seconds
             self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
 
 
-def connect(plan: Plan) -> list[Connection]:
-    """The connections of the engine's ranks, in their order."""
-    with Listener(plan.address, "AF_UNIX", backlog=plan.clients) as listener:
-        accepted = [listener.accept() for _ in range(plan.clients)]
-    return sorted(accepted, key=lambda conn: conn.recv()[1])  # hello
+def connect(plan: Plan) -> list[tuple[Connection, Any]]:
+    """The connections of the engine's ranks, in their order, each with the rank's buckets."""
+    size = plan.config.engine.tensor_parallel
+    with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
+        accepted = [listener.accept() for _ in range(size)]
+    hellos = sorted((*conn.recv()[1], conn) for conn in accepted)  # index, buckets, connection
+    return [(conn, buckets) for _, buckets, conn in hellos]
 
 
 def read_plan() -> Plan:
@@ -242,26 +234,22 @@ def main() -> int:
     os.environ.update(SETTINGS)
     for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
         importlib.import_module(module)
-    conns: list[Connection] = []
     try:
         plan = read_plan()
         os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
-        llm, facts = start_llm(plan)
-        conns = connect(plan)
+        llm, line = start_llm(plan)
+        conns, buckets = zip(*connect(plan), strict=True)
+        llm.collective_rpc("splitppo_attach", args=(buckets,))
         for conn in conns:
-            conn.send(("done", facts))
+            conn.send(("done", line))
         Host(llm, conns, plan).serve()
-        if plan.clients > 1:
+        if len(conns) > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory
     except (EOFError, ConnectionResetError, BrokenPipeError):
         print("a rank of this engine has ended", file=sys.stderr)
         return 1
     except Exception:
-        message = traceback.format_exc()
-        print(message, file=sys.stderr, flush=True)
-        for conn in conns:
-            with suppress(OSError):  # this rank has ended, too
-                conn.send(("error", message))
+        traceback.print_exc()  # into the log, whose end the rank shows
         return 1
     return 0
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from splitppo.engine import Sampling
+from splitppo.config import Config
 from splitppo.errors import UserError
 
 RESERVE = 3 * 2**30  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
@@ -17,34 +17,27 @@ class Plan:
     """The engine that a process must build.
 
     Attributes:
-        folder: of config and tokenizer. log: file for the process's output.
-        address: path of the Unix socket. clients: ranks that connect to it.
+        config: the run's.
+        folder: of the policy's config and tokenizer. log: file for the process's output.
+        address: path of the Unix socket, for `config.engine.tensor_parallel` ranks.
         max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
         kv_bytes: size of the KV cache on each GPU.
         eos: ids that end a response. vocabulary: size of the vocabulary to draw from.
-        sleep: whether the engine must be able to release its memory.
-        eager: neither compile nor capture CUDA graphs. steady: see scheduler.py.
         device: `cuda` or `cpu`. threads: of an engine on the CPU.
-        sampling: what the engine warms up for. own_code: whether the folder's Python code may run.
     """
 
+    config: Config
     folder: str
     log: str
     address: str
-    clients: int
     dtype: str
     max_rows: int
     max_tokens: int
     kv_bytes: int
     eos: tuple[int, ...]
     vocabulary: int
-    sleep: bool
-    eager: bool
-    steady: bool
     device: str
     threads: int
-    sampling: Sampling
-    own_code: bool = False
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:

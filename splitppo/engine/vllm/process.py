@@ -18,7 +18,7 @@ from splitppo.job.child import clean_environment
 
 
 class EngineError(RuntimeError):
-    """The engine's process failed. The message holds its traceback or the end of its log."""
+    """The engine's process failed. The message holds the end of its log, with a traceback if there is one."""
 
 
 def fixed_segments(settings: str) -> str:
@@ -73,7 +73,6 @@ class Process:
         """Sends the plan. Raises EngineError if the process has ended."""
         self.log, pipe = Path(plan.log), cast(Any, self.popen.stdin)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.touch()
         try:
             with pipe:
                 pickle.dump(plan, pipe)
@@ -89,13 +88,11 @@ class Process:
         how = "is not answering" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        text = self.log.read_text(errors="replace") if self.log else ""
+        text = self.log.read_text(errors="replace") if self.log and self.log.exists() else ""
         lines = (text or os.pread(self._early, 2**24, 0).decode(errors="replace")).splitlines()
         # A worker's error stands before the messages that its parent makes of it.
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
         tail = "\n".join([*errors, *lines[-30:]])
-        if status is not None:
-            self.remove_folder()
         engine = f"the vLLM engine (process {self.popen.pid})"
         return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
 

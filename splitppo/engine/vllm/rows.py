@@ -4,11 +4,12 @@
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitppo.engine import Sampling, check_logprobs, row_seed
+from splitppo.config import RolloutConfig
+from splitppo.engine import extend, row_seed
 from splitppo.rollout import End, Request, Sample
 
 # vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and stop strings.
@@ -20,7 +21,7 @@ class Slot:
     """A slot of a rank: tokens left to decode; whether it goes on after a row; the next rows; whether it waits."""
 
     rank: int
-    sampling: Sampling
+    sampling: RolloutConfig
     seed: int = 0
     left: int = sys.maxsize
     refills: bool = False
@@ -57,24 +58,23 @@ class Rows:
     def __init__(self, llm: Any, eos: Sequence[int]):
         self.llm, self.eos = llm, list(eos)
         self.open: dict[str, OpenRow] = {}  # by request id
-        self.slots: dict[tuple[int, int], Slot] = {}  # by rank and index; those that have tokens left
+        self.slots: dict[tuple[int, int], Slot] = {}  # by rank and number; those that have tokens left
         self._text = False  # whether stop strings may end these rows
 
-    def add(self, rank: int, slots: Sequence[Sequence[Request]], sampling: Sampling, *rest: Any) -> None:
-        """Starts a rank's slots with their first rows; `rest` are further fields of `Slot`."""
+    def add(self, rank: int, slots: Mapping[int, Sequence[Request]], sampling: RolloutConfig, *rest: Any) -> None:
+        """Starts a rank's slots, by number, with their rows; `rest` are further fields of `Slot`."""
         self._text = bool(sampling.stop)
-        for index, (first, *others) in enumerate(slots):
-            self.slots[rank, index] = slot = Slot(rank, sampling, *rest)
-            slot.rows += others
-            self._start(slot, first)
+        for number, requests in slots.items():
+            self.slots[rank, number] = slot = Slot(rank, sampling, *rest, rows=deque(requests))
+            self._start(slot)
 
     def add_more(self, rank: int, more: Sequence[tuple[int, Request]]) -> None:
-        """Further rows of slots, by index. A slot that has no tokens left is not there any more."""
-        for index, request in more:
-            if slot := self.slots.get((rank, index)):
+        """Further rows of slots, by number. A slot that has no tokens left is not there any more."""
+        for number, request in more:
+            if slot := self.slots.get((rank, number)):
                 slot.rows.append(request)
                 if slot.idle:
-                    self._start(slot, slot.rows.popleft())
+                    self._start(slot)
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
@@ -89,15 +89,24 @@ class Rows:
         ended = self._ended_by_text() if self._text else self._ended()
         samples = [(row.slot.rank, sample_of(row, reason)) for row, reason in ended]
         for row, _ in ended:
-            self._refill(row)
+            row.slot.left -= len(row.tokens)
+            if row.slot.refills and row.slot.left:
+                self._start(row.slot)
+            else:
+                self.slots = {place: slot for place, slot in self.slots.items() if slot is not row.slot}
         return samples
 
     def ranks(self) -> set[int]:
         """The ranks that have slots with tokens left."""
         return {slot.rank for slot in self.slots.values()}
 
-    def _start(self, slot: Slot, request: Request) -> None:
-        slot.idle, most = False, min(request.left(slot.sampling.max_new_tokens), slot.left)
+    def _start(self, slot: Slot) -> None:
+        """Starts the slot's next row. Without one, the slot waits."""
+        slot.idle = not slot.rows
+        if slot.idle:
+            return
+        request = slot.rows.popleft()
+        most = min(request.left(slot.sampling.max_new_tokens), slot.left)
         noise = row_seed(slot.seed, request.row, len(request.response))
         params = params_of(slot.sampling, seed=noise, eos=self.eos, tokens=most, fixed=request.length is not None)
         name, ids = f"{slot.rank}/{request.row}", [*request.prompt, *request.response]
@@ -105,17 +114,6 @@ class Rows:
         if not self._text:
             self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
         self.open[name if self._text else core_name] = OpenRow(slot, request)
-
-    def _refill(self, row: OpenRow) -> None:
-        """After a row: starts its slot's next one, or ends the slot."""
-        slot = row.slot
-        slot.left -= len(row.tokens)
-        if not (slot.refills and slot.left):
-            self.slots = {place: other for place, other in self.slots.items() if other is not slot}
-        elif slot.rows:
-            self._start(slot, slot.rows.popleft())
-        else:
-            slot.idle = True
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
         ended, rows = [], self.open
@@ -143,7 +141,7 @@ class Rows:
         return ended
 
 
-def params_of(sampling: Sampling, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
+def params_of(sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
     """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no fewer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -171,9 +169,7 @@ def sample_of(row: OpenRow, reason: str) -> Sample:
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
         counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
         raise RuntimeError(f"row {request.row} ended by {reason!r} with {counts}")
-    check_logprobs(request.row, row.logprobs)
     end, drawn = ENDS_BY[reason], len(row.tokens)
     if end == "limit" and drawn == row.slot.left and drawn < request.left(row.slot.sampling.max_new_tokens):
         end = "window"
-    response, logprobs = [*request.response, *row.tokens], [*request.logprobs, *row.logprobs]
-    return Sample(request.row, request.prompt, response, logprobs, end)
+    return extend(request, row.tokens, row.logprobs, end)

@@ -43,10 +43,8 @@ class Steady:
         counts = dict.fromkeys(cached.req_ids, 1)
         running, waiting = vllm.running, vllm.waiting
         vllm.running, vllm.waiting = [], type(waiting)()
-        try:
-            output = self.schedule_all(*args, **kwargs)  # everything in a step but its rows
-        finally:
-            vllm.running, vllm.waiting = running, waiting
+        output = self.schedule_all(*args, **kwargs)  # everything in a step but its rows
+        vllm.running, vllm.waiting = running, waiting
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, len(counts)
         output.scheduled_cached_reqs = cached
         if not vllm.use_v2_model_runner:
@@ -58,10 +56,8 @@ class Steady:
         """Appends the tokens of a step to its rows. Returns the outputs."""
         counts = scheduled.num_scheduled_tokens
         scheduled.num_scheduled_tokens, batch = self._update_steady(counts, drawn)
-        try:
-            answer = self.update_all(scheduled, drawn)
-        finally:
-            scheduled.num_scheduled_tokens = counts
+        answer = self.update_all(scheduled, drawn)
+        scheduled.num_scheduled_tokens = counts
         if batch.names:
             client = answer.setdefault(0, EngineCoreOutputs())
             client.outputs = [batch, *client.outputs]
@@ -83,9 +79,8 @@ class Steady:
                 or row.num_preemptions  # it may be waiting again, with earlier tokens still in flight
                 or len(own) != 1
                 or own[0] in ends
-                or not 0
-                < len(row._output_token_ids)
-                < row.max_tokens - 1  # vLLM's output of the first token has more fields
+                # vLLM's output of the first token has more fields
+                or not 0 < len(row._output_token_ids) < row.max_tokens - 1
                 or (length := len(row._all_token_ids) + 1) >= longest
             ):
                 others[name] = count
@@ -145,10 +140,9 @@ class Steady:
 
 def steady(scheduler: Any, ends: Sequence[int]) -> bool:
     """Makes one of vLLM's schedulers faster; `ends`: ids that may end rows. False: its kind is not supported."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    if type(scheduler) not in (Scheduler, AsyncScheduler) or len(managers) != 1:
-        return False
-    if type(managers[0]) is not FullAttentionManager:  # with others, a row may lose blocks before it ends
+    managers = [type(manager) for manager in scheduler.kv_cache_manager.coordinator.single_type_managers]
+    # with other managers, a row may lose blocks before it ends
+    if type(scheduler) not in (Scheduler, AsyncScheduler) or managers != [FullAttentionManager]:
         return False
     Steady(scheduler, ends)
     return True

@@ -107,7 +107,10 @@ class _Trace(TorchDispatchMode):
             indices = tree_map_only(Tensor, self._indices, args)
             others = {name: value for name, value in kwargs.items() if name not in ("dtype", "device")}
             with suppress(RuntimeError, TypeError):  # integers do not support this function, so it is no copy
-                self._add_temporary(out, func(*indices, **others))
+                moved, storage = func(*indices, **others), out.untyped_storage()
+                whole = torch.full((storage.nbytes() // out.element_size(),), -1)
+                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(moved)
+                self.temporaries[storage.data_ptr()] = out, whole
         return out
 
     def pieces(self, held: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
@@ -146,11 +149,6 @@ class _Trace(TorchDispatchMode):
         end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         return torch.arange(end).add_(offset).as_strided(shape, strides)
 
-    def _add_temporary(self, tensor: Tensor, indices: Tensor) -> None:
-        whole = torch.full((tensor.untyped_storage().nbytes() // tensor.element_size(),), -1)
-        whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(indices)
-        self.temporaries[tensor.untyped_storage().data_ptr()] = tensor, whole
-
 
 class Received:
     """Loads sent tensors into a vLLM model, and checks what the model holds of them."""
@@ -180,13 +178,12 @@ class Received:
             for (_, owner, box), expected in zip(pieces, self.sums[name][1:], strict=True):
                 boxes[owner].append(box)
                 # The model may hold a wider dtype. Casting back is exact.
-                checks.append((owner, checksum(part(held[owner], box).to(self.dtype)), expected))
+                checks.append((owner, checksum(part(held[owner], box).to(self.dtype)) - expected))
         for owner in [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
             for first, end in gaps(held[owner].numel(), tuple(boxes[owner])):  # padding
-                total = checksum(part(held[owner], ((end - first,), (1,), first)))
-                checks.append((owner, total, torch.zeros_like(total)))
-        differ = torch.stack([total != expected for _, total, expected in checks]).tolist() if checks else []
-        different = {owner for (owner, _, _), differs in zip(checks, differ, strict=True) if differs}
+                checks.append((owner, checksum(part(held[owner], ((end - first,), (1,), first)))))
+        differences = torch.stack([difference for _, difference in checks]).tolist() if checks else []
+        different = {owner for (owner, _), difference in zip(checks, differences, strict=True) if difference}
         totals = torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
         loaded = {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()}
         return dict(zip(self.sums, totals, strict=True)), loaded, sorted(different)

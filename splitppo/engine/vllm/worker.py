@@ -17,11 +17,11 @@ from splitppo.job.child import kill_with_parent
 kill_with_parent()  # but no signal is ignored: vLLM ends its workers with SIGTERM
 
 
-def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
-
-
 if current_platform.is_cpu():
+
+    def _plain_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
     # vLLM would pack the weights for the CPU once, after which new weights could not be loaded.
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
@@ -53,12 +53,11 @@ class WeightReceiver:
             if vocabulary < module.org_vocab_size:
                 module.register_forward_hook(limit)
 
-    def splitppo_load(self, slot: int, entries: list[tuple[str, str, list[int], int]]) -> None:
+    def splitppo_load(self, slot: int, entries: list[tuple[str, torch.dtype, torch.Size, int]]) -> None:
         """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
         bucket, sent = self._splitppo_buckets[slot], {}
-        for name, dtype_name, shape, start in entries:
-            dtype = getattr(torch, dtype_name)
-            size = torch.Size(shape).numel() * dtype.itemsize
+        for name, dtype, shape, start in entries:
+            size = shape.numel() * dtype.itemsize
             sent[name] = bucket[start : start + size].view(dtype).view(shape)
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
