@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +73,12 @@ def build_context(
 
 
 class Builder:
-    """Builds what this rank's role needs. All ranks of a group build the same parts in the same order.
+    """Builds what this rank's role needs. All ranks of a group build the same parts in the same order. `engine`: the
+    process of this rank's engine (`launch_engine`), if it has one."""
 
-    Args:
-        engine: the process of this rank's engine (`launch_engine`), if it has one.
-        allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
-    """
-
-    def __init__(
-        self,
-        resolved: Resolved,
-        runtime: Runtime,
-        folder: Path,
-        engine: Process | None,
-        allocate: Callable[[Role, Sequence[Learner]], None],
-    ):
+    def __init__(self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None):
         self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
-        self.engine_process, self.allocate = engine, allocate
+        self.engine_process = engine
         self.training, self.validation = load_data(resolved)
         if runtime.launch.rank == 0:
             for line in self.training.notes + self.validation.notes:
@@ -113,7 +102,6 @@ class Builder:
             known = {"engine_dtype": resolved.dtype, "validator": self._validator(shared, runner)}
             actor = Actor(self.context, policy, self.outputs, reference, shared, **known)
             self._warm_up(actor)
-            self.allocate("actor", [policy])
             self._begin_phase("starting the engine")
             facts = finish_start(engine)
         except BaseException:
@@ -131,7 +119,6 @@ class Builder:
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
         self._warm_up(critic)
-        self.allocate("critic", values)
         return critic
 
     def links(self) -> Links:

@@ -16,7 +16,6 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
-from splitppo.learner import Learner
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
@@ -111,7 +110,7 @@ class Run:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock)
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
-            self.build = Builder(resolved, runtime, self.folder, engine, self.allocate)
+            self.build = Builder(resolved, runtime, self.folder, engine)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
@@ -122,9 +121,16 @@ class Run:
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, and begins the logs and trackers; validates before the first step."""
+        settings = self.config.checkpoint
+        prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         for role, holder in zip(ROLES, (actor, critic), strict=True):
-            if holder and self.resumed:
-                load(holder.learners, self.resumed / role, holder.load_state, self.runtime.saving[role])
+            if holder:
+                group = self.runtime.saving[role]
+                saver = self.savers[role] = Saver(holder.learners, role, self.folder, group, committed=prune)
+                if settings.every:
+                    saver.allocate()
+                if self.resumed:
+                    load(holder.learners, self.resumed / role, holder.load_state, group)
         how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
@@ -146,14 +152,6 @@ class Run:
             if (stop := self.runtime.status.last_step()) and stop[0] <= step:
                 self.stopped = stop[1] if step < self.config.steps else None
                 return
-
-    def allocate(self, role: Role, learners: Sequence[Learner]) -> None:
-        """Prepares to write the learners' checkpoints: allocates host memory, if the run writes any at intervals."""
-        group, settings = self.runtime.saving[role], self.config.checkpoint
-        prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
-        self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
-        if settings.every:
-            self.savers[role].allocate()
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
