@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import Footprint, footprint
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place, replicas
+from splitppo.placement import Role, replicas
 from splitppo.run.resolve import Model, Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
@@ -91,11 +91,12 @@ def remedies(resolved: Resolved, memory: float) -> str:
     """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
     need, *_ = highest(resolved, memory)
     alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
-    found = ", ".join(f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need)
-    together, chosen = fitted(resolved, memory, ("--", f"{2 * resolved.placement.world} GPUs"))
+    found = [f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need]
+    told = f"ways to need less: {', '.join([*found, 'more GPUs'])}"
+    together, chosen = fitted(resolved, memory, ("--",))
     if (least := highest(together, memory)[0]) <= memory < min(alone.values()):
-        found += f"; enough: {' '.join(chosen.values())} {_gib(least)}"
-    return f"ways to need less: {found}"
+        told += f"; enough: {' '.join(chosen.values())} {_gib(least)}"
+    return told
 
 
 def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple[Resolved, dict[str, str]]:
@@ -148,21 +149,12 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     for table, name, setting in found:
         flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
         yield flag, with_setting(resolved, table, name, setting)
-    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
     """The same with another setting."""
     changed = replace(getattr(resolved.config, table), **{name: setting})
     return replace(resolved, config=replace(resolved.config, **{table: changed}))
-
-
-def _twice_as_many(resolved: Resolved) -> Resolved:
-    actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
-    sizes = replace(resolved.config.placement, mode=resolved.placement.mode, actor=actor, critic=critic)
-    local_world = 2 * resolved.local_world
-    placement = place(sizes, world=2 * resolved.placement.world, local_world=local_world)
-    return replace(resolved, placement=placement, local_world=local_world)
 
 
 @cache

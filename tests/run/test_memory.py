@@ -153,14 +153,16 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     assert told
     assert told.startswith("with rows of full length, critic update needs about ")
     assert "of a GPU of 80 GiB: activations of 16,384 tokens " in told
-    ways = re.findall(r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB", re.split("ways to need less: |; enough", told)[1])
+    listed = re.split("ways to need less: |; enough", told)[1]
+    assert listed.endswith(" GiB, more GPUs")
+    ways = re.findall(r"(--[\w.-]+(?: \w+)?) (\d+) GiB", listed)
     assert [flags for flags, _ in ways] == [
         "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "--value.offload optimizer",
-        "--fsdp.tensor-parallel 2", "16 GPUs",
+        "--fsdp.tensor-parallel 2",
     ], "the actor's do not help the critic, and the reference would be more for it"  # fmt: skip
     before = memory.highest(tight, 80 * 2**30)[0] / 2**30
     need = {flags: int(size) for flags, size in ways}
-    for flags in ("--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "16 GPUs"):
+    for flags in ("--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing"):
         assert need[flags] < before - 10
     assert need["--value.offload optimizer"] == pytest.approx(before - 8 * 7.07e9 / 2 / 2**30, abs=2)
     assert "enough" not in told, "one way alone is"
