@@ -2,8 +2,8 @@
 
 import sys
 import textwrap
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -47,7 +47,9 @@ def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, v
     lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}"}
     lines["data"] = f"{source}: {counted(training, validation)}"
     lines["reward"] = ", ".join(filter(None, [*config.reward.function, config.reward.model]))
-    lines |= {name: _model(resolved, name) for name in resolved.models}
+    for name, model in resolved.models.items():
+        drawn = ", random weights" if model.random_init else ""
+        lines[name] = f"{model.name}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks"
     sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
     lines["placement"] = f"{placement.mode}: {sizes}"
     rollout, rows = config.rollout, f"{config.rollout.batch_size} rows"
@@ -67,15 +69,6 @@ def counted(training: PromptSet, validation: PromptSet) -> str:
     lengths = [len(prompt.tokens) for prompt in training.prompts]
     held_out = f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
     return f"{len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens{held_out}"
-
-
-def _model(resolved: Resolved, name: str) -> str:
-    model, policy = resolved.models[name], resolved.models["policy"]
-    own = "the embedded model" if model.path == "tiny" else model.name
-    own = "as the policy" if name in ("value", "reference") and model.path == policy.path else own
-    drawn = ", random weights" if model.random_init else ""
-    sets = f" in sets of {size}" if (size := resolved.config.tensor_parallel(name)) > 1 else ""
-    return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks{sets}"
 
 
 def _titled(title: str, text: str) -> str:
@@ -122,17 +115,6 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
             at = max(scores, key=lambda step: scores[step])
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
-    lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
     lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
     return "\n".join(_titled(title, text) for title, text in lines)
-
-
-def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The spans of a role's steps as shares of their time, the largest first."""
-    spent: Counter[str] = Counter()
-    for step in steps:
-        spent.update({name: value for name, value in step.items() if name.startswith("timing_s/")})
-    total = spent.pop("timing_s/step")
-    shares = [(name.removeprefix("timing_s/"), value / total) for name, value in spent.most_common()]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.015)

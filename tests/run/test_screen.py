@@ -86,8 +86,8 @@ def test_the_opening_says_what_the_run_is() -> None:
     assert "2 prompts of 3 to 9 tokens; 1 held out" in lines["data"]
     assert lines["placement"] == "per_node: 2 actor, 1 critic"
     assert lines["policy"].endswith("on actor ranks")
-    assert lines["value"].startswith("as the policy, 87,617 parameters")
-    assert lines["reference"].startswith("as the policy")
+    assert lines["value"] == "tiny, 87,617 parameters, on critic ranks"
+    assert lines["reference"].endswith("on actor ranks")
     assert lines["one step"].startswith("128 rows (1 a prompt) of up to 6 new tokens")
     assert lines["steps"] == "4 to 50, held-out score every 10, checkpoint every 20"
     assert lines["run folder"].startswith("runs/a ")
@@ -99,22 +99,20 @@ def write(run: Path, role: str, *records: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps({"time": 0.0, "spans": [], **record}) + "\n" for record in records))
 
 
-def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Path) -> None:
-    actor = [{"step": step, "timing_s/step": 10.0, "timing_s/update": 4.0, "timing_s/sync": 0.1} for step in range(4)]
+def test_the_summary_has_scores_weights_and_the_next_commands(tmp_path: Path) -> None:
+    actor = [{"step": step, "timing_s/step": 10.0} for step in range(4)]
     for step, score in ((0, 0.25), (2, 0.75), (3, 0.5)):
         actor[step]["val/score/mean"] = score
     write(tmp_path, "actor", *actor)
-    scores = [{"step": step, "timing_s/step": 5.0, "timing_s/score": 5.0} for step in (1, 2, 3)]
+    scores = [{"step": step, "timing_s/step": 5.0} for step in (1, 2, 3)]
     write(tmp_path, "critic", *({**line, "critic/score/mean": line["step"] / 10} for line in scores))
     lines = summary(tmp_path, parse(["--steps=3"]), tmp_path / "checkpoints" / "step_000003").splitlines()
     assert lines[0].split() == ["done", "3", "of", "3", "steps", "in", "0:00:40"]
     assert "score 0.250 at step 0, 0.500 at step 3; best 0.750 at step 2" in lines[1]
     assert "score 0.100 at step 1, 0.300 at step 3; best 0.300 at step 3" in lines[2]
-    assert lines[3].endswith("update 40%")  # sync's 1 % is left out
-    assert lines[4].endswith("score 100%")
-    assert lines[5].endswith("step_000003")
-    assert [line.split()[-2] for line in lines[6:]] == ["report", "chat", "export"]
-    assert all(line.endswith(str(tmp_path)) for line in lines[6:])
+    assert lines[3].endswith("step_000003")
+    assert [line.split()[-2] for line in lines[4:]] == ["report", "chat", "export"]
+    assert all(line.endswith(str(tmp_path)) for line in lines[4:])
 
 
 def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(tmp_path: Path, capfd: Any) -> None:
