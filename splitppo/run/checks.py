@@ -33,9 +33,8 @@ def check_inputs(config: Config) -> None:
 def preflight(resolved: Resolved) -> None:
     """The other checks that need no process group; the first that fails is a UserError."""
     config, placement = resolved.config, resolved.placement
-    if placement.colocated:
-        on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
-        for name in (name for name, value in on.items() if value):
+    for name, given in (("reference", config.placement.reference == "critic"), ("barrier", config.placement.barrier)):
+        if given and placement.colocated:
             raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
@@ -78,8 +77,4 @@ def warnings(resolved: Resolved) -> list[str]:
     for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
         if value := getattr(config.reference, setting):
             found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
-    for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
-        if optim.warmup_steps > config.steps:
-            peak = f"the learning rate does not reach its peak in {config.steps} steps"
-            found.append(f"{name}.optim.warmup_steps={optim.warmup_steps}: {peak}")
     return found

@@ -22,11 +22,10 @@ from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
 
 # settings that may change when a run resumes; with a dot at the end, all of a table
-_FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
+FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
     reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
-FREE = tuple(_FREE.split())
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
 FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")  # of a run
@@ -75,7 +74,7 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
     found = []
     scheduled = any(optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim))
     for name, was, now in changes(config, folder, inputs):
-        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE)
+        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE.split())
         if not free or (name == "steps" and scheduled):
             why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
             found.append(f"{name} was {was}, and is {now}{why}")

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
-from splitppo.run.checks import warnings as warnings_of
+from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
 from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
@@ -42,7 +41,7 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
     inputs = inputs_of(config, models, resolved.local) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
-        for warning in warnings_of(resolved):
+        for warning in warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
@@ -54,8 +53,6 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
     form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
     logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
     logging.captureWarnings(True)
-    # of the value model's output; nothing changes it in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return folder, Path(found) if found else None
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class Trackers:
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
         self.run_dir, self.steps, self.start = run_dir, config.steps, start
-        self.read: dict[Role, tuple[int, int]] = dict.fromkeys(ROLES, (0, 0))  # bytes and lines of the records so far
+        self.read = dict.fromkeys(ROLES, 0)  # lines of the records so far
         self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
 
     def update(self) -> None:
@@ -113,13 +112,11 @@ class Trackers:
 
     def _records(self, role: Role) -> Iterator[dict[str, Any]]:
         """What the role's file has gained. A torn last line waits until all of it is written."""
-        path, (offset, number) = self.run_dir / "metrics" / f"{role}.jsonl", self.read[role]
-        with path.open("rb") if path.is_file() else BytesIO() as file:
-            file.seek(offset)
-            for line in file:
-                if line.endswith(b"\n"):
-                    offset, number = self.read[role] = offset + len(line), number + 1
-                    yield parse_record(line, f"{path}:{number}")
+        path = self.run_dir / "metrics" / f"{role}.jsonl"
+        whole = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+        for line in whole[self.read[role] :]:
+            self.read[role] += 1
+            yield parse_record(line, f"{path}:{self.read[role]}")
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""

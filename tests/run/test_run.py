@@ -423,9 +423,6 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
     assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
     assert warned("--reference.tensor-parallel=2") == [unused.replace("path=mine", "tensor_parallel=2")]
-    slow = "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
-    assert warned("--steps=5", "--value.optim.warmup-steps=6") == [slow]
-    assert warned("--steps=6", "--value.optim.warmup-steps=6") == []
     (few,) = warned("--rollout.batch-size=6", "--ppo.mini-batches=3")
     for part in ("rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks", "1 of them", "from 9 "):
         assert part in few
