@@ -553,7 +553,7 @@ def test_dry_run_needs_no_process_group(capsys):
     assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
     assert "batch_size = 128" in out
     assert '"engine": "hf"' in out
-    assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
+    assert re.findall(r'"parameters": (\d+)', out) == ["87552", "87617", "87552"]
     assert not torch.distributed.is_initialized()
 
 
