@@ -102,12 +102,10 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may resume from, oldest first. Raises UserError if `resume` is no complete checkpoint,
     or older than the run's newest; or `never`, and the run has some."""
     found = complete(run_dir)
-    if resume == "auto":
+    if resume == "auto" or (resume == "never" and not found):
         return found
     if resume == "never":
-        if found:
-            raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
-        return []
+        raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
     folder = Path(resume).resolve()  # a link may have another name
     if not is_complete(folder):
         raise UserError(f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder")

@@ -8,7 +8,7 @@ from splitppo.engine.build import check_engine, queue_warning
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
-from splitppo.placement import Role, check_sets, data_parallel
+from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
@@ -63,11 +63,8 @@ def warnings(resolved: Resolved) -> list[str]:
         queue = queue_warning(config, model, resolved.dtype, ranks=ranks, total=int(gpu))
         found += filter(None, [memory.check_memory(resolved, gpu), queue])
     rows, ppo = config.rollout.batch_size, config.ppo
-    cut: dict[Role, int] = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
-    if placement.colocated and not ppo.value_mini_batches:
-        del cut["critic"]
-    for role, cuts in cut.items():
-        ranks = data_parallel(config, placement)[role]
+    for role, ranks in data_parallel(config, placement).items():
+        cuts = ppo.value_mini_batches or ppo.mini_batches if role == "critic" else ppo.mini_batches
         if ranks * cuts > rows:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")

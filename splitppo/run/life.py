@@ -79,14 +79,11 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
     listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
     found = checkpoint.choose(list(listed), damage_of, report=launch.rank == 0)
-
-    def tidy() -> str:
+    if launch.rank == 0:
         start = checkpoint.step_of(found) if found else 0
         for path in folder.glob("metrics/*.jsonl") if start else ():
             records_until(path, start)  # refuses a broken one now
-        return checkpoint.tidy(folder, start) or "tidy"
-
-    runtime.broadcast("tidy", tidy)
+        checkpoint.tidy(folder, start)
     return str(found or "")
 
 

@@ -430,8 +430,9 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     (few,) = warned("--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12")
     assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
     both: dict[Role, tuple[int, ...]] = {"actor": (0, 1, 2), "critic": (0, 1, 2)}
-    (few,) = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
-    assert "3 actor ranks" in few, "told once"
+    few, same = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
+    assert "3 actor ranks" in few
+    assert "3 critic ranks" in same
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:
