@@ -80,9 +80,6 @@ class Builder:
         self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
         self.engine_process = engine
         self.training, self.validation = load_data(resolved)
-        if runtime.launch.rank == 0:
-            for line in self.training.notes + self.validation.notes:
-                say(line)
         self.prompts = self.training.prompts + self.validation.prompts
         self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
         temperature = self.config.rollout.temperature

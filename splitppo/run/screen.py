@@ -40,11 +40,11 @@ SHOWN = {
 
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
-    """What the run is, in about ten lines. `start`: the step that it resumes after."""
+    """Notes on the data, and what the run is, in about ten lines. `start`: the step that it resumes after."""
     config, placement, dtype = resolved.config, resolved.placement, str(resolved.dtype).removeprefix("torch.")
-    facts = [f"ranks {placement.world}", resolved.device.type, dtype, f"engine {resolved.engine}"]
+    facts = f"ranks {placement.world}, {resolved.device.type}, {dtype}, engine {resolved.engine}"
     source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
-    lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}"}
+    lines = {"splitppo": f"{installed('splitppo')}: {facts}"}
     lines["data"] = f"{source}: {counted(training, validation)}"
     lines["reward"] = ", ".join(filter(None, [*config.reward.function, config.reward.model]))
     for name, model in resolved.models.items():
@@ -61,7 +61,7 @@ def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, v
     steps = [f"{start} to {config.steps}", *(f"{name} every {every}" for name, every in due.items() if every)]
     lines["steps"] = ", ".join(steps)
     lines["run folder"] = f"{folder} (messages of libraries and engines: logs/)"
-    return "\n".join(_titled(title, text) for title, text in lines.items())
+    return "\n".join([*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())])
 
 
 def counted(training: PromptSet, validation: PromptSet) -> str:
@@ -117,4 +117,4 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
     lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
-    return "\n".join(_titled(title, text) for title, text in lines)
+    return "\n".join(_titled(*line) for line in lines)
