@@ -43,8 +43,7 @@ def preflight(resolved: Resolved) -> None:
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
-    policy = resolved.models["policy"].config
-    check_engine(config, placement, resolved.device.type, resolved.local_world, policy)
+    check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

@@ -142,7 +142,7 @@ def has_steps(folder: Path) -> bool:
     return any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))
 
 
-def write_run_files(config: Config, folder: Path, resumed: str, inputs: Mapping[str, str]) -> None:
+def write_run_files(config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str]) -> None:
     """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
     if resumed:
         print(f"going on from {resumed}", flush=True)

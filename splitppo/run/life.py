@@ -45,19 +45,18 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
             warn(warning)
         write_run_files(config, folder, found, inputs)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
-        placed = format_map(runtime.placement, runtime.hosts, runtime.devices)
-        (folder / "placement.txt").write_text(placed + "\n")
+        (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
     if "tiny" in models.values():
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
     form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
     logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
     logging.captureWarnings(True)
-    return folder, Path(found) if found else None
+    return folder, found
 
 
-def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:
-    """Returns the checkpoint that the run resumes from, or "", and removes unfinished ones. All ranks call it, each
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> Path | None:
+    """Returns the checkpoint that the run resumes from, if any, and removes unfinished ones. All ranks call it, each
     checks some of the files; `inputs` (`inputs_of`) matters on rank 0."""
     launch = runtime.launch
 
@@ -84,7 +83,7 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
         for path in folder.glob("metrics/*.jsonl") if start else ():
             records_until(path, start)  # refuses a broken one now
         checkpoint.tidy(folder, start)
-    return str(found or "")
+    return found
 
 
 class Run:

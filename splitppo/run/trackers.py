@@ -89,10 +89,9 @@ class Trackers:
     """The trackers of a run that resumes after step `start`, or begins (0); idle on a rank that is not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
-        names = config.log.trackers if active else ()
         self.run_dir, self.steps, self.start = run_dir, config.steps, start
         self.read = dict.fromkeys(ROLES, 0)  # lines of the records so far
-        self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
+        self.trackers = [TRACKERS[name](config, run_dir, start) for name in config.log.trackers if active]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of

@@ -320,9 +320,9 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
 
 
 def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
-    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, "", {"data.files a": "1 bytes"})
+    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, None, {"data.files a": "1 bytes"})
     now = parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"])
-    write_run_files(now, tmp_path, "step_000002", {"data.files a": "2 bytes"})
+    write_run_files(now, tmp_path, Path("step_000002"), {"data.files a": "2 bytes"})
     told = ["going on from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
     told += ["  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
     assert capsys.readouterr().out.splitlines() == told
@@ -330,7 +330,7 @@ def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
 
 def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
     argv = [*SMALL, f"--run-dir={tmp_path}", "--checkpoint.every=1"]
-    write_run_files(parse(argv), tmp_path, "", {})
+    write_run_files(parse(argv), tmp_path, None, {})
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "actor.jsonl").touch()
     check_run_folder(parse([*argv, "--seed=8"]), "auto")
