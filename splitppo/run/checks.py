@@ -47,7 +47,7 @@ def preflight(resolved: Resolved) -> None:
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        check_run_folder(config, config.resume)
+        check_run_folder(config)
     elif config.run_dir is None and config.checkpoint.every:
         needs = "needs --run-dir: each restart would begin in a folder of its own"
         raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")

@@ -41,13 +41,13 @@ def finished(config: Config) -> Path | None:
     return None if checkpoint.damage(found, sizes_only=True) else found
 
 
-def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError for a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from;
-    `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is
-    known: what the first start left in the folder belongs to the next one."""
+def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) -> None:
+    """Raises UserError for a folder in which the run can't go on, or a checkpoint that it can't go on from; `inputs`
+    (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is known:
+    what the first start left in the folder belongs to the next one."""
     if config.run_dir is None:
-        if resume not in ("auto", "never"):
-            raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
+        if config.resume not in ("auto", "never"):
+            raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
         return
     folder = Path(config.run_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -55,10 +55,10 @@ def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | No
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
             raise UserError(f"run_dir={folder}: {wrong}")
-    found = checkpoint.find(folder, resume)
+    found = checkpoint.find(folder, config.resume)
     begun = not found and has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
-    if begun and not config.force and (resume == "never" or not same):
+    if begun and not config.force and (config.resume == "never" or not same):
         held = f"run_dir={folder} holds a run without checkpoints"
         raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
     if begun or (found and found.parent.parent.resolve() == folder.resolve()):

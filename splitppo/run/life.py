@@ -65,7 +65,7 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
         if restarts:
             check_same_run(config, folder, inputs)
         else:
-            check_run_folder(config, config.resume, inputs)
+            check_run_folder(config, inputs)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
         found = checkpoint.candidates(folder, resume)

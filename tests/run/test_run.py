@@ -293,7 +293,7 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
-    check_run_folder(parse([*argv, *change, "--force"]), "auto")
+    check_run_folder(parse([*argv, *change, "--force"]))
     free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
     check_same_run(parse([*argv, *free]), whole)
 
@@ -333,10 +333,10 @@ def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
     write_run_files(parse(argv), tmp_path, None, {})
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "actor.jsonl").touch()
-    check_run_folder(parse([*argv, "--seed=8"]), "auto")
+    check_run_folder(parse([*argv, "--seed=8"]))
     (tmp_path / "metrics" / "actor.jsonl").write_text("a step\n")
     with pytest.raises(UserError, match="seed was 0, and is 8: that is another run"):
-        check_run_folder(parse([*argv, "--seed=8"]), "auto")
+        check_run_folder(parse([*argv, "--seed=8"]))
 
 
 def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
