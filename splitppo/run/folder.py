@@ -16,7 +16,7 @@ from pathlib import Path
 
 from splitppo.config import Config
 from splitppo.config.toml import leaves, to_toml, toml_value
-from splitppo.errors import UserError, warn
+from splitppo.errors import UserError
 from splitppo.job.nodes import installed
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
@@ -56,7 +56,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
             wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
             raise UserError(f"run_dir={folder}: {wrong}")
     found = checkpoint.find(folder, config.resume)
-    begun = not found and has_steps(folder)
+    begun = not found and any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))  # a step has a line
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and (config.resume == "never" or not same):
         held = f"run_dir={folder} holds a run without checkpoints"
@@ -137,19 +137,12 @@ def new_folder() -> Path:
     return folder
 
 
-def has_steps(folder: Path) -> bool:
-    """Whether a run in this folder has finished a step: its metrics have a line."""
-    return any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))
-
-
 def write_run_files(config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str]) -> None:
     """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
     if resumed:
         print(f"going on from {resumed}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
-    elif has_steps(folder):
-        warn(f"{folder} holds steps without a checkpoint: they are overwritten")
     write_whole(folder / "config.toml", to_toml(config))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
     versions = {"python": platform.python_version(), "command": " ".join(sys.argv)}
