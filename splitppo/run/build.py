@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,34 +74,20 @@ def build_context(
 
 
 class Builder:
-    """Builds what this rank's role needs. All ranks of a group build the same parts in the same order.
+    """Builds what this rank's role needs. All ranks of a group build the same parts in the same order. `engine`: the
+    process of this rank's engine (`launch_engine`), if it has one."""
 
-    Args:
-        engine: the process of this rank's engine (`launch_engine`), if it has one.
-        allocate: takes the learners whose checkpoints will be written (`Run.allocate`).
-    """
-
-    def __init__(
-        self,
-        resolved: Resolved,
-        runtime: Runtime,
-        folder: Path,
-        engine: Process | None,
-        allocate: Callable[[Role, Sequence[Learner]], None],
-    ):
+    def __init__(self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None):
         self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
-        self.engine_process, self.allocate = engine, allocate
+        self.engine_process = engine
         self.training, self.validation = load_data(resolved)
-        if runtime.launch.rank == 0:
-            for line in self.training.notes + self.validation.notes:
-                say(line)
         self.prompts = self.training.prompts + self.validation.prompts
         self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
         temperature = self.config.rollout.temperature
         self.outputs = PolicyOutputs(temperature, resolved.vocabulary_size, compiled=resolved.compiled)
 
     def actor(self) -> Actor:
-        """Policy, reference, engine. vLLM is built in a process of its own while the models are loaded here."""
+        """Policy, reference, engine. vLLM is built in a process of its own meanwhile; `connect_engine` waits for it."""
         resolved, runner, found = self.resolved, self._runner("actor"), self.resolved.models["policy"]
         log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
         model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
@@ -114,15 +100,17 @@ class Builder:
             known = {"engine_dtype": resolved.dtype, "validator": self._validator(shared, runner)}
             actor = Actor(self.context, policy, self.outputs, reference, shared, **known)
             self._warm_up(actor)
-            self.allocate("actor", [policy])
-            self._begin_phase("starting the engine")
-            line = f"engine: {engine.connect()}"
         except BaseException:
             engine.close()
             raise
-        if runner.group.is_first:
-            say(line)
         return actor
+
+    def connect_engine(self, actor: Actor) -> None:
+        """Waits until the actor's engine is ready. Whatever takes time and needs no engine should come before."""
+        self._begin_phase("starting the engine")
+        line = actor.engine.connect()
+        if actor.group.is_first:
+            say(f"engine: {line}")
 
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
@@ -132,7 +120,6 @@ class Builder:
         reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
         self._warm_up(critic)
-        self.allocate("critic", values)
         return critic
 
     def links(self) -> Links:

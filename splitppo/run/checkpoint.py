@@ -68,12 +68,9 @@ def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
 
 
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
-    """A part's step and files. Raises ValueError if the manifest is missing or damaged."""
-    try:
-        found = json.loads((part / MANIFEST).read_text())
-        return int(found["step"]), {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
-    except BROKEN as error:
-        raise ValueError(f"{part.name}/{MANIFEST} can't be read ({error})") from error
+    """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or damaged."""
+    found = json.loads((part / MANIFEST).read_text())
+    return int(found["step"]), {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = False) -> str:
@@ -83,8 +80,8 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
     for part in (folder / role for role in ROLES):
         try:
             step, files = read_manifest(part)
-        except ValueError as error:
-            return str(error)
+        except BROKEN as error:
+            return f"{part.name}/{MANIFEST} can't be read ({error})"
         if step != step_of(folder):
             return f"{part.name}/{MANIFEST} is of step {step}"
         if not {".metadata", "state.json"} < files.keys():  # and at least one file of tensors
@@ -105,12 +102,10 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may resume from, oldest first. Raises UserError if `resume` is no complete checkpoint,
     or older than the run's newest; or `never`, and the run has some."""
     found = complete(run_dir)
-    if resume == "auto":
+    if resume == "auto" or (resume == "never" and not found):
         return found
     if resume == "never":
-        if found:
-            raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
-        return []
+        raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
     folder = Path(resume).resolve()  # a link may have another name
     if not is_complete(folder):
         raise UserError(f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder")

@@ -8,7 +8,7 @@ from splitppo.engine.build import check_engine, queue_warning
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
-from splitppo.placement import Role, check_sets, data_parallel
+from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
@@ -33,9 +33,8 @@ def check_inputs(config: Config) -> None:
 def preflight(resolved: Resolved) -> None:
     """The other checks that need no process group; the first that fails is a UserError."""
     config, placement = resolved.config, resolved.placement
-    if placement.colocated:
-        on = {"reference": config.placement.reference == "critic", "barrier": config.placement.barrier}
-        for name in (name for name, value in on.items() if value):
+    for name, given in (("reference", config.placement.reference == "critic"), ("barrier", config.placement.barrier)):
+        if given and placement.colocated:
             raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
@@ -44,12 +43,11 @@ def preflight(resolved: Resolved) -> None:
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
-    policy = resolved.models["policy"].config
-    check_engine(config, placement, resolved.device.type, resolved.local_world, policy)
+    check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        check_run_folder(config, config.resume)
+        check_run_folder(config)
     elif config.run_dir is None and config.checkpoint.every:
         needs = "needs --run-dir: each restart would begin in a folder of its own"
         raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")
@@ -64,11 +62,8 @@ def warnings(resolved: Resolved) -> list[str]:
         queue = queue_warning(config, model, resolved.dtype, ranks=ranks, total=int(gpu))
         found += filter(None, [memory.check_memory(resolved, gpu), queue])
     rows, ppo = config.rollout.batch_size, config.ppo
-    cut: dict[Role, int] = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
-    if placement.colocated and not ppo.value_mini_batches:
-        del cut["critic"]
-    for role, cuts in cut.items():
-        ranks = data_parallel(config, placement)[role]
+    for role, ranks in data_parallel(config, placement).items():
+        cuts = ppo.value_mini_batches or ppo.mini_batches if role == "critic" else ppo.mini_batches
         if ranks * cuts > rows:
             few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
             found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")

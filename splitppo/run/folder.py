@@ -22,11 +22,10 @@ from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
 
 # settings that may change when a run resumes; with a dot at the end, all of a table
-_FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
+FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
     reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
-FREE = tuple(_FREE.split())
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
 FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")  # of a run
@@ -42,13 +41,13 @@ def finished(config: Config) -> Path | None:
     return None if checkpoint.damage(found, sizes_only=True) else found
 
 
-def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError for a folder in which the run can't go on, or a checkpoint (`resume`) that it can't go on from;
-    `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is
-    known: what the first start left in the folder belongs to the next one."""
+def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) -> None:
+    """Raises UserError for a folder in which the run can't go on, or a checkpoint that it can't go on from; `inputs`
+    (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is known:
+    what the first start left in the folder belongs to the next one."""
     if config.run_dir is None:
-        if resume not in ("auto", "never"):
-            raise UserError(f"--resume {resume} needs --run-dir: the folder in which the run goes on")
+        if config.resume not in ("auto", "never"):
+            raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
         return
     folder = Path(config.run_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -56,10 +55,10 @@ def check_run_folder(config: Config, resume: str, inputs: Mapping[str, str] | No
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
             raise UserError(f"run_dir={folder}: {wrong}")
-    found = checkpoint.find(folder, resume)
+    found = checkpoint.find(folder, config.resume)
     begun = not found and has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
-    if begun and not config.force and (resume == "never" or not same):
+    if begun and not config.force and (config.resume == "never" or not same):
         held = f"run_dir={folder} holds a run without checkpoints"
         raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
     if begun or (found and found.parent.parent.resolve() == folder.resolve()):
@@ -75,7 +74,7 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
     found = []
     scheduled = any(optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim))
     for name, was, now in changes(config, folder, inputs):
-        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE)
+        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE.split())
         if not free or (name == "steps" and scheduled):
             why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
             found.append(f"{name} was {was}, and is {now}{why}")
@@ -143,7 +142,7 @@ def has_steps(folder: Path) -> bool:
     return any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))
 
 
-def write_run_files(config: Config, folder: Path, resumed: str, inputs: Mapping[str, str]) -> None:
+def write_run_files(config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str]) -> None:
     """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
     if resumed:
         print(f"going on from {resumed}", flush=True)

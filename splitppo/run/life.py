@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,11 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
-from splitppo.learner import Learner
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
 from splitppo.run.build import Builder
-from splitppo.run.checks import warnings as warnings_of
+from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
 from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
@@ -43,25 +41,22 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
     inputs = inputs_of(config, models, resolved.local) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
-        for warning in warnings_of(resolved):
+        for warning in warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
-        placed = format_map(runtime.placement, runtime.hosts, runtime.devices)
-        (folder / "placement.txt").write_text(placed + "\n")
+        (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
     if "tiny" in models.values():
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
     form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
     logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
     logging.captureWarnings(True)
-    # of the value model's output; nothing changes it in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    return folder, Path(found) if found else None
+    return folder, found
 
 
-def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> str:
-    """Returns the checkpoint that the run resumes from, or "", and removes unfinished ones. All ranks call it, each
+def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> Path | None:
+    """Returns the checkpoint that the run resumes from, if any, and removes unfinished ones. All ranks call it, each
     checks some of the files; `inputs` (`inputs_of`) matters on rank 0."""
     launch = runtime.launch
 
@@ -70,7 +65,7 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
         if restarts:
             check_same_run(config, folder, inputs)
         else:
-            check_run_folder(config, config.resume, inputs)
+            check_run_folder(config, inputs)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
         found = checkpoint.candidates(folder, resume)
@@ -83,15 +78,12 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
     listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
     found = checkpoint.choose(list(listed), damage_of, report=launch.rank == 0)
-
-    def tidy() -> str:
+    if launch.rank == 0:
         start = checkpoint.step_of(found) if found else 0
         for path in folder.glob("metrics/*.jsonl") if start else ():
             records_until(path, start)  # refuses a broken one now
-        return checkpoint.tidy(folder, start) or "tidy"
-
-    runtime.broadcast("tidy", tidy)
-    return str(found or "")
+        checkpoint.tidy(folder, start)
+    return found
 
 
 class Run:
@@ -111,7 +103,7 @@ class Run:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock)
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
-            self.build = Builder(resolved, runtime, self.folder, engine, self.allocate)
+            self.build = Builder(resolved, runtime, self.folder, engine)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
@@ -121,10 +113,20 @@ class Run:
             say(opening(resolved, self.folder, self.start, self.build.training, self.build.validation))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
-        """Loads the checkpoint, if any, and begins the logs and trackers; validates before the first step."""
+        """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers; validates before the first
+        step."""
+        settings = self.config.checkpoint
+        prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         for role, holder in zip(ROLES, (actor, critic), strict=True):
-            if holder and self.resumed:
-                load(holder.learners, self.resumed / role, holder.load_state, self.runtime.saving[role])
+            if holder:
+                group = self.runtime.saving[role]
+                saver = self.savers[role] = Saver(holder.learners, role, self.folder, group, committed=prune)
+                if settings.every:
+                    saver.allocate()
+                if self.resumed:
+                    load(holder.learners, self.resumed / role, holder.load_state, group)
+        if actor:
+            self.build.connect_engine(actor)
         how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
@@ -146,14 +148,6 @@ class Run:
             if (stop := self.runtime.status.last_step()) and stop[0] <= step:
                 self.stopped = stop[1] if step < self.config.steps else None
                 return
-
-    def allocate(self, role: Role, learners: Sequence[Learner]) -> None:
-        """Prepares to write the learners' checkpoints: allocates host memory, if the run writes any at intervals."""
-        group, settings = self.runtime.saving[role], self.config.checkpoint
-        prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
-        self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
-        if settings.every:
-            self.savers[role].allocate()
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""

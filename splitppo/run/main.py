@@ -86,14 +86,9 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
             print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
+    sets, facts = set_sizes(config), facts_of(config)
     runtime = rank.runtime = Runtime(
-        launch,
-        placement,
-        device,
-        config.timeout,
-        shard_size=config.fsdp.shard_size,
-        set_sizes=set_sizes(config),
-        facts=facts_of(config),
+        launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, set_sizes=sets, facts=facts
     )
     signals = StopSignals(runtime)
     if runtime.status.stopped_before_restart():
@@ -110,7 +105,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
 
 
 def dry_run(config: Config, launch: Launch) -> str:
-    """Settings, placement, data, parameters, and estimated memory a rank; needs no process group."""
+    """Settings, placement, models, data, and estimated memory a rank; needs no process group."""
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
         remedy = f"set --world-size to a multiple of {config.nodes}"
@@ -129,8 +124,7 @@ def dry_run(config: Config, launch: Launch) -> str:
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
     parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
     parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
-    counts = [f"{name} {f'{m.number} x ' * (m.number > 1)}{m.parameters:,}" for name, m in resolved.models.items()]
-    return "\n".join([*parts, f"parameters: {', '.join(counts)}", *memory.table(resolved)])
+    return "\n".join([*parts, *memory.table(resolved)])
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:

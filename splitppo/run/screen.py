@@ -40,14 +40,16 @@ SHOWN = {
 
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
-    """What the run is, in about ten lines. `start`: the step that it resumes after."""
+    """Notes on the data, and what the run is, in about ten lines. `start`: the step that it resumes after."""
     config, placement, dtype = resolved.config, resolved.placement, str(resolved.dtype).removeprefix("torch.")
-    facts = [f"ranks {placement.world}", resolved.device.type, dtype, f"engine {resolved.engine}"]
+    facts = f"ranks {placement.world}, {resolved.device.type}, {dtype}, engine {resolved.engine}"
     source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
-    lines = {"splitppo": f"{installed('splitppo')}: {', '.join(facts)}"}
+    lines = {"splitppo": f"{installed('splitppo')}: {facts}"}
     lines["data"] = f"{source}: {counted(training, validation)}"
     lines["reward"] = ", ".join(filter(None, [*config.reward.function, config.reward.model]))
-    lines |= {name: _model(resolved, name) for name in resolved.models}
+    for name, model in resolved.models.items():
+        drawn = ", random weights" if model.random_init else ""
+        lines[name] = f"{model.name}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks"
     sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
     lines["placement"] = f"{placement.mode}: {sizes}"
     rollout, rows = config.rollout, f"{config.rollout.batch_size} rows"
@@ -59,7 +61,7 @@ def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, v
     steps = [f"{start} to {config.steps}", *(f"{name} every {every}" for name, every in due.items() if every)]
     lines["steps"] = ", ".join(steps)
     lines["run folder"] = f"{folder} (messages of libraries and engines: logs/)"
-    return "\n".join(_titled(title, text) for title, text in lines.items())
+    return "\n".join([*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())])
 
 
 def counted(training: PromptSet, validation: PromptSet) -> str:
@@ -67,15 +69,6 @@ def counted(training: PromptSet, validation: PromptSet) -> str:
     lengths = [len(prompt.tokens) for prompt in training.prompts]
     held_out = f"; {len(validation.prompts):,} held out" * bool(validation.prompts)
     return f"{len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens{held_out}"
-
-
-def _model(resolved: Resolved, name: str) -> str:
-    model, policy = resolved.models[name], resolved.models["policy"]
-    own = "the embedded model" if model.path == "tiny" else model.name
-    own = "as the policy" if name in ("value", "reference") and model.path == policy.path else own
-    drawn = ", random weights" if model.random_init else ""
-    sets = f" in sets of {size}" if (size := resolved.config.tensor_parallel(name)) > 1 else ""
-    return f"{own}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks{sets}"
 
 
 def _titled(title: str, text: str) -> str:
@@ -125,7 +118,7 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
     lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
-    return "\n".join(_titled(title, text) for title, text in lines)
+    return "\n".join(_titled(*line) for line in lines)
 
 
 def _shares(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -212,8 +212,8 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
         found[name] = one_run(config, run, 4)
         if name in REFUSED and contents(run) != before and "state" not in name and "tensors" not in name:
             found[name] = (-1, f"the run's folder was changed: {found[name]}")
-        shutil.rmtree(inputs)
-        shutil.copytree(folder / "kept", inputs)
+        shutil.rmtree(inputs, ignore_errors=True)  # a reward worker may still be writing its bytecode there
+        shutil.copytree(folder / "kept", inputs, dirs_exist_ok=True)
     return found
 
 
@@ -254,14 +254,14 @@ def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
 def test_force_goes_on_and_records_anew(tmp_path):
     config, file = parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]), tmp_path / "rows.jsonl"
     file.write_text("{}")
-    run_files.write_run_files(config, tmp_path, "", before := run_files.inputs_of(config, {}, {}))
+    run_files.write_run_files(config, tmp_path, None, before := run_files.inputs_of(config, {}, {}))
     run_files.check_same_run(config, tmp_path, before)
     file.write_text("[]")
     after = run_files.inputs_of(config, {}, {})
     assert list(before) == list(after) == [f"data.files {file}"]
     with pytest.raises(UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"):
         run_files.check_same_run(config, tmp_path, after)
-    run_files.write_run_files(config, tmp_path, "", after)
+    run_files.write_run_files(config, tmp_path, None, after)
     run_files.check_same_run(config, tmp_path, after)
     (tmp_path / "inputs.json").unlink()  # a run of an earlier version
     run_files.check_same_run(config, tmp_path, before)
@@ -403,7 +403,7 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
         inputs = run_files.inputs_of(config, {}, {})
         found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), tmp_path, inputs)
         run_files.write_run_files(config, tmp_path, found, inputs)
-        return Path(found).name
+        return found.name if found else ""
 
     rows.write_text("1")
     made_up(tmp_path, 1)

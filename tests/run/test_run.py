@@ -293,7 +293,7 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     argv = [*SMALL, "--steps=6", f"--run-dir={whole}", "--checkpoint.every=2"]
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
-    check_run_folder(parse([*argv, *change, "--force"]), "auto")
+    check_run_folder(parse([*argv, *change, "--force"]))
     free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
     check_same_run(parse([*argv, *free]), whole)
 
@@ -320,9 +320,9 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
 
 
 def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
-    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, "", {"data.files a": "1 bytes"})
+    write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, None, {"data.files a": "1 bytes"})
     now = parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"])
-    write_run_files(now, tmp_path, "step_000002", {"data.files a": "2 bytes"})
+    write_run_files(now, tmp_path, Path("step_000002"), {"data.files a": "2 bytes"})
     told = ["going on from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
     told += ["  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
     assert capsys.readouterr().out.splitlines() == told
@@ -330,13 +330,13 @@ def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
 
 def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
     argv = [*SMALL, f"--run-dir={tmp_path}", "--checkpoint.every=1"]
-    write_run_files(parse(argv), tmp_path, "", {})
+    write_run_files(parse(argv), tmp_path, None, {})
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "actor.jsonl").touch()
-    check_run_folder(parse([*argv, "--seed=8"]), "auto")
+    check_run_folder(parse([*argv, "--seed=8"]))
     (tmp_path / "metrics" / "actor.jsonl").write_text("a step\n")
     with pytest.raises(UserError, match="seed was 0, and is 8: that is another run"):
-        check_run_folder(parse([*argv, "--seed=8"]), "auto")
+        check_run_folder(parse([*argv, "--seed=8"]))
 
 
 def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
@@ -433,8 +433,9 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     (few,) = warned("--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12")
     assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
     both: dict[Role, tuple[int, ...]] = {"actor": (0, 1, 2), "critic": (0, 1, 2)}
-    (few,) = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
-    assert "3 actor ranks" in few, "told once"
+    few, same = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
+    assert "3 actor ranks" in few
+    assert "3 critic ranks" in same
 
 
 def uneven_rank(rank: int, argv: list[str]) -> int:
@@ -556,7 +557,7 @@ def test_dry_run_needs_no_process_group(capsys):
     assert len(re.findall(r"rank +\d+ +node 0 .*(actor|critic)", out)) == 8
     assert "batch_size = 128" in out
     assert '"engine": "hf"' in out
-    assert re.search(r"policy 87,552, value 87,617, reference 87,552", out)
+    assert re.findall(r'"parameters": (\d+)', out) == ["87552", "87617", "87552"]
     assert not torch.distributed.is_initialized()
 
 

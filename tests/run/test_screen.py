@@ -86,8 +86,8 @@ def test_the_opening_says_what_the_run_is() -> None:
     assert "2 prompts of 3 to 9 tokens; 1 held out" in lines["data"]
     assert lines["placement"] == "per_node: 2 actor, 1 critic"
     assert lines["policy"].endswith("on actor ranks")
-    assert lines["value"].startswith("as the policy, 87,617 parameters")
-    assert lines["reference"].startswith("as the policy")
+    assert lines["value"] == "tiny, 87,617 parameters, on critic ranks"
+    assert lines["reference"].endswith("on actor ranks")
     assert lines["one step"].startswith("128 rows (1 a prompt) of up to 6 new tokens")
     assert lines["steps"] == "4 to 50, held-out score every 10, checkpoint every 20"
     assert lines["run folder"].startswith("runs/a ")
