@@ -86,9 +86,7 @@ class Critic:
     def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
         """Values and reward scores of some rows of a step; all ranks of the group take part. `pending`: what `submit`
         returned for them."""
-        values = [
-            learner.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0] for learner in self.learners
-        ]
+        values = [value.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0] for value in self.learners]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
@@ -272,12 +270,14 @@ class Critic:
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
-        own = {name: (algo.moments(x), float(x.min()), float(x.max())) for name, x in figures.items() if len(x)}
+        every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
+        own = {name: [*map(float, (m.count, m.mean, m.variance, *ends))] for name, (m, *ends) in every.items()}
         gathered, metrics, whole = self.group.all_gather(own), {}, {}
         for name in dict.fromkeys(name for part in gathered for name in part):
-            moments, least, most = zip(*(part[name] for part in gathered if name in part), strict=True)
-            whole[name] = algo.merge_moments(moments)
-            metrics |= {f"{name}/mean": float(whole[name].mean), f"{name}/min": min(least), f"{name}/max": max(most)}
+            parts = torch.tensor([part[name] for part in gathered if name in part], dtype=torch.float64)
+            whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
+            metrics[f"{name}/mean"] = float(whole[name].mean)
+            metrics |= {f"{name}/min": float(parts[:, 3].min()), f"{name}/max": float(parts[:, 4].max())}
         metrics["critic/vf_explained_var"] = algo.explained_variance(whole["critic/returns"], whole["error"])
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 

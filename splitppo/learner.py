@@ -54,9 +54,8 @@ class Learner:
         alike: dict[Any, list[nn.Parameter]] = {}  # some versions of torch run the fused kernel on one mesh only
         for parameter in sorted(trained, key=lambda p: p.ndim < 2):
             alike.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
-        groups = [
-            {"params": p, "weight_decay": 0.0 if plain else optim.weight_decay} for (plain, _), p in alike.items()
-        ]
+        decay = {True: 0.0, False: optim.weight_decay}  # True: biases and norms
+        groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self.updates = 0
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
@@ -87,10 +86,9 @@ class Learner:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
-        optim, warmup, floor = self.optim, self.optim.warmup_steps, self.optim.min_lr_ratio
-        return algo.learning_rate(
-            step, steps=self.steps, peak=optim.lr, schedule=optim.schedule, warmup_steps=warmup, min_lr_ratio=floor
-        )
+        optim = self.optim
+        how: Any = {"schedule": optim.schedule, "warmup_steps": optim.warmup_steps, "min_lr_ratio": optim.min_lr_ratio}
+        return algo.learning_rate(step, steps=self.steps, peak=optim.lr, **how)
 
     def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
         """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the

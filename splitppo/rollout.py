@@ -264,10 +264,8 @@ class Streams:
         """Goes on from what `state` returned, also with another window. Raises UserError if there are other slots now,
         or rows do not go on."""
         if state and not (self.windows and len(state) == self.slots):
-            raise UserError(
-                f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and "
-                f"rollout.batch_size={len(state)}"
-            )
+            remedy = f"set rollout.window above 0 and rollout.batch_size={len(state)}"
+            raise UserError(f"the checkpoint holds the rows of {len(state)} slots that go on; {remedy}")
         for row, response, logprobs, stretches in state:
             past: Any = tuple(map(tuple, stretches))
             tokens = self.prompt(row).tokens

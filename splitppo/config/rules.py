@@ -12,20 +12,17 @@ from splitppo.errors import UserError
 
 # Test of a value, the rule in words, the settings that must pass. None (off) always passes.
 RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda v: v >= 1, "must be at least 1", "compute.micro_batch_tokens rollout.batch_size rollout.max_prompt_tokens"),
-    (lambda v: v >= 1, "must be at least 1", "data.max_rows nodes value.ensemble value.layers"),
-    (lambda v: v >= 1, "must be at least 1", "data.validation_rows log.validate_samples steps value.tensor_parallel"),
-    (lambda v: v >= 1, "must be at least 1", "engine.max_rows fsdp.tensor_parallel ppo.mini_batches ppo.value_epochs"),
-    (lambda v: v >= 1, "must be at least 1", "engine.tensor_parallel reward.tensor_parallel value.pretrain_epochs"),
-    (lambda v: v >= 1, "must be at least 1", "ppo.epochs ppo.kl_horizon reward.workers rollout.chunks rollout.samples"),
-    (lambda v: v >= 1, "must be at least 1", "ppo.value_mini_batches reference.tensor_parallel rollout.max_new_tokens"),
+    (lambda v: v >= 1, "must be at least 1", """compute.micro_batch_tokens data.max_rows data.validation_rows
+        engine.max_rows engine.tensor_parallel fsdp.tensor_parallel log.validate_samples nodes ppo.epochs ppo.kl_horizon
+        ppo.mini_batches ppo.value_epochs ppo.value_mini_batches reference.tensor_parallel reward.tensor_parallel
+        reward.workers rollout.batch_size rollout.chunks rollout.max_new_tokens rollout.max_prompt_tokens
+        rollout.samples steps value.ensemble value.layers value.pretrain_epochs value.tensor_parallel"""),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
-    (lambda v: v > 0, "must be above 0", "timeout reward.timeout ppo.kl_target ppo.importance_cap"),
-    (lambda v: v > 0, "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
-    (lambda v: v > 0, "must be above 0", "policy.optim.eps value.optim.eps"),
+    (lambda v: v > 0, "must be above 0", """policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap ppo.kl_target
+        ppo.lam_alpha ppo.value_clip reward.timeout timeout value.optim.eps"""),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
     (lambda v: v == 0 or v >= 1e-3, "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
@@ -44,7 +41,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
-)
+)  # fmt: skip
 SIGNED = ("seed", "reward.failed_score", "reward.model_weight")  # no other setting may be a number below 0
 
 

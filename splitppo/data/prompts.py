@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,8 +55,7 @@ def load_prompts(
 
     A row that can't be used, or that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such
     rows alone is refused. A prompt above `max_prompt_tokens` is a UserError, left out or cut (`data.overlong`). Then
-    `data.max_rows` draws training prompts at random, from each file in proportion to its size. `data.validation_rows`
-    takes the first held-out prompts.
+    `data.max_rows` draws training prompts at random. `data.validation_rows` takes the first held-out prompts.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
@@ -81,8 +80,8 @@ def load_prompts(
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
-        by_file = [[index for index in chosen if file_of[index] == number] for number in range(len(files))]
-        chosen = _draw(by_file, config.max_rows, seed)
+        drawn = np.random.default_rng([_DRAW_STREAM, seed % 2**64]).choice(chosen, config.max_rows, replace=False)
+        chosen = sorted(drawn.tolist())
     return PromptSet([kept[index] for index in chosen], notes)
 
 
@@ -186,12 +185,3 @@ def prompt_index(n_prompts: int, place: int, seed: int) -> int:
 @functools.lru_cache(maxsize=16)  # slots may be in several epochs at once
 def _permutation(n_prompts: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([_ORDER_STREAM, seed % 2**64, epoch]).permutation(n_prompts)
-
-
-def _draw(parts: Sequence[Sequence[int]], count: int, seed: int) -> list[int]:
-    """`count` random members of the parts, ascending. Each part has its share, to within 1."""
-    rng = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
-    shuffled = np.concatenate([rng.permutation(part) for part in parts])
-    # equal strides over the parts, each in random order
-    phase = int(rng.integers(len(shuffled)))
-    return sorted(int(shuffled[(i * len(shuffled) + phase) // count]) for i in range(count))

@@ -1,12 +1,10 @@
-"""Which engine a run uses, the checks on it, and the start of this rank's engine."""
+"""Which engine a run uses, the checks on it, and the start of its process."""
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,17 +12,13 @@ from transformers import PretrainedConfig
 
 from splitppo.config import Config, RolloutConfig
 from splitppo.engine import RolloutEngine
-from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm import vllm_version
-from splitppo.engine.vllm.client import VLLMEngine
-from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token, kv_cache_bytes
+from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
-from splitppo.job.runtime import Runtime
 from splitppo.models.build import count_parameters
-from splitppo.models.tokenizer import vocabulary_size
 from splitppo.placement import Placement, check_cut
 from splitppo.rollout import Request, Sample
 
@@ -43,16 +37,12 @@ def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
     lines, rollout = [], config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
-        lines.append(
-            "vLLM is not installed: the transformers library's generate() is used, several times slower; "
-            f"{_installation(device)}, or --engine.kind hf to silence this warning"
-        )
+        slow = "vLLM is not installed: the transformers library's generate() is used, several times slower"
+        lines.append(f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning")
     if rollout.top_p < 1 or rollout.top_k > 0:
-        lines.append(
-            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated "
-            "distribution, but the update's ratio is of the full one, which biases it; watch actor/mismatch_*, or use "
-            "top_p 1 and top_k 0 and lower rollout.temperature"
-        )
+        given = f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated"
+        biased = "distribution, but the update's ratio is of the full one, which biases it; watch actor/mismatch_*"
+        lines.append(f"{given} {biased}, or use top_p 1 and top_k 0 and lower rollout.temperature")
     return lines
 
 
@@ -103,10 +93,8 @@ def _check_installed(device: str) -> None:
     if (device == "cpu") != ("cpu" in found):
         raise UserError(f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf")
     if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
-        raise UserError(
-            f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, which needs none; "
-            "pip uninstall -y torchvision torchaudio torchcodec"
-        )
+        wrong = f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, which needs none"
+        raise UserError(f"{wrong}; pip uninstall -y torchvision torchaudio torchcodec")
 
 
 def launch_engine(
@@ -120,63 +108,7 @@ def launch_engine(
     return Process([visible_device(rank % launch.local_world) for rank in gpus])
 
 
-def start_engine(
-    kind: str,
-    config: Config,
-    runtime: Runtime,
-    folder: Path,
-    model: PretrainedConfig,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    process: Process | None,
-    *,
-    longest_prompt: int,
-    peak: float,
-    log: Path,
-) -> RolloutEngine:
-    """This rank's engine. A vLLM engine is still being built when this returns; its `connect` waits for it.
-
-    `folder` and `model` are the policy's, `process` is from `launch_engine`. `peak`: bytes that the trainer will
-    allocate on its GPU at most, estimated. vLLM's output goes to the file `log`.
-    """
-    engine, device = config.engine, runtime.device
-    if kind == "hf":
-        return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
-    ranks = runtime.placement.groups["actor"]
-    number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
-    key = f"engine/address/{number}"
-    if process:
-        rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
-        tokens = longest_prompt + config.rollout.max_new_tokens
-        plan = Plan(
-            config=config,
-            folder=str(folder),
-            log=str(log),
-            address=str(process.folder / "engine"),
-            dtype=str(dtype).removeprefix("torch."),
-            max_rows=rows,
-            max_tokens=tokens,
-            kv_bytes=_kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=_memory(device)),
-            eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
-            vocabulary=vocabulary_size(tokenizer),
-            device=device.type,
-            threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-        )
-        process.begin(plan)
-        runtime.store.set(key, plan.address)
-    sleep = engine.sleep if device.type == "cuda" else "off"
-    options: Any = {"dtype": dtype, "sleep": sleep, "peak": peak, "timeout": config.timeout}
-    return VLLMEngine(model, runtime.store.get(key).decode(), index, process, device=device, **options)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
+def kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
     """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
     size = config.engine.tensor_parallel
     weights = count_parameters(model, "policy") * dtype.itemsize // size
@@ -191,7 +123,7 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
         return None
     size, tokens = config.engine.tensor_parallel, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     slots = most_rows(config, ranks) * size
-    held = _kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
+    held = kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
     held //= kv_bytes_per_token(model, dtype, size)
     if held >= slots * tokens:
         return None

@@ -196,15 +196,9 @@ class HFEngine(RolloutEngine):
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        tokenizer: Any,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_rows: int,
-        folder: Path | None = None,
-    ):
+        self, config: PretrainedConfig, tokenizer: Any, *,
+        device: torch.device, dtype: torch.dtype, max_rows: int, folder: Path | None = None,
+    ):  # fmt: skip
         super().__init__()
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:

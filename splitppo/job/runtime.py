@@ -39,16 +39,10 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        placement: Placement,
-        device: torch.device,
-        timeout: float,
-        *,
-        shard_size: ShardSize = None,
-        set_sizes: Mapping[Role, Sequence[int]] | None = None,
+        self, launch: Launch, placement: Placement, device: torch.device, timeout: float, *,
+        shard_size: ShardSize = None, set_sizes: Mapping[Role, Sequence[int]] | None = None,
         facts: Mapping[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
         self.last_checkpoint: Callable[[], Path | None] = lambda: None
         if device.type == "cuda":

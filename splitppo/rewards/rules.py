@@ -53,10 +53,8 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     """
     truth = "" if ground_truth is None else str(ground_truth).strip()
     if not truth:
-        raise UserError(
-            f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule math needs an answer in "
-            "LaTeX; set --reward.function or --data.answer_key"
-        )
+        wrong = f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule math needs LaTeX"
+        raise UserError(f"{wrong}; set --reward.function or --data.answer_key")
     if not solution_str.strip():
         return 0.0
     from math_verify import parse, verify  # an optional dependency, and slow to import
@@ -91,8 +89,6 @@ def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground
     # GSM8K's own column holds the whole solution, which ends in "#### NUMBER"
     truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())
     if truth is None:
-        raise UserError(
-            f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule} needs a "
-            "number; set --reward.function or --data.answer_key"
-        )
+        wrong = f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule}"
+        raise UserError(f"{wrong} needs a number; set --reward.function or --data.answer_key")
     return float(bool(found) and _value(found[-1]) == _value(truth))

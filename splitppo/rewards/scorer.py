@@ -47,10 +47,8 @@ def check_prompts(
     library."""
     sources = {prompt.data_source for prompt in prompts.values()}
     if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
-        raise UserError(
-            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} (known: "
-            f"{', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
+        wrong = f"no rule for data_source {', '.join(map(repr, unknown))} (known: {', '.join(BY_DATA_SOURCE)})"
+        raise UserError(f"{setting}=auto: {wrong}; set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name")
     if "math" in (scored_by(function, source) for function in functions for source in sources):
         find_function("math", setting)  # it needs a library
     errors: dict[int, UserError] = {}

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,10 @@ from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import over_set, start_engine
+from splitppo.engine.build import kv_cache, most_rows, over_set
+from splitppo.engine.hf import HFEngine, eos_ids
+from splitppo.engine.vllm.client import VLLMEngine
+from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
@@ -88,22 +92,50 @@ class Builder:
 
     def actor(self) -> Actor:
         """Policy, reference, engine. vLLM is built in a process of its own meanwhile; `connect_engine` waits for it."""
-        resolved, runner, found = self.resolved, self._runner("actor"), self.resolved.models["policy"]
-        log = self.folder / "logs" / f"engine_{self.runtime.launch.rank:03d}.log"
-        model: Any = found.folder(self.folder), found.config, resolved.tokenizer, resolved.dtype, self.engine_process
-        known: Any = {"longest_prompt": max(len(prompt.tokens) for prompt in self.prompts), "log": log}
-        known["peak"] = memory.trainer_peak(resolved) if self.runtime.device.type == "cuda" else 0
-        engine = start_engine(resolved.engine, self.config, self.runtime, *model, **known)
+        runner, engine = self._runner("actor"), self._engine()
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
             shared = over_set(engine, runner.group)
-            known = {"engine_dtype": resolved.dtype, "validator": self._validator(shared, runner)}
+            known: Any = {"engine_dtype": self.resolved.dtype, "validator": self._validator(shared, runner)}
             actor = Actor(self.context, policy, self.outputs, reference, shared, **known)
             self._warm_up(actor)
         except BaseException:
             engine.close()
             raise
         return actor
+
+    def _engine(self) -> RolloutEngine:
+        """This rank's engine. Begins to build a vLLM engine on the rank that has its process."""
+        resolved, config, runtime, device = self.resolved, self.config, self.runtime, self.runtime.device
+        policy, tokenizer, dtype, engine = resolved.models["policy"], resolved.tokenizer, resolved.dtype, config.engine
+        model, folder, ranks = policy.config, policy.folder(self.folder), runtime.placement.groups["actor"]
+        if resolved.engine == "hf":
+            return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
+        number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
+        if process := self.engine_process:
+            rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
+            tokens = max(len(prompt.tokens) for prompt in self.prompts) + config.rollout.max_new_tokens
+            total = memory.gpu_memory(resolved) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            plan = Plan(
+                config=config,
+                folder=str(folder),
+                log=str(self.folder / "logs" / f"engine_{runtime.launch.rank:03d}.log"),
+                address=str(process.folder / "engine"),
+                dtype=str(dtype).removeprefix("torch."),
+                max_rows=rows,
+                max_tokens=tokens,
+                kv_bytes=kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=int(total)),
+                eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
+                vocabulary=resolved.vocabulary_size,
+                device=device.type,
+                threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
+            )
+            process.begin(plan)
+            runtime.store.set(f"engine/address/{number}", plan.address)
+        address, known = runtime.store.get(f"engine/address/{number}").decode(), {"dtype": dtype, "device": device}
+        if device.type == "cuda":
+            known |= {"sleep": engine.sleep, "peak": memory.trainer_peak(resolved)}
+        return VLLMEngine(model, address, index, process, timeout=config.timeout, **known)
 
     def connect_engine(self, actor: Actor) -> None:
         """Waits until the actor's engine is ready. Whatever takes time and needs no engine should come before."""

@@ -61,9 +61,8 @@ def trainer_peak(resolved: Resolved) -> float:
 
 def gpu_memory(resolved: Resolved) -> float | None:
     """Bytes of the GPU; None without one."""
-    if resolved.device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return float(torch.cuda.get_device_properties(resolved.device).total_memory)
+    on_gpu = resolved.device.type == "cuda" and torch.cuda.is_available()
+    return float(torch.cuda.get_device_properties(resolved.device).total_memory) if on_gpu else None
 
 
 def check_memory(resolved: Resolved, memory: float) -> str | None:

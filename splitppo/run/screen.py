@@ -20,23 +20,12 @@ from splitppo.run.files import parse_record, read_lines
 from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
-# metric: its name on the screen; the score comes first
-SHOWN = {
-    "val/score/mean": "held-out",
-    "critic/score/mean": "score",
-    "critic/values/mean": "value",
-    "critic/vf_explained_var": "ev",
-    "actor/pg_loss": "loss",
-    "critic/vf_loss": "loss",
-    "actor/ppo_kl": "ppo_kl",
-    "actor/ref_kl": "ref_kl",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad",
-    "critic/grad_norm": "grad",
-    "response_length/mean": "len",
-    "response_length/clip_ratio": "cut",
-    "actor/mismatch_mean": "mismatch",
-}
+SHOWN = {  # metric: its name on the screen; the score comes first
+    "val/score/mean": "held-out", "critic/score/mean": "score", "critic/values/mean": "value",
+    "critic/vf_explained_var": "ev", "actor/pg_loss": "loss", "critic/vf_loss": "loss", "actor/ppo_kl": "ppo_kl",
+    "actor/ref_kl": "ref_kl", "actor/entropy": "entropy", "actor/grad_norm": "grad", "critic/grad_norm": "grad",
+    "response_length/mean": "len", "response_length/clip_ratio": "cut", "actor/mismatch_mean": "mismatch",
+}  # fmt: skip
 
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:

@@ -26,21 +26,16 @@ STYLE |= {"axes.edgecolor": "#b4b9c0", "grid.color": "#e6e8ec", "text.color": DA
 LEFT, RIGHT = False, True  # the right axis is for a second quantity with a scale of its own
 PANELS = {  # title: (label, metric, axis)
     "Score": [("train", "critic/score/mean", LEFT), ("held-out", "val/score/mean", LEFT)],
-    "Policy": [
-        ("policy loss", "actor/pg_loss", LEFT),
-        ("KL to old", "actor/ppo_kl", RIGHT),
-        ("KL to reference", "actor/ref_kl", RIGHT),
-    ],
+    "Policy": [("policy loss", "actor/pg_loss", LEFT), ("KL to old", "actor/ppo_kl", RIGHT),
+               ("KL to reference", "actor/ref_kl", RIGHT)],
     "Value": [("value loss", "critic/vf_loss", LEFT), ("explained variance", "critic/vf_explained_var", RIGHT)],
-    "Critic": [  # explained variance against scores
-        ("first token", "critic/explained/first", LEFT),
-        ("last third", "critic/explained/third_3", LEFT),
-        ("first value - score", "critic/first_value_error", RIGHT),
-    ],
+    # explained variance against scores
+    "Critic": [("first token", "critic/explained/first", LEFT), ("last third", "critic/explained/third_3", LEFT),
+               ("first value - score", "critic/first_value_error", RIGHT)],
     "Response length": [("tokens", "response_length/mean", LEFT), ("share cut", "response_length/clip_ratio", RIGHT)],
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
-}
+}  # fmt: skip
 SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 

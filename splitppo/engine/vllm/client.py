@@ -47,18 +47,9 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        address: str,
-        index: int,
-        process: Process | None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        sleep: str = "off",
-        peak: float = 0.0,
-        timeout: float = 1800.0,
-    ):
+        self, config: PretrainedConfig, address: str, index: int, process: Process | None, *,
+        device: torch.device, dtype: torch.dtype, sleep: str = "off", peak: float = 0.0, timeout: float = 1800.0,
+    ):  # fmt: skip
         super().__init__()
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.peak, self.timeout = sleep, peak, timeout
@@ -126,15 +117,11 @@ class VLLMEngine(RolloutEngine):
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
         lost, different = self._ask("verify", sent)
         if lost:
-            raise UserError(
-                f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them: "
-                f"{', '.join(lost[:3])}; use --engine.kind hf"
-            )
+            wrong = f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them"
+            raise UserError(f"{wrong}: {', '.join(lost[:3])}; use --engine.kind hf")
         if different:
-            raise EngineError(
-                f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's, among them "
-                f"{', '.join(different[:3])}; --engine.kind hf avoids vLLM"
-            )
+            wrong = f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's"
+            raise EngineError(f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM")
         self._wake("weights", "kv_cache")
 
     def _rows(

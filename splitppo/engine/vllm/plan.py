@@ -57,9 +57,8 @@ def kv_cache_bytes(
     room = int(total * fraction) - weights - reserve
     if room < row:
         needed = (weights + reserve + row) / total
-        raise UserError(
-            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights "
-            f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row; "
-            + (f"use {needed + 0.005:.2f} or more" if needed < 0.99 else "use more engine.tensor_parallel")
-        )
+        small = f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights"
+        rest = f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row"
+        remedy = f"use {needed + 0.005:.2f} or more" if needed < 0.99 else "use more engine.tensor_parallel"
+        raise UserError(f"{small} {rest}; {remedy}")
     return min(room, max(rows, 2) * row)
