@@ -595,8 +595,8 @@ SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more proce
 
 @pytest.mark.vllm
 def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[..., Job]) -> None:
-    run = job(2, "--steps=1000", "--log.validate-every=20")
-    run.train(61)
+    run = job(2, "--steps=1000", "--log.validate-every=10")
+    run.train(21)
     procs, engine = family(run.pid), run.engine()
     assert len(procs) >= 3  # both ranks and the engine
     os.kill(engine.pid, signal.SIGKILL)
@@ -606,16 +606,16 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
     assert f"the vLLM engine (process {engine.pid}) was killed by SIGKILL" in cause
     records = run.records()
     assert [record["step"] for record in records] == list(range(len(records)))
-    assert 61 <= len(records) < 1000
+    assert 21 <= len(records) < 1000
     assert "KV cache for" in run.said()
     assert "vLLM's own scheduling" not in run.said()
-    scores = [record["val/score/mean"] for record in records[:61] if "val/score/mean" in record]
-    assert len(scores) == 4
+    scores = [record["val/score/mean"] for record in records[:21] if "val/score/mean" in record]
+    assert len(scores) == 3
     assert scores[0] < 0.05
-    assert scores[-1] > 0.3
+    assert scores[-1] > 0.12  # 0.19 to 0.24 with three seeds
     # the engine samples from the policy that is trained: a sync that lags a step differs by far more
     assert max(record["actor/mismatch_max"] for record in records[1:]) < 1e-4
-    assert records[60]["actor/ppo_kl"] > 1e-4
+    assert max(abs(record["actor/ppo_kl"]) for record in records[1:21]) > 1e-4
 
 
 @pytest.mark.vllm
