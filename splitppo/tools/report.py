@@ -202,8 +202,8 @@ def report(
         folder, run = folders[0], found[0]
         path, chosen = folder / f"report.{ending}", choose_step(*run.columns, step)
         timeline = None if chosen is None else build_timeline(*run.columns, chosen)
-        told = timeline.title if timeline else "no spans recorded: no timeline"
-        lines = [f"run folder: {folder}"] if html else [told, f"run folder: {folder}"]
+        line = timeline.title if timeline else "no spans recorded: no timeline"
+        lines = [f"run folder: {folder}"] if html else [line, f"run folder: {folder}"]
         made = build_page(folder, *run.columns, chosen) if html else draw(run, timeline)
     path = out or path
     try:

@@ -40,6 +40,7 @@ from splitppo.run import checkpoint
 from splitppo.run import main as run_main
 from splitppo.run.checks import warnings
 from splitppo.run.folder import check_run_folder, check_same_run, write_run_files
+from splitppo.run.life import Run
 from splitppo.run.resolve import model_paths, pick_device
 from splitppo.run.trackers import Trackers
 from splitppo.tools import chat, export
@@ -296,6 +297,28 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     check_run_folder(parse([*argv, *change, "--force"]))
     free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
     check_same_run(parse([*argv, *free]), whole)
+
+
+def prepared_rank(rank: int, argv: list[str]) -> list[str]:
+    """What is ready, in a run with checkpoints at intervals, when the engine is waited for."""
+    seen, connect = [], HFEngine.connect
+
+    def connecting(self: HFEngine) -> str:
+        run: Any = next(found for found in gc.get_objects() if isinstance(found, Run))
+        seen.extend(role for role, saver in run.savers.items() if saver.copies)
+        return connect(self)
+
+    HFEngine.connect = connecting  # type: ignore[method-assign]
+    main_rank(rank, argv)
+    return seen
+
+
+def test_memory_for_checkpoints_is_there_before_the_engine_is_waited_for(tmp_path):
+    argv = [*SMALL, "--steps=1", "--log.validate-every=0", "--placement.mode=colocated"]
+    for every, ready in ((1, ["actor", "critic"]), (0, [])):
+        flags = [f"--checkpoint.every={every}", f"--run-dir={tmp_path / str(every)}"]
+        found = run_ranks(1, prepared_rank, [*argv, *flags])
+        assert found == [ready]
 
 
 def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
