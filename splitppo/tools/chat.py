@@ -32,7 +32,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
     from splitppo.models.tokenizer import read_tokenizer
     from splitppo.run.resolve import dtype_of
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype, source = dtype_of(config, device), started_from(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
     value = load_model(config, run, "value", saved).to(device, dtype)
