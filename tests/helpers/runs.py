@@ -105,7 +105,7 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in ascending order."""
-        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False).stdout
         return sorted(map(int, found.split()))
 
     def left(self) -> list[str]:

