@@ -2,10 +2,13 @@
 
 import gc
 
+from parsers import keep_flags
+
 from splitppo.config.cli import parse
 from splitppo.models.build import build
 from splitppo.models.tiny import model_config
 
+keep_flags()
 parse([])
 for kind in ("policy", "value"):
     build(model_config(), kind)
