@@ -6,6 +6,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from parsers import keep_flags
+from kept import keep_flags
 
 keep_flags()

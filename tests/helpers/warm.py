@@ -2,13 +2,14 @@
 
 import gc
 
-from parsers import keep_flags
+from kept import keep_flags, keep_mismatches
 
 from splitppo.config.cli import parse
 from splitppo.models.build import build
 from splitppo.models.tiny import model_config
 
 keep_flags()
+keep_mismatches()
 parse([])
 for kind in ("policy", "value"):
     build(model_config(), kind)
