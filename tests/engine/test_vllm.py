@@ -590,7 +590,7 @@ LONG = (
     "--rollout.batch-size=128",
     "--log.validate-every=0",
 )
-SHORT = ("--rollout.max-new-tokens=20", "--rollout.batch-size=16")  # more processes than cores take their time
+SHORT = ("--rollout.max-new-tokens=6", "--rollout.batch-size=8")  # more processes than cores take their time
 
 
 @pytest.mark.vllm

@@ -25,7 +25,7 @@ from splitppo.run import checkpoint
 from splitppo.run.metrics import ColumnLog
 
 # of all kinds, moments and placements; neighbours share the run that they are compared with
-INJECTIONS = sorted(faults.draw(13, seed=4563), key=lambda fault: fault.placement)
+INJECTIONS = sorted(faults.draw(11, seed=199066), key=lambda fault: fault.placement)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def long_run_rank(rank: int, folder: Path) -> list[tuple[int, int, int, int]]:
             seen.append((handles, threads, memory, len(list(checkpoints.glob("step_*")))))
 
     ColumnLog.finish = noting
-    argv = [*SMALL, "--steps=45", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=5"]
+    argv = [*SMALL, "--steps=30", "--ppo.epochs=1", f"--run-dir={folder}", "--checkpoint.every=5"]
     assert train.main([*argv, "--log.validate-every=0"]) == 0
     return seen
 
@@ -203,7 +203,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
     """File handles, threads and memory of a rank, the disk's part of a run."""
 
     (seen,) = run_ranks(1, long_run_rank, tmp_path / "run")
-    early, late = seen[15:30], seen[-15:]
+    early, late = seen[10:20], seen[-10:]
     for i, name in enumerate(("file handles", "threads")):
         # a thread that writes comes and goes
         assert min(step[i] for step in late) <= max(step[i] for step in early), name

@@ -38,8 +38,7 @@ SETTINGS = {
     1: {
         "plain": [],
         "checkpointing": ["--compute.activation-checkpointing"],
-        "small micro-batches": ["--compute.micro-batch-tokens=256"],
-        "packed": ["--compute.packing=on"],
+        "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
         "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
     },
     2: {
@@ -97,7 +96,7 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
 
 
 def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
-    """Eight settings: the highest phase within a tenth on each rank, and so each update."""
+    """Seven settings: the highest phase within a tenth on each rank, and so each update."""
     flags = write_inputs(tmp_path)
     for world, settings in SETTINGS.items():
         for found in run_ranks(world, measured_rank, tmp_path / str(world), world, flags, timeout=600):
