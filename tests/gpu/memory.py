@@ -151,7 +151,7 @@ def main() -> None:
         log, command = options.out / f"{name}.log", [*start, __file__, "--job", name, "--out", str(options.out)]
         with log.open("w") as file:
             try:
-                subprocess.run(command, stdout=file, stderr=file, timeout=min(left + 15, 150), check=False, cwd=ROOT)
+                subprocess.run(command, stdout=file, stderr=file, timeout=min(left + 15, 300), check=False, cwd=ROOT)
             except subprocess.TimeoutExpired:
                 print("took too long", file=file)
         report(name, log)
