@@ -29,7 +29,7 @@ from splitppo.placement import Ownership, Placement, Role, chunk_sizes, own, pla
 from splitppo.rollout import Sample, pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
-WORLDS = [8, 16, 128, 512, 1024]
+WORLDS = [8, 16, 128, 1024]
 SPLITS = {"even": PlacementConfig(), "3 to 1": PlacementConfig(), "by node": PlacementConfig(mode="by_node")}
 
 
