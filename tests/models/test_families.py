@@ -178,6 +178,16 @@ def test_a_family_is_the_librarys_own(name: str, mesh: Any, tmp_path: Path) -> N
     check_rows(tmp_path, plain, mesh, packs=packed)
 
 
+@pytest.mark.parametrize(("name", "packs"), [("llama, tied", True), ("gemma2's caps", False)])
+def test_a_gpu_packs_the_rows_of_a_model_that_can(name: str, packs: bool, tmp_path: Path) -> None:
+    written(tmp_path, configured(*PLAIN[name][:2]))
+    short = ["--rollout.max-prompt-tokens=8", "--rollout.max-new-tokens=24"]
+    config = parse([f"--policy.path={tmp_path}", "--engine.kind=hf", *short])
+    placement = place(config.placement, world=1, local_world=1, gpu=True)
+    models = resolve(config, placement, 1, torch.device("cuda"), probe=True).models
+    assert [models[part].packed for part in ("policy", "value")] == [packs, packs]
+
+
 def edited(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Changes what the safetensors of a folder hold."""
     weights = load_file(folder / "model.safetensors")
