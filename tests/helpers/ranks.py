@@ -20,13 +20,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from devices import gpus
 
 from splitppo.job.collectives import Group
 
 # Ranks are forked by a server that has imported what takes long and runs nothing. A fork of the tests' own process has
 # its locks and process groups without the threads that serve them and can wait for these for ever: a rank forked while
-# the store's thread greets another one never gets to the store.
-FRESH = multiprocessing.get_context("forkserver")
+# the store's thread greets another one never gets to the store. CUDA can't be forked at all: with GPUs in sight, each
+# rank is a new interpreter.
+START = "spawn" if gpus() else "forkserver"
+FRESH: Any = multiprocessing.get_context(START)
 IMPORTS = [
     "splitppo.train",
     "torch.distributed.fsdp",
@@ -42,7 +45,7 @@ FRESH.set_forkserver_preload(IMPORTS)
 
 
 def fresh_process(target: Callable[..., object], *args: Any) -> Any:
-    """Starts a process that is forked by the server; the first one starts the server."""
+    """Starts a process that is forked by the server (with GPUs, a new one); the first one starts the server."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, PYTHONPATH=path):
         process = FRESH.Process(target=target, args=args)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hosts import enter
-from ranks import fresh_process
+from ranks import START, fresh_process
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
@@ -148,7 +148,7 @@ def _agent(
 def forking_torchrun(line: list[str], main: Callable[..., int | None], *args: Any) -> None:
     """torchrun with these arguments, but its ranks are forks of this process, which has imported what takes long."""
     config, *_ = config_from_args(parse_args([*line, "none"]))
-    config.start_method = "fork"
+    config.start_method = "fork" if START == "forkserver" else START
     elastic_launch(config, _forked_rank)(main, *args)
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from ranks import run_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from splitppo import train
 from splitppo.config import Config
@@ -20,6 +17,10 @@ from splitppo.errors import UserError
 from splitppo.run import trackers
 from splitppo.run.trackers import Trackers, check_trackers, metrics_of
 
+MISSING = "wandb and tensorboard are not installed: pip install -e '.[test]'"
+wandb: Any = pytest.importorskip("wandb", reason=MISSING)
+internal: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason=MISSING)
+accumulator: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=MISSING)
 ROLES = ("actor", "critic")
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
 
@@ -47,7 +48,7 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
     return due
 
 
-def wandb_records(path: Path) -> Iterator[Record]:
+def wandb_records(path: Path) -> Iterator[Any]:
     """The records of an offline run's file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
     data, offset, record = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
@@ -59,7 +60,7 @@ def wandb_records(path: Path) -> Iterator[Record]:
         record += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            parsed = Record()
+            parsed = internal.Record()
             parsed.ParseFromString(record)
             record = b""
             yield parsed
@@ -152,7 +153,7 @@ def test_wandb_has_tables_of_samples(tracked, folder, name, steps):
 
 
 def test_tensorboard_holds_both_roles_figures(tracked):
-    events = EventAccumulator(str(tracked / "tensorboard"))
+    events = accumulator.EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
     seen: dict[tuple[str, int], float] = {}
     for name in events.Tags()["scalars"]:
