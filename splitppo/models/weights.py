@@ -231,7 +231,8 @@ class _Weights:
             part = self._slice(stored)
             return part[where or ...]
         whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
-        return cast(Any, Fp8Dequantize(None)).convert(whole)["weight"][where]
+        plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
+        return (plain[0] if isinstance(plain, list) else plain)[where]  # a list in transformers 5.17
 
     def read_buffers(self) -> None:
         for name, buffer in self.buffers.items():

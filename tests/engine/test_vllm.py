@@ -823,9 +823,10 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
 
 
 GENERATE = """
-import json, sys
+import json, sys, torch
 from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
+part = {"gpu_memory_utilization": 0.05} if torch.cuda.is_available() else {}  # others use the GPU, too
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True, **part)
 greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0].outputs[0].token_ids)))
 """

@@ -2,6 +2,7 @@
 
 import os
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -25,6 +26,12 @@ def gpus() -> int:
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """For tests with so many GPUs; elsewhere they are skipped."""
     return pytest.mark.skipif(gpus() < count, reason=f"needs {count} GPU{'s' * (count > 1)}: python -m pytest -m gpu")
+
+
+def needs(module: str, extra: str) -> pytest.MarkDecorator:
+    """For tests of an optional package, by the name that is imported and the extra that installs it."""
+    missing = f"{module} is not installed: pip install -e '.[{extra}]'"
+    return pytest.mark.skipif(find_spec(module) is None, reason=missing)
 
 
 def skip_without_vllm() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import needs
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
@@ -148,6 +149,7 @@ def test_none_scores_nothing(weights: Sequence[float]) -> None:
         assert nothing.submit([])() == []
 
 
+@needs("math_verify", "math")
 def test_auto_sends_mathematics_to_a_worker_and_the_rest_nowhere() -> None:
     made = Scorer(RewardConfig(), {"echo", "HuggingFaceH4/MATH-500"})
     with contextlib.closing(made):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import needs
 
 from splitppo.errors import UserError
 from splitppo.rewards import rules
@@ -125,10 +126,12 @@ def test_gsm8k_strict_and_flexible(text: str, strict: float, flexible: float) ->
         ("", "4", 0),
     ],
 )
+@needs("math_verify", "math")
 def test_math(text: str, truth: Any, expected: float) -> None:
     assert rules.math("lighteval/MATH", text, truth, {}) == expected
 
 
+@needs("math_verify", "math")
 def test_mathematics_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_MATH_TIMEOUT", 1)
     assert rules.math("lighteval/MATH", r"\boxed{9^{9^{9^{9}}}}", "3", {}) == 0
@@ -176,6 +179,7 @@ def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) 
     assert check_prompts(["exact_match"], prompts) == {}
 
 
+@needs("math_verify", "math")
 def test_mathematics_needs_a_truth() -> None:
     assert check_prompts(["auto", "math"], {0: _prompt("lighteval/MATH", "x^2")}) == {}
     errors = check_prompts(["auto"], {0: _prompt("lighteval/MATH", None)})

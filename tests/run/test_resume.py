@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "another state": (lambda run, _: by_hand(run, "state.json", "{}"), "actor/state.json can't be read .KeyError"),
     "tensors made by hand": (
         lambda run, _: by_hand(run, ".metadata", "no"),
-        "actor can't be loaded .*invalid load key",
+        r"actor can't be loaded \(\w+Error: .*\); set the models that it was written with",
     ),
     "a live process's lock": (
         lambda run, _: hold(run, os.getppid(), process_state(os.getppid())[1]),

@@ -605,8 +605,8 @@ def test_every_rule_on_a_setting_has_a_row_above():
         ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install 'splitppo["),
         (
             "tensorboard",
-            ["--log.trackers", "wandb", "tensorboard"],
-            "log.trackers=wandb tensorboard: tensorboard is not installed; pip install 'splitppo[tensorboard]' or",
+            ["--log.trackers", "tensorboard"],
+            "log.trackers=tensorboard: tensorboard is not installed; pip install 'splitppo[tensorboard]' or",
         ),
         ("math_verify", ["--reward.function=math"], "reward.function=math: the rule math needs the library math-"),
         ("math_verify", ["--reward.validation=math"], "reward.validation=math: the rule math needs the library math-"),

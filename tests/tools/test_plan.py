@@ -263,6 +263,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     argv = ["bench", "--gpus", "2", "--jobs", "1+1", "colocated", "--lengths", "lognormal:4:12", "--warmup", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob}))
+    monkeypatch.setattr(bench, "gpu_name", lambda: None)
     assert bench.main() == 0
     told = capsys.readouterr().out
     record = json.loads((out / "bench.json").read_text())
