@@ -27,7 +27,7 @@ from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
-GPUS = min(gpus(), 2)  # vLLM's part runs on these, as one engine
+GPUS = min(gpus(), 1)  # vLLM's part runs on one, if there is one
 CLOSE = 5e-2 if GPUS else 1e-4  # of log-probs; vLLM's float32 attention on GPUs is of TF32
 ENGINES = pytest.mark.xdist_group("engines")  # these share vLLM engines, in one process
 SLACK = 2e-2 if GPUS else 1e-6  # of the probability that top-p keeps
