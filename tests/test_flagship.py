@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import gpus
 from ranks import run_ranks
 from reference_ppo import Hyper, Row, Step, reference_ppo, windows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -116,7 +117,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)
-        weights = dict(self.policy.weights(torch.float32))
+        weights = {name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)}
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "policy.pt")
         return metrics
@@ -128,7 +129,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
         weights = {
-            f"{i}.{name}": weight.clone()
+            f"{i}.{name}": weight.cpu().clone()
             for i, learner in enumerate(self.learners)
             for name, weight in learner.weights(torch.float32)
         }
@@ -244,13 +245,15 @@ def reference(
 
 
 def fresh_head(inputs: Path, number: int) -> dict:
-    """The scalar head as the trainer draws it for a model of an ensemble; the reference is to start from the same."""
+    """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of device; the reference is
+    to start from the same."""
     from splitppo.models.build import build, read_config
     from splitppo.models.weights import fill
 
+    device = "cuda" if gpus() else "cpu"
     model = build(read_config(str(inputs / "value")), "value")
-    fill(model, str(inputs / "value"), device=torch.device("cpu"), head="normal", seed=SEED + number)
-    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith("score")}
+    fill(model, str(inputs / "value"), device=torch.device(device), head="normal", seed=SEED + number)
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith("score")}
 
 
 def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:

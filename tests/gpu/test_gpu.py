@@ -63,7 +63,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 # largest difference from the reference: of a loss, of a gradient norm relative to its size, of all weights' changes
 # relative to these changes
-BOUNDS = {"float32": (1e-4, 1e-4, 1e-2), "bfloat16": (0.03, 0.1, 0.5)}
+BOUNDS = {"float32": (1e-4, 1e-4, 1e-2), "bfloat16": (0.05, 0.5, 0.6)}
 
 
 def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]:
@@ -79,7 +79,7 @@ def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]
             norms += [abs(ours["grad_norm"] - float(theirs)) / max(float(theirs), 1e-3) for ours, theirs in pairs]
     start: Any = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).state_dict()
     names = [name for name in seen["policy"] if name in start]
-    off = sum(float((seen["policy"][name].cpu() - due["policy"][name]).square().sum()) for name in names)
+    off = sum(float((seen["policy"][name] - due["policy"][name]).square().sum()) for name in names)
     moved = sum(float((due["policy"][name] - start[name]).square().sum()) for name in names)
     return max(losses), max(norms), (off / moved) ** 0.5
 
@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(world: int, before: list, a
     print(f"MEASURED killed after step {done - 1} of 6")
 
 
-SIZES = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 4096, "eos_token_id": 1}
+SIZES = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 4096, "eos_token_id": 1}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
