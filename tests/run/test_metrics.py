@@ -170,7 +170,8 @@ def test_retries_of_the_allocator_are_counted_where_they_happen(tmp_path, monkey
     ]
 
 
-def test_the_cpu_has_no_retries(tmp_path):
+def test_the_cpu_has_no_retries(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0, steps=9)
     spend(log, Clock(), "update", 1.0)
     log.finish(1, {})
