@@ -1,85 +1,61 @@
-"""How near to a GPU's limit a job may come, and what it costs: estimates, peaks, fragments, retries of the allocator.
+"""Estimated and measured memory of small runs on one GPU, in about five minutes: models of real shapes, random weights.
 
-    python tests/gpu/memory.py limit       one GPU: colocated jobs of 1.5B, estimated at 92, 95 and 98 % of the GPU
-    python tests/gpu/memory.py updates     two GPUs: updates of 64 rows of 128 + 512 tokens, colocated
+    python tests/gpu/memory.py [--only JOB ...] [--limit SECONDS] [--out FOLDER]
 
-Both draw weights at random and need no network. Each case is a run of the trainer in processes of its own, since what
-one leaves in fragments stays with its process. Rows are made up, so that no case waits for an engine; all else is the
-trainer's. Cases that would begin after --limit seconds are left out. A case that fails for want of memory is a result;
-any other failure ends the script. --cap GIB: PyTorch may take no more of the GPU, as on a smaller one.
-
-`limit` has rows of 448 to 512 new tokens, so that the sizes of tensors differ from one micro-batch to the next.
-`updates` tells the causes of slow updates apart: `emptied` gives the allocator's cache back before each step, as the
-trainer does for a sleeping vLLM; `growing` has expandable segments; `alone` is one GPU with the same work and no link;
-the first line is the link's speed.
+A job is three steps of a run, colocated on one GPU with the engine `hf`. For each phase it prints the estimate of
+run/memory.py and the peak of torch.cuda.max_memory_allocated in the last step. With two GPUs or more there are jobs on
+two of them, one with tensor parallelism. A job that fails prints its last lines, and the others go on. Jobs that would
+begin after `--limit` are left out.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
-GIB = 2**30
-PEAK = 989e12  # of an H100 or H200 in dense bfloat16
-PROMPT, RESPONSE = 128, 512
-STEPS = 4  # the first one compiles what is left, and its memory grows
-MINI_BATCHES = 2
+PROMPT, RESPONSE = 384, 128
 SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
 }  # fmt: skip
+SHAPES["7B, 8 layers"] = SHAPES["7B"] | {"num_hidden_layers": 8}
+ALL = ["--policy.offload=all", "--value.offload=all", "--reference.offload"]
+# name -> shape, GPUs, flags; the first ones matter most
+JOBS: dict[str, tuple[str, int, list[str]]] = {
+    "1.5B": ("1.5B", 1, ["--compute.micro-batch-tokens=8192"]),
+    "1.5B-optimizer": ("1.5B", 1, ["--policy.offload=optimizer", "--value.offload=optimizer"]),
+    "1.5B-all": ("1.5B", 1, ALL),
+    "7B-all-ckpt": ("7B, 8 layers", 1, [*ALL, "--compute.activation-checkpointing", "--value.layers=4"]),
+    "0.5B": ("0.5B", 1, ["--compute.micro-batch-tokens=4096"]),
+    "0.5B-eager": ("0.5B", 1, ["--compute.compile=off"]),
+    "0.5B-ckpt": ("0.5B", 1, ["--compute.activation-checkpointing"]),
+    "1.5B-tp2": ("1.5B", 2, ["--fsdp.tensor-parallel=2", "--compute.micro-batch-tokens=8192"]),
+    "1.5B-fsdp2": ("1.5B", 2, ["--compute.micro-batch-tokens=8192"]),
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run of the trainer."""
-
-    name: str
-    gpus: int
-    rows: int  # of a step
-    tokens: int  # of a micro-batch
-    growing: bool  # whether segments are expandable
-    emptied: bool = False  # whether the cache is given back before each step
-    varied: bool = False  # whether responses have 448 to 512 tokens; else all have 512
-
-
-UPDATES = (
-    Case("32k", 2, 128, 32768, False),
-    Case("32k emptied", 2, 128, 32768, False, emptied=True),
-    Case("32k growing", 2, 128, 32768, True),
-    Case("16k emptied", 2, 128, 16384, False, emptied=True),
-    Case("16k alone", 1, 64, 16384, False),
-    Case("32k growing emptied", 2, 128, 32768, True, emptied=True),
-    Case("16k growing emptied", 2, 128, 16384, True, emptied=True),
-)
-
-
-def write_inputs(folder: Path, shape: dict[str, Any]) -> None:
-    """A model folder without weights, prompts and lengths."""
+def write_inputs(folder: Path, shape: dict[str, Any]) -> list[str]:
+    """A model folder without weights, prompts and lengths; the flags that name them."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = ["<pad>", "<eos>", *map(chr, range(32, 127))]
-    size = min(151666, shape["vocab_size"] - 1)
-    ids = {text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), size))])}
+    ids = {text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), 151666))])}
     backend = Tokenizer(BPE(vocab=ids, merges=[]))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
@@ -89,240 +65,97 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> None:
     config.save_pretrained(folder)
     row = json.dumps({"prompt": "7" * PROMPT, "answer": "1", "data_source": "mine"})
     (folder / "rows.jsonl").write_text((row + "\n") * 256)
-    (folder / "fixed").write_text(f"{RESPONSE}\n")
-    varied = [448 + i * 37 % 65 for i in range(65)]  # 448 to 512, each once
-    (folder / "varied").write_text("".join(f"{length}\n" for length in varied))
+    (folder / "lengths").write_text(f"{RESPONSE}\n")
+    named = {"policy.path": "", "data.files": "rows.jsonl", "rollout.lengths": "lengths"}
+    return [f"--{name}={folder / file}" for name, file in named.items()]
 
 
-def flags_of(case: Case, folder: Path, device: str) -> list[str]:
-    argv = [f"--policy.path={folder}", f"--data.files={folder}/rows.jsonl", "--data.no-chat", "--policy.random-init"]
-    argv += [f"--rollout.lengths={folder}/{'varied' if case.varied else 'fixed'}", "--data.answer-key=answer"]
-    argv += [f"--rollout.max-prompt-tokens={PROMPT}", f"--rollout.max-new-tokens={RESPONSE}", f"--steps={STEPS}"]
-    argv += [f"--rollout.batch-size={case.rows}", f"--ppo.mini-batches={MINI_BATCHES}", "--ppo.kl-coef=0.01"]
-    argv += ["--engine.kind=hf", "--placement.mode=colocated", "--checkpoint.no-last", "--reward.function=exact_match"]
-    argv += ["--policy.offload=none", "--value.offload=none", f"--compute.micro-batch-tokens={case.tokens}"]
-    return [*argv, f"--compute.device={device}"]
-
-
-def resolved_of(case: Case, folder: Path, device: str) -> Any:
-    """The run as the trainer resolves it, for an estimate without a GPU."""
-    from splitppo.config.cli import parse
-    from splitppo.placement import place
-    from splitppo.run.resolve import resolve
-
-    config = parse(flags_of(case, folder, device))
-    placement = place(config.placement, world=case.gpus, local_world=case.gpus, gpu=device == "cuda")
-    return resolve(config, placement, case.gpus, torch.device(device), probe=False)
-
-
-def cases_near_the_limit(folder: Path, device: str, card: float) -> list[Case]:
-    """With as many rows in a micro-batch as a part of the GPU holds by the estimate, and two micro-batches in each
-    mini-batch."""
-    from splitppo.run import memory
-
-    base = resolved_of(Case("", 1, 2, 4096, False, varied=True), folder, device)
-    needs: dict[int, tuple[float, int]] = {}
-    for rows in range(4, 256, 4):  # of a step
-        tokens = rows // 4 * (PROMPT + RESPONSE)
-        sized = memory.with_setting(base, "compute", "micro_batch_tokens", tokens)
-        needs[tokens] = memory.highest(memory.with_setting(sized, "rollout", "batch_size", rows), card)[0], rows
-    cases = []
-    for share in (0.95, 0.98, 0.92):
-        tokens = max(n for n, (need, _) in needs.items() if need <= share * card)
-        for growing in (False, True):
-            name = f"{share:.0%}{' growing' * growing}"
-            cases.append(Case(name, 1, needs[tokens][1], tokens, growing, varied=True))
-    return cases
-
-
-def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
+def run_job(name: str, out: Path) -> None:
     """Runs in a process of its own, or under torchrun; the first rank prints a line of JSON."""
-    from peaks import estimated
+    from peaks import count_peaks, estimated
 
-    from splitppo import actor, train
-    from splitppo.engine import hf
-    from splitppo.rollout import Sample
-    from splitppo.run import memory
+    from splitppo import train
     from splitppo.run.build import Builder
 
-    rank, on_gpu = int(os.environ.get("RANK", 0)), device == "cuda"
-    kept: dict[str, Any] = {}
-    init, load, report = Builder.__init__, hf.HFEngine._load, memory.out_of_memory
-    draw = torch.Generator().manual_seed(rank)
+    shape, gpus, flags = JOBS[name]
+    folder, rank = out / shape.replace(", ", "-").replace(" ", "-"), int(os.environ.get("RANK", 0))
+    inputs = write_inputs(folder, SHAPES[shape]) if rank == 0 else []
+    while rank and not (folder / "lengths").is_file():
+        time.sleep(0.2)
+    inputs = inputs or [f"--policy.path={folder}", f"--data.files={folder}/rows.jsonl"]
+    inputs += [] if rank == 0 else [f"--rollout.lengths={folder}/lengths"]
+    kept: list[Any] = []
+    init = Builder.__init__
 
     def noting(self: Any, given: Any, *args: Any) -> None:
-        kept["resolved"] = given
-        if cap and on_gpu:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / total))
+        kept.append(given)
         init(self, given, *args)
 
-    def rows(self: Any, requests: Any, *_: Any) -> Any:
-        level = -torch.log(torch.tensor(float(self.vocabulary))).item()
-        for request in requests:
-            ids = torch.randint(2, self.vocabulary, (request.length,), generator=draw).tolist()
-            yield [Sample(request.row, request.prompt, ids, [level] * request.length, "limit")]
-
-    def emptying(self: Any, weights: Any) -> None:
-        if on_gpu and case.emptied:
-            torch.cuda.empty_cache()
-        load(self, weights)
-
-    def out_of_memory(*args: Any) -> list[str]:
-        kept["died"] = True
-        return report(*args)
-
-    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, as the next ones
-    setattr(hf.HFEngine, "_rows", rows)  # noqa: B010
-    setattr(hf.HFEngine, "_load", emptying)  # noqa: B010
-    setattr(memory, "out_of_memory", out_of_memory)  # noqa: B010
-    actor.MISMATCH.update(dict.fromkeys(actor.MISMATCH, (99.0, 99.0)))  # made up rows are not the policy's
-    run = folder.parent / "runs" / case.name.replace(" ", "_")
-    status = train.main([*flags_of(case, folder, device), f"--run-dir={run}"])
-    if rank == 0 and (status == 0 or "died" in kept):
-        found: dict[str, Any] = {"died": "died" in kept}
-        if on_gpu:
-            free, total = torch.cuda.mem_get_info()
-            most = torch.cuda.max_memory_reserved()
-            growing = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
-            assert growing == case.growing, torch.cuda.memory_snapshot()[:3]
-            outside = total - free - torch.cuda.memory_reserved()
-            found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": most, "outside": outside}
-        card = torch.cuda.get_device_properties(0).total_memory if on_gpu else memory.GPU
-        found["estimate"] = max(estimated(kept["resolved"], card).values())
+    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, not a method of ours
+    peaks: dict[str, list[int]] = {}
+    count_peaks(peaks)
+    argv = ["--engine.kind=hf", "--policy.random-init", "--placement.mode=colocated", "--checkpoint.no-last"]
+    argv += [f"--rollout.max-prompt-tokens={PROMPT}", f"--rollout.max-new-tokens={RESPONSE}", "--steps=3"]
+    argv += [f"--rollout.batch-size={48 * gpus}", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--data.no-chat"]
+    argv += ["--data.answer-key=answer", "--reward.function=exact_match", "--compute.device=cuda", "--force"]
+    status = train.main([*argv, *flags, *inputs, f"--run-dir={out / 'runs' / name}"])
+    if status == 0 and rank == 0:
+        last = {role: steps(out / "runs" / name, role)[-1] for role in ("actor", "critic")}
+        seconds = sum(line["timing_s/update"] for line in last.values())
+        due = estimated(kept[-1], torch.cuda.get_device_properties(0).total_memory)
+        phases = {phase: [due[phase], sizes[-1]] for phase, sizes in peaks.items()}
+        found = {"phases": phases, "tokens_s": 48 * gpus * (PROMPT + RESPONSE) / seconds, "update_s": seconds}
         print("RESULT " + json.dumps(found), flush=True)
     sys.stdout.flush()
     os._exit(status)
 
 
-def run_link(folder: Path, device: str) -> None:
-    """Under torchrun: seconds of an all-gather and a reduce-scatter of 1 GiB in bfloat16, alone on the link."""
-    rank = int(os.environ["RANK"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    numbers = 2**29 if device == "cuda" else 2**20
-    whole = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
-    part = torch.zeros(numbers // 2, dtype=torch.bfloat16, device=device)
-    found = {}
-    works: dict[str, Any] = {"all-gather": lambda: dist.all_gather_into_tensor(whole, part)}
-    if device == "cuda":
-        works["reduce-scatter"] = lambda: dist.reduce_scatter_tensor(part, whole)
-    for name, work in works.items():
-        for repeat in range(8):
-            if repeat == 3:
-                _wait(device)
-                began = time.monotonic()
-            work()
-        _wait(device)
-        found[name] = part.nbytes * 5 / (time.monotonic() - began) / 1e9
-    if rank == 0:
-        print("RESULT " + json.dumps(found), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
 def steps(run: Path, role: str) -> list[dict[str, Any]]:
-    file = run / "metrics" / f"{role}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()]
 
 
-def start(options: argparse.Namespace, gpus: int, job: list[str], growing: bool, log: Path) -> dict[str, Any]:
-    """Runs this file again, in `gpus` processes. Returns what the first rank found. Ends the script if nothing came."""
-    command = [sys.executable]
-    if gpus > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    command += [__file__, *job, "--shape", options.shape, "--device", options.device, "--out", str(options.out)]
-    command += ["--cap", str(options.cap)]
-    environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    environ["OMP_NUM_THREADS"] = "4"
-    if not growing:  # else the trainer's own setting
-        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
-    with log.open("w") as file:
-        try:
-            subprocess.run(command, stdout=file, stderr=file, timeout=150, check=False, cwd=ROOT, env=environ)
-        except subprocess.TimeoutExpired:
-            print("took more than 150 s", file=file)
+def report(name: str, log: Path) -> None:
     lines = log.read_text(errors="replace").splitlines()
     found = next((json.loads(line[7:]) for line in lines if line.startswith("RESULT ")), None)
     if found is None:
-        sys.exit("\n    ".join(["failed:", *lines[-30:]]))
-    asked = re.search(
-        r"Tried to allocate ([\d.]+ [KMG]iB).*?([\d.]+ [KMG]iB) is reserved by PyTorch but", " ".join(lines)
-    )
-    return found | {"asked": asked.groups() if asked else ("", "")}
-
-
-def line_of(case: Case, found: dict[str, Any], run: Path) -> str:
-    cells = [f"{case.name:20} {case.gpus} {case.rows:5} {case.tokens:6}"]
-    sizes = [found.get(name, 0) / GIB for name in ("estimate", "allocated", "reserved", "outside")]
-    cells += ["".join(f"{size:9.1f}" for size in sizes)]
-    for role in ("actor", "critic"):
-        done = steps(run, role)
-        retries = " ".join(f"{step.get('perf/alloc_retries', 0)}" for step in done) or "-"
-        cell = f"  {retries:9}"
-        if last := done[1:]:
-            seconds = sum(step["timing_s/update"] for step in last) / len(last)
-            rate = sum(step["perf/update_tflop"] for step in last) / len(last) * 1e12 / seconds / PEAK
-            cell += f" {seconds:6.2f} s {rate:4.0%}"
-        cells.append(f"{cell:27}")
-    if done := steps(run, "actor")[1:]:
-        cells.append(f" {sum(step['timing_s/step'] for step in done) / len(done):6.2f} s")
-    asked, unused = found["asked"]
-    outcome = f"OUT OF MEMORY in step {len(steps(run, 'critic')) + 1}: asked for {asked}, {unused} in fragments"
-    return "".join(cells) + f"  {outcome if found['died'] else 'ran'}"
+        print(f"{name:16} failed:", *lines[-12:], sep="\n    ", flush=True)
+        return
+    for phase, (due, most) in found["phases"].items():
+        gib = f"{due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}"
+        print(f"{name:16} {phase:16} {gib}", flush=True)
+    due, most = (max(sizes) for sizes in zip(*found["phases"].values(), strict=True))
+    speed = f"updates {found['update_s']:.2f} s, {found['tokens_s']:,.0f} tokens/s"
+    print(f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  {speed}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("limit", "updates", "case", "link"), metavar="limit|updates")
-    parser.add_argument("--only", nargs="*", help="names of cases")
-    parser.add_argument("--limit", type=float, default=240.0)
-    parser.add_argument("--cap", type=float, default=0.0)
-    parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
+    parser.add_argument("--only", nargs="*", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--limit", type=float, default=330.0)
     parser.add_argument("--out", type=Path, default=Path("/tmp/splitppo-memory"))
-    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder = options.out / options.shape
-    if options.what == "case":
-        run_job(Case(**json.loads(options.job)), folder, options.device, options.cap)
-    if options.what == "link":
-        run_link(folder, options.device)
+    if options.job:
+        run_job(options.job, options.out)
     began = time.monotonic()
-    runs = options.out / "runs"
-    subprocess.run(["rm", "-rf", str(runs)], check=True)
-    runs.mkdir(parents=True)
-    write_inputs(folder, SHAPES[options.shape])
-    # asked in a process of its own: this one must not hold a part of the GPU
-    ask = "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name, sep='|')"
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False).stdout.strip()
-    total, name = told.split("|") if told else (str(80 * 0.99 * GIB), "no GPU")
-    card = min(float(total), options.cap * GIB or float(total))
-    print(
-        f"{name}, {float(total) / GIB:.1f} GiB, of which PyTorch may take {card / GIB:.1f}; torch {torch.__version__}"
-    )
-    cases = list(UPDATES) if options.what == "updates" else cases_near_the_limit(folder, options.device, card)
-    if options.what == "updates":
-        speeds = start(options, 2, ["link"], False, runs / "link.log")
-        print("link: " + ", ".join(f"{work} {speeds[work]:.0f} GB/s" for work in speeds if work != "asked"), flush=True)
-    heads = "estimate allocated reserved  outside"
-    print(f"{'case':20} G  rows tokens  {heads}   retries, update and MFU of actor, then of critic              step")
-    for case in cases if options.only is None else [case for case in cases if case.name in options.only]:
-        if time.monotonic() - began > options.limit - 20:
-            print(f"{case.name:20} left out: no time left", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'setting':16} {'phase':16} {'estimate':>8} {'measured':>8}  ratio   GiB", flush=True)
+    (options.out / "runs").mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        gpus, left = JOBS[name][1], options.limit - (time.monotonic() - began)
+        if gpus > torch.cuda.device_count() or left < 20:
+            print(f"{name:16} left out: {'too few GPUs' if left >= 20 else 'no time left'}", flush=True)
             continue
-        job = ["case", "--job", json.dumps(replace(case).__dict__)]
-        log = runs / f"{case.name.replace(' ', '_')}.log"
-        found = start(options, case.gpus, job, case.growing, log)
-        print(line_of(case, found, log.with_suffix("")), flush=True)
-    print(f"{time.monotonic() - began:.0f} s; estimates and the rest in GiB, of the first rank", flush=True)
+        start = [sys.executable] if gpus == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start += [] if gpus == 1 else ["--nproc_per_node", str(gpus)]
+        log, command = options.out / f"{name}.log", [*start, __file__, "--job", name, "--out", str(options.out)]
+        with log.open("w") as file:
+            try:
+                subprocess.run(command, stdout=file, stderr=file, timeout=min(left + 15, 300), check=False, cwd=ROOT)
+            except subprocess.TimeoutExpired:
+                print("took too long", file=file)
+        report(name, log)
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
