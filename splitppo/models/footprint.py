@@ -11,6 +11,10 @@ from transformers import AttentionInterface, PretrainedConfig
 from splitppo.models.build import Kind, build, shorten
 from splitppo.models.sharding import transformer_layers
 
+# The part of a GPU that a job may plan with. On a card of 79.2 GiB a job that was estimated at 75 ended with 73 GiB
+# allocated. CUDA and NCCL hold 1.5 GiB, so fragments took 6 % of the card. The estimate errs by 2 %.
+USABLE = 0.92
+GB = 0.99 * 2**30  # bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
 TRACED = "splitppo_traced"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
 TOKENS = 64  # of the traced row

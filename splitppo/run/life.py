@@ -17,7 +17,7 @@ from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
-from splitppo.run import checkpoint
+from splitppo.run import checkpoint, memory
 from splitppo.run.build import Builder
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
@@ -128,6 +128,7 @@ class Run:
         if actor:
             self.build.connect_engine(actor)
         how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
+        how["remedies"] = partial(memory.remedies, self.build.resolved)
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
         self.trackers = Trackers(self.config, self.folder, self.start, active=self.runtime.launch.rank == 0)

@@ -86,6 +86,7 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
             print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
+    memory.use_expandable_segments(resolved, launch.rank)
     sets, facts = set_sizes(config), facts_of(config)
     runtime = rank.runtime = Runtime(
         launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, set_sizes=sets, facts=facts
@@ -124,7 +125,7 @@ def dry_run(config: Config, launch: Launch) -> str:
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
     parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
     parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
-    return "\n".join([*parts, *memory.table(resolved)])
+    return "\n".join([*parts, *memory.table(resolved, memory.gpu_memory(resolved) or memory.GPU)])
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:

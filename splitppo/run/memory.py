@@ -1,9 +1,10 @@
 """The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what makes a run fit."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,16 +12,17 @@ from splitppo.config import Config
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm.client import BUCKET
 from splitppo.engine.vllm.plan import BLOCK, RESERVE, kv_bytes_per_token
+from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
-from splitppo.models.footprint import Footprint, footprint
+from splitppo.models.footprint import GB, USABLE, Footprint, footprint
 from splitppo.models.heads import LOGIT_PIECE
 from splitppo.placement import Role, place, replicas
 from splitppo.run.resolve import Model, Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
-CONTEXT = 1.5 * 2**30  # of CUDA, NCCL, cuBLAS and of the allocator's gaps
-GPU = 80 * 2**30  # memory of a GPU where there is none to ask
+CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
+GPU = 80 * GB  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
 MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}  # offload -> the next kind of it
@@ -49,7 +51,8 @@ def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     """The phases, and what is held in each, in GiB."""
     found = phases(resolved, memory).items()
     lines = [f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}" for phase, parts in found]
-    return ["memory a rank needs by phase, estimated (GiB):", *lines]
+    of = f", of {card(memory)}" if resolved.device.type == "cuda" else ""
+    return [f"memory a rank needs by phase, estimated (GiB){of}:", *lines]
 
 
 def trainer_peak(resolved: Resolved) -> float:
@@ -59,19 +62,36 @@ def trainer_peak(resolved: Resolved) -> float:
     return max(sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part) for parts in own)
 
 
+def use_expandable_segments(resolved: Resolved, rank: int) -> None:
+    """Lets PyTorch's allocator extend its segments, which leaves fewer fragments; before the rank allocates on its GPU.
+    Not with settings of the user's own. Not on a rank that shares memory with vLLM by CUDA IPC: PyTorch shares such
+    segments through `pidfd_getfd`, which containers forbid."""
+    shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
+    if shares or resolved.device.type != "cuda" or ALLOCATOR & os.environ.keys():
+        return
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for those who ask which settings hold
+    cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def gpu_memory(resolved: Resolved) -> float | None:
     """Bytes of the GPU; None without one."""
     on_gpu = resolved.device.type == "cuda" and torch.cuda.is_available()
     return float(torch.cuda.get_device_properties(resolved.device).total_memory) if on_gpu else None
 
 
+def card(memory: float) -> str:
+    """What a job may plan with on a GPU of so many bytes, and why."""
+    return f"{_gib(USABLE * memory)} (a GPU of {memory / 2**30:.1f} GiB less {1 - USABLE:.0%} for fragments)"
+
+
 def check_memory(resolved: Resolved, memory: float) -> str | None:
-    """A warning if rows of full length would not fit. Raises UserError if the shortest rows would not fit either."""
+    """A warning if rows of full length would not fit what fragments leave. Raises UserError if the shortest rows would
+    not fit the GPU either."""
     need, phase, parts = highest(resolved, memory)
-    if need <= memory:
+    if need <= USABLE * memory:
         return None
-    of = f"{_gib(need)} of a GPU of {_gib(memory)}"
-    text = f"{phase} needs about {of}: {_listed(parts)}; {remedies(resolved, memory)}"
+    text = f"{phase} needs about {_gib(need)} of {card(memory)}: {_listed(parts)}; "
+    text += remedies(resolved, memory)
     if SURE * sum(size for part, size in parts.items() if not part.startswith("activations")) > memory:
         raise UserError(text)
     return f"with rows of full length, {text}"
@@ -82,25 +102,28 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
     parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
     used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
-    held = f"estimated {_gib(needed(parts))} of {_gib(memory)}: {_listed(parts)}{used}"
+    held = f"estimated {_gib(needed(parts))} of {card(memory)}: {_listed(parts)}{used}"
     return [f"memory ran out in {phase!r}", held, remedies(resolved, memory)]
 
 
-def remedies(resolved: Resolved, memory: float) -> str:
-    """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does."""
+def remedies(resolved: Resolved, memory: float | None = None) -> str:
+    """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does.
+    `memory`: bytes of the GPU, by default of this rank's."""
+    memory = memory or gpu_memory(resolved) or GPU
     need, *_ = highest(resolved, memory)
     alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
     found = ", ".join(f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need)
     together, chosen = fitted(resolved, memory, ("--", f"{2 * resolved.placement.world} GPUs"))
-    if (least := highest(together, memory)[0]) <= memory < min(alone.values()):
+    if (least := highest(together, memory)[0]) <= USABLE * memory < min(alone.values()):
         found += f"; enough: {' '.join(chosen.values())} {_gib(least)}"
     return f"ways to need less: {found}"
 
 
 def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple[Resolved, dict[str, str]]:
-    """The run with the cheapest ways that make it fit, of those whose flags begin so, or all; the flags by setting."""
+    """The run with the cheapest ways that make it fit what fragments leave of the GPU, of those whose flags begin so,
+    or all; the flags by setting."""
     chosen: dict[str, str] = {}
-    while (need := highest(resolved, memory)[0]) > memory:
+    while (need := highest(resolved, memory)[0]) > USABLE * memory:
         for flags, changed in ways(resolved):
             if flags.startswith(allowed) and highest(changed, memory)[0] < need:
                 resolved, chosen[flags.partition(" ")[0]] = changed, flags
@@ -119,7 +142,7 @@ def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
         return resolved, ""
     (before, *_), flags = highest(resolved, memory), tuple(f"--{name}.offload" for name in automatic)
     resolved, chosen = fitted(resolved, memory, flags)
-    need = f"{_gib(before)} of a GPU of {_gib(memory)}, with it {_gib(highest(resolved, memory)[0])}"
+    need = f"{_gib(before)} of {card(memory)}, with it {_gib(highest(resolved, memory)[0])}"
     off = " ".join(f"{flag} none" for flag in chosen)
     line = f"{' '.join(chosen.values())} by itself: the run would need about {need}; {off} turns it off"
     return resolved, line if chosen else ""

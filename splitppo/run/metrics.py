@@ -3,14 +3,15 @@
 import json
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from splitppo.errors import say
 from splitppo.placement import Role
 from splitppo.run.files import parse_record, read_lines, write_whole
 from splitppo.run.screen import Screen
@@ -22,15 +23,26 @@ def records_until(path: Path, step: int) -> str:
     return "".join(line for number, line in dict(lines if path.is_file() else ()).items() if number <= step)
 
 
+def alloc_retries() -> int:
+    """How often PyTorch's allocator has freed its cache and asked the GPU again; 0 on the CPU."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0)
+
+
 class ColumnLog:
     """The spans and metrics of one role. Only the `first` rank of the role's group writes and prints. `phase` is called
-    with the name of each span as it begins. Records after `start`, where the run resumes, are removed from the file."""
+    with the name of each span as it begins. Records after `start`, where the run resumes, are removed from the file.
+    `remedies` is called when the GPU's memory is too small for the first time: the ways to need less."""
 
-    def __init__(self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int):
+    def __init__(
+        self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int,
+        remedies: Callable[[], str] = str,
+    ):  # fmt: skip
         self.role, self.phase = role, phase
         self.screen = Screen(role, start, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
+        self.remedies = remedies
+        self.retries: Counter[str] = Counter()  # of the allocator, by span
         # Unix time, so that ranks compare; it goes on by a clock that nobody sets
         self.clock = time.time() - time.monotonic()
         self.began = self.now()
@@ -46,8 +58,10 @@ class ColumnLog:
     def span(self, name: str) -> Iterator[None]:
         """Times a part of the step. Names of waits for the other role begin with `wait_`."""
         start = self.now()
+        before = alloc_retries()
         self.phase(f"{self.role} step {self.step + 1} {name}")
         yield
+        self.retries[name] += alloc_retries() - before
         if (end := self.now()) - start > 0.0005:  # leave out spans without work
             self.spans.append([name, start, end])
 
@@ -63,6 +77,7 @@ class ColumnLog:
             record["perf/throughput"] = metrics["tokens"] / step_time
         if torch.cuda.is_initialized():
             record["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            record["perf/alloc_retries"] = self.retries.total()
         record |= {"perf/idle_share": idle / step_time, "spans": self.spans}
         if self.screen:
             with self.path.open("a") as file:
@@ -70,4 +85,10 @@ class ColumnLog:
                 file.flush()
                 os.fsync(file.fileno())
             self.screen.step(step, step_time, seconds, metrics)
+            if self.retries.total() > 1:
+                spans = ", ".join(f"{name} {count}" for name, count in self.retries.items() if count)
+                short = "too little memory: the allocator freed its cache and asked again"
+                say("; ".join(filter(None, [f"[{self.role}] step {step}: {short} ({spans})", self.remedies()])))
+                self.remedies = str  # the ways stay the same
+        self.retries.clear()
         self.step, self.spans, self.began = step, [], now

@@ -10,8 +10,9 @@ from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.models import hub
 from splitppo.models.build import check_type, read_config
+from splitppo.models.footprint import GB, USABLE
 from splitppo.placement import place
-from splitppo.run.memory import fitted, highest
+from splitppo.run.memory import card, fitted, highest
 from splitppo.run.resolve import KINDS, Model, Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
@@ -45,15 +46,16 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     UserError if none does.
 
     Args:
-        length: the longest row in tokens; a quarter of it is the prompt. memory: of a GPU in GiB.
+        length: the longest row in tokens; a quarter of it is the prompt. memory: GB of a GPU, as its name has them.
     """
     config, found, least = model_config(name), [], []
+    total = memory * GB
     models = {role: Model(KINDS[role], name, name, config, True, packed=True) for role in KINDS if role != "reward"}
     for split in splits(gpus, movable=True):
         resolved, flags = _resolved(models, split, length)
-        resolved, chosen = fitted(resolved, memory * 2**30, TRIED)
-        need, phase, _ = highest(resolved, memory * 2**30)
-        if need <= memory * 2**30:
+        resolved, chosen = fitted(resolved, total, TRIED)
+        need, phase, _ = highest(resolved, total)
+        if need <= USABLE * total:
             work = _work(resolved)
             why = "actor column {:.1f} s, critic column {:.1f} s".format(*columns(work, split))
             step = f"  {split}: {predict(work, split):.1f} s a step ({why}), {need / 2**30:.0f} GiB at most ({phase})"
@@ -61,12 +63,13 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         else:
             least.append((need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least"))
     if not found:
-        where = f"{name} on {gpus} GPUs of {memory:g} GiB"
+        where = f"{name} on {gpus} GPUs, each with {card(total)}"
         raise UserError(f"{where}: {min(least)[1]}; use more GPUs, or a smaller --length")
     parameters = f"{models['policy'].parameters:,} parameters each for policy, reference and value model"
     how = f"{ROWS} rows a step, responses a quarter of the longest on average"
     lines = [
         f"{name}: {parameters}; rows of {length:,} tokens",
+        f"planned for {card(total)}",
         f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
     ]
     best = [line for _, *both in sorted(found)[:SHOWN] for line in both]

@@ -27,7 +27,8 @@ def plan(
         run: a run's folder; or a model's, or its hub name.
         gpus: how many GPUs to place. Unset: as many as the run has.
         length: of a model: the longest row in tokens, prompt and response.
-        memory: of a model: GiB of a GPU.
+        memory: of a model: GB of a GPU, as its name has them. A GPU of 80 GB has 79.2 GiB, one of 141 GB 139.6 GiB;
+            placements fit in what fragments leave of it, 72.9 and 128.4 GiB.
     """
     for flag, value in (("gpus", gpus), ("length", length), ("memory", memory)):
         if value is not None and value <= 0:

@@ -25,6 +25,7 @@ from splitppo.config.rules import check
 from splitppo.config.toml import leaves
 from splitppo.engine import build as start
 from splitppo.errors import UserError
+from splitppo.models.footprint import GB, USABLE
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rewards.functions import find_function
 from splitppo.rewards.scorer import Scorer
@@ -96,6 +97,7 @@ SCRIPT = {
 
 # preset -> its GPUs, the shapes of its models, what a GPU of each group needs (GiB)
 LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
+    "gsm8k/qwen2.5_7b.toml": (8, {"policy": "7b"}, {"actor": 51, "critic": 50}),
     "large/qwen2.5_14b_4gpus.toml": (4, {"policy": "14b"}, {"actor": 71}),
     "large/qwen2.5_32b_8gpus.toml": (8, {"policy": "32b"}, {"actor": 54}),
     "large/llama3_8b_beside_70b.toml": (8, {"policy": "8b", "reference": "70b"}, {"actor": 66, "critic": 58}),
@@ -103,13 +105,14 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
 SHAPES: dict[str, Any] = {
     name: kind(
         hidden_size=hidden, intermediate_size=inside, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=8, vocab_size=ids, max_position_embeddings=32768, tie_word_embeddings=False,
+        num_key_value_heads=shared, vocab_size=ids, max_position_embeddings=32768, tie_word_embeddings=False,
     )
-    for name, kind, hidden, inside, layers, heads, ids in (
-        ("14b", Qwen2Config, 5120, 13824, 48, 40, 152064),
-        ("32b", Qwen2Config, 5120, 27648, 64, 40, 152064),
-        ("8b", LlamaConfig, 4096, 14336, 32, 32, 128256),
-        ("70b", LlamaConfig, 8192, 28672, 80, 64, 128256),
+    for name, kind, hidden, inside, layers, heads, shared, ids in (
+        ("7b", Qwen2Config, 3584, 18944, 28, 28, 4, 152064),
+        ("14b", Qwen2Config, 5120, 13824, 48, 40, 8, 152064),
+        ("32b", Qwen2Config, 5120, 27648, 64, 40, 8, 152064),
+        ("8b", LlamaConfig, 4096, 14336, 32, 32, 8, 128256),
+        ("70b", LlamaConfig, 8192, 28672, 80, 64, 8, 128256),
     )
 }  # fmt: skip
 
@@ -228,6 +231,7 @@ def test_large_presets_fit_by_the_estimate(preset: str, small: dict[str, Path], 
     for role, gib in most.items():
         need = max(need for phase, need in needs.items() if phase.startswith(role))
         assert need == pytest.approx(gib, abs=0.6)
+        assert need * 2**30 <= USABLE * 80 * GB
         assert re.search(rf"\b{gib}\b", text.partition("run_dir")[0])
 
 

@@ -26,13 +26,12 @@ from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
 from splitppo.models.build import build
+from splitppo.models.footprint import USABLE
 from splitppo.rollout import Request, Sample
 
 AHEAD = 2  # rows of each slot that the engine has beside the open one: it must not wait for this process
 ALIGN = 512  # bytes; tensors in a bucket start at multiples of it
 BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
-FULL = 0.92  # part of the GPU that trainer and engine may use together if the engine stays awake
-FRAGMENTS = 1.1  # memory that the trainer's allocator takes for each requested byte
 
 
 class VLLMEngine(RolloutEngine):
@@ -178,14 +177,14 @@ class VLLMEngine(RolloutEngine):
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> bool:
-        """Whether the trainer's peak fits the GPU beside all that other processes hold now. The peak is the estimated
-        one if no step has reached it yet: rows may grow, and with windows the first are short."""
+        """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold now. The peak is the
+        estimated one if no step has reached it yet: rows may grow, and with windows the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         sizes = [f"{size / 2**30:.1f}" for size in (total, others, peak)]
         logging.getLogger(__name__).info("of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes)
-        return others + FRAGMENTS * peak <= FULL * total
+        return others + peak <= USABLE * total
 
     def _send(self, kind: str, value: Any = None) -> None:
         if self._conn is None:

@@ -16,6 +16,8 @@ from typing import Any, cast
 from splitppo.engine.vllm.plan import Plan
 from splitppo.job.child import clean_environment
 
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # variables with the settings of PyTorch's allocator
+
 
 class EngineError(RuntimeError):
     """The engine's process failed. The message holds the end of its log, with a traceback if there is one."""
@@ -30,7 +32,7 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
     """The environment of an engine that sees these GPUs only, as CUDA_VISIBLE_DEVICES names them; none: on the CPU."""
     env = clean_environment()
     env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for its ranks
-    for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & env.keys():
+    for name in ALLOCATOR & env.keys():
         env[name] = fixed_segments(env[name])
     if devices:
         # for each host and GPU: engines that start together would write to the same files
