@@ -100,12 +100,11 @@ class Scorer:
     def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
         names = [scored_by(function, prompt.data_source) for function in self._weights]
-        calls: list[Outcome | Future[Outcome]] = []
-        for name in names:
-            asked = {"prompt": prompt.column} if name in self._prompted else {}
-            rule = FAST.get(name)
-            calls.append((rule(**row), {}) if rule else self._pools[name].submit(name, row | asked))
-        return calls
+        asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
+        return [
+            (FAST[name](**row), {}) if name in FAST else self._pools[name].submit(name, asking.get(name, row))
+            for name in names
+        ]
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Scored:
         """One row's outcomes, in the order of the functions, as its score."""
