@@ -163,7 +163,7 @@ def _number(value: Any) -> float:
     """`value` as a float if it is one number, finite in float32; else NaN. Numbers are those of Python (Decimal and
     Fraction, too), numpy and torch, alone or as the only element of a list, array or tensor."""
     try:
-        while isinstance(value, list | tuple) and len(value) == 1:
+        while type(value) in (list, tuple) and len(value) == 1:
             value = value[0]
         if hasattr(value, "item"):  # an array or a tensor
             value = value.item()
