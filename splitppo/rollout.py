@@ -30,6 +30,8 @@ class Prompt:
         data_source, ground_truth, extra_info: what the reward function gets beside the response.
         messages: the conversation as messages, if the data has it or the prompt is a string that went through the chat
             template; a reward model with a template of its own reads it.
+        column: the prompt as its row has it, a string or messages: without `data.system` and the chat template. For
+            reward functions that ask for it.
     """
 
     text: str
@@ -38,6 +40,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
+    column: str | list[dict[str, Any]] = ""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,9 @@ def tokenize(
             text: Any = row.prompt
             if messages is not None:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            prompts[index] = Prompt(text, [], row.data_source, row.ground_truth, row.extra_info, messages)
+            prompts[index] = Prompt(
+                text, [], row.data_source, row.ground_truth, row.extra_info, messages, column=row.prompt
+            )
         except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
             refused = f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())})"
             wrong[index] = UserError(f"{refused}; fix the row, or data.chat_kwargs or data.system if set")

@@ -20,6 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
 from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
+from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
 Head = Literal["zero", "normal"]
@@ -76,37 +77,48 @@ def read_buffers(model: nn.Module, folder: str) -> None:
         _Weights(folder, model).read_buffers()
 
 
-def save(model: Any, folder: Path) -> None:
-    """Writes a policy or value model as a Hugging Face folder. A value model becomes transformers' token classification
-    with one label, if its type has that, else the body and `score`."""
-    if not isinstance(model, ValueModel):
-        model.save_pretrained(folder)
-        return
-    weights, prefix = model.state_dict(), f"{model.base_model_prefix}."
-    written: Any = getattr(model, model.base_model_prefix)
-    if type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: bool = False) -> None:
+    """Writes a policy or value model as a Hugging Face folder, which transformers 4 reads, too. A
+    value model becomes transformers' token classification with one label, if its type has that,
+    else the body and `score`. What training did not change is as in the folder `source`, from which
+    the model started; the tokenizer is that of the folder `tokenizer`."""
+    is_value = isinstance(model, ValueModel)
+    prefix = f"{model.base_model_prefix}."
+    written: Any = getattr(model, model.base_model_prefix) if is_value else model
+    weights = model.state_dict()
+    if is_value and type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         config = deepcopy(model.config)
         config.num_labels = 1
         with on_meta():
-            written = transformers.AutoModelForTokenClassification.from_config(config, trust_remote_code=False)
+            written = transformers.AutoModelForTokenClassification.from_config(
+                config, dtype=written.dtype, trust_remote_code=False
+            )
         head = next(name for name in written.state_dict() if not name.startswith(prefix)).rpartition(".")[0]
         weights = {name.replace("score.", f"{head}.") if name in HEAD else name: x for name, x in weights.items()}
     written.should_save_on_this_rank = lambda _: True  # transformers would leave it to the job's first rank
     written.save_pretrained(folder, state_dict=weights)
+    complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
 
 
 def save_trained(
-    config: PretrainedConfig, kind: Kind, named: Iterable[tuple[str, Tensor]], folder: Path, *, write: bool
+    config: PretrainedConfig,
+    kind: Kind,
+    named: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    *given: Path,
+    own_code: bool,
+    write: bool,
 ) -> None:
-    """Writes full weights and buffers (`Learner.weights`) as a Hugging Face folder, which replaces an older one. All
-    ranks of the group call it, and one of them has `write`."""
+    """Writes full weights and buffers (`Learner.weights`) as a Hugging Face folder, which replaces
+    an older one. `given`: the folders `source` and `tokenizer` of `save`. All ranks of the group
+    call it, and one of them has `write`."""
     held = {name: tensor.cpu().clone() for name, tensor in named if write}
     if not write:
         return
     model = build(config, kind)
     model.load_state_dict(held, assign=True)
     partial = folder.with_name(f"{folder.name}.partial")
-    save(model, partial)
+    save(model, partial, *given, own_code=own_code)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

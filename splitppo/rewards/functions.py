@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +21,8 @@ from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
 
 FLOAT32_MAX = 3.4028234663852886e38
-# Takes the keyword arguments data_source, solution_str, ground_truth and extra_info. Returns a number, or a dict with
-# `score` and more numbers, or an awaitable of either.
+# Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt` if it has a parameter
+# of that name. Returns a number, or a dict with `score` and more numbers, or an awaitable of either.
 RewardFunction = Callable[..., Any]
 
 _FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo)
@@ -77,8 +78,9 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(f"{wrong} {path} has no {name}; functions there: {', '.join(defined) or 'none'}")
     found = getattr(module, name)
+    names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
     try:
-        inspect.signature(found).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
     except ValueError:  # some callables written in C have no signature
         pass
     except TypeError as error:
@@ -89,6 +91,8 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
 
 @functools.cache  # imports a file once: its top level may load a model
 def _import_file(file: Path) -> ModuleType:
+    # the file may import modules beside it; last, so that they hide no library
+    sys.path += {str(file.parent)} - {*sys.path}
     # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be called reward.py
     name = f"splitppo_reward_{file.stem}_{hash(file)}"
     spec: Any = importlib.util.spec_from_file_location(name, file)
@@ -116,6 +120,21 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def takes_prompt(function: RewardFunction) -> bool:
+    """Whether the function has a parameter `prompt`. One that functools.partial has filled does not count."""
+    with suppress(TypeError, ValueError):  # no function at all, or one written in C
+        filled = getattr(function, "keywords", {})
+        return "prompt" in inspect.signature(function).parameters.keys() - filled.keys()
+    return False
+
+
+async def awaited(result: Any) -> Any:
+    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async function."""
+    while inspect.isawaitable(result):
+        result = await result
+    return result
+
+
 def display_names(functions: Sequence[str]) -> list[str]:
     """A short name for each: the rule or the function in the file; if two are equal `file.function`, or the whole."""
     short = [function.rpartition(":")[2] for function in functions]
@@ -135,16 +154,23 @@ def read_result(result: Any) -> Outcome:
     bad = [key for key, value in numbers.items() if math.isnan(value)]
     if bad or "score" not in numbers:
         reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
-        use = "return a number, or a dict of numbers with the key 'score'"
+        use = "return float(...), or a dict of numbers with the key 'score'"
         return Failure("", "invalid", f"returned {one_line(repr(result))[:120]}: {reason}; {use}")
     return numbers.pop("score"), numbers
 
 
 def _number(value: Any) -> float:
-    """`value` as a float if it is one number of Python, numpy or torch, finite in float32; else NaN."""
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    return float(value) if isinstance(value, int | float) and abs(value) <= FLOAT32_MAX else math.nan
+    """`value` as a float if it is one number, finite in float32; else NaN. Numbers are those of Python (Decimal and
+    Fraction, too), numpy and torch, alone or as the only element of a list, array or tensor."""
+    try:
+        while type(value) in (list, tuple) and len(value) == 1:
+            value = value[0]
+        if hasattr(value, "item"):  # an array or a tensor
+            value = value.item()
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except Exception:  # several numbers, or one that is too large; each library has its own error
+        return math.nan
+    return number if abs(number) <= FLOAT32_MAX else math.nan
 
 
 def timeout_failure(timeout: float, *, blocks: bool = False) -> Failure:

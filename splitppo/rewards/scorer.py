@@ -21,6 +21,7 @@ from splitppo.rewards.functions import (
     find_function,
     is_async,
     scored_by,
+    takes_prompt,
 )
 from splitppo.rewards.workers import WorkerPool
 from splitppo.rollout import Prompt
@@ -81,7 +82,9 @@ class Scorer:
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
         used = {scored_by(function, source) for function in self._weights for source in data_sources}
-        kinds = {name: is_async(find_function(name)) for name in sorted(used - FAST.keys())}
+        found = {name: find_function(name) for name in sorted(used - FAST.keys())}
+        self._prompted = {name for name, function in found.items() if takes_prompt(function)}
+        kinds = {name: is_async(function) for name, function in found.items()}
         self._pools: dict[str, WorkerPool] = {}
         for asynchronous in set(kinds.values()):
             names = [name for name, kind in kinds.items() if kind is asynchronous]
@@ -91,12 +94,17 @@ class Scorer:
     def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
         """Starts to score the rows, each a prompt and the decoded response. Returns a function that waits for their
         scores, in the order of the rows. It raises UserError if a worker could not import its functions."""
-        calls = [self._call(row_of(prompt, response)) for prompt, response in rows]
+        calls = [self._call(prompt, response) for prompt, response in rows]
         return lambda: [self._combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
 
-    def _call(self, row: dict[str, Any]) -> list[Outcome | Future[Outcome]]:
-        names = [scored_by(function, row["data_source"]) for function in self._weights]
-        return [(FAST[name](**row), {}) if name in FAST else self._pools[name].submit(name, row) for name in names]
+    def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
+        row = row_of(prompt, response)
+        names = [scored_by(function, prompt.data_source) for function in self._weights]
+        asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
+        return [
+            (FAST[name](**row), {}) if name in FAST else self._pools[name].submit(name, asking.get(name, row))
+            for name in names
+        ]
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Scored:
         """One row's outcomes, in the order of the functions, as its score."""

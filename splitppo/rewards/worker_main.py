@@ -5,7 +5,8 @@
 Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the functions' names, the time
 limit and whether the functions are async. The worker imports them and answers "", or why that failed. The others bring
 rows: the name of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
-async functions run all rows at once. The messages are pickles: both ends are processes of this program on one machine.
+async functions run all rows at once. What either returns is awaited if it can be. The messages are pickles: both ends
+are processes of this program on one machine.
 """
 
 import asyncio
@@ -21,7 +22,15 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import end_with_parent
-from splitppo.rewards.functions import Failure, RewardFunction, describe, find_function, read_result, timeout_failure
+from splitppo.rewards.functions import (
+    Failure,
+    RewardFunction,
+    awaited,
+    describe,
+    find_function,
+    read_result,
+    timeout_failure,
+)
 
 
 def failure_of(name: str, error: BaseException) -> Failure:
@@ -32,13 +41,15 @@ def failure_of(name: str, error: BaseException) -> Failure:
 
 def serve(connection: Connection, functions: Mapping[str, RewardFunction]) -> NoReturn:
     """Applies functions to one row after another. EOFError: the trainer closed the connection."""
-    while True:
-        key, name, row = connection.recv()
-        try:
-            outcome = read_result(functions[name](**row))
-        except BaseException as error:  # SystemExit, too, is a failure of this row
-            outcome = failure_of(name, error)
-        connection.send((key, outcome))
+    # one event loop for all rows: a function may keep a client that is bound to it
+    with asyncio.Runner() as runner:
+        while True:
+            key, name, row = connection.recv()
+            try:
+                outcome = read_result(runner.run(awaited(functions[name](**row))))
+            except BaseException as error:  # SystemExit, too, is a failure of this row
+                outcome = failure_of(name, error)
+            connection.send((key, outcome))
 
 
 async def serve_async(connection: Connection, functions: Mapping[str, RewardFunction], timeout: float) -> NoReturn:
@@ -49,7 +60,7 @@ async def serve_async(connection: Connection, functions: Mapping[str, RewardFunc
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                result = await functions[name](**row)
+                result = await awaited(functions[name](**row))
             outcome = read_result(result)
         except BaseException as error:
             if (task := asyncio.current_task()) and task.cancelling():  # this worker ends

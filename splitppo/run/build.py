@@ -174,9 +174,17 @@ class Builder:
         """Writes the value model beside the checkpoints, with the tokenizer, for other runs to start from."""
         folder, first = self.folder / "pretrained_value", value.runner.group.is_first
         found = self.resolved.models["value"]
-        weights.save_trained(found.config, "value", value.weights(torch.float32), folder, write=first)
+        weights.save_trained(
+            found.config,
+            "value",
+            value.weights(torch.float32),
+            folder,
+            found.folder(self.folder),
+            self.resolved.models["policy"].folder(self.folder),
+            own_code=self.config.policy.trust_remote_code,
+            write=first,
+        )
         if first:
-            self.resolved.tokenizer.save_pretrained(folder)
             say(f"[critic] the value model is pretrained: --value.path {folder}")
 
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:

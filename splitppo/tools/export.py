@@ -1,7 +1,6 @@
 """`splitppo export RUN [--step N] [--out DIR]`: a checkpoint's models as Hugging Face folders."""
 
 # torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
-import shutil
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +23,8 @@ def export(
 ) -> Path:
     """Write DIR/policy and DIR/value as Hugging Face folders. `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the model's type, the value
-    model (one label: the value of each position). `value.path` takes DIR/value of any type.
+    model (one label: the value of each position). `value.path` takes DIR/value of any type. Transformers 4.57 reads
+    both, too, if it has models of the type. What training did not change is as in the folder that it started from.
 
     Args:
         run: The run's folder.
@@ -33,7 +33,7 @@ def export(
         dtype: Precision of the written weights.
     """
     import torch
-    from transformers import AutoTokenizer, logging
+    from transformers import logging
 
     from splitppo.models.weights import save
 
@@ -42,12 +42,9 @@ def export(
     out = out or run / "export" / f"step_{step:06d}"
     own_code = config.policy.trust_remote_code
     for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
-        folder, source = out / (f"{kind}_{number}" if number else kind), started_from(config, run, kind)
-        save(load_model(config, run, kind, saved, number).to(getattr(torch, dtype)), folder)
-        AutoTokenizer.from_pretrained(source, trust_remote_code=own_code).save_pretrained(folder)
-        for pattern in ["*.py"] * own_code + ["generation_config.json"] * (kind == "policy"):
-            for file in source.glob(pattern):
-                shutil.copy(file, folder)
+        folder = out / (f"{kind}_{number}" if number else kind)
+        model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
+        save(model, folder, started_from(config, run, kind), started_from(config, run, "policy"), own_code=own_code)
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
     return out

@@ -338,6 +338,8 @@ def test_system_message_goes_before_prompts_without_one(tmp_path: Path, chat: An
     file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
     config = DataConfig(files=(file,), answer_key="", system="Be brief.")
     string, bare, with_own, with_developer = _load(config, chat).prompts
+    given = [string.column, bare.column, with_own.column, with_developer.column]
+    assert given == prompts, "a reward function gets the column as it is"
     assert string.text == "(system)Be brief.\n(user)3=\n(assistant)"
     assert string.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3="}]
     assert bare.text == "(system)Be brief.\n(user)1+1\n(assistant)"

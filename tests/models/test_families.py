@@ -235,7 +235,7 @@ def test_a_value_model_is_written_and_read_again(kind: str, mesh: Any, tmp_path:
     fill(value, str(tmp_path / "policy"), device=CPU, head="normal", seed=3)
     whole = build(read_config(str(tmp_path / "policy")), "value")
     fill(whole, str(tmp_path / "policy"), device=CPU, head="normal", seed=3)
-    save(whole, tmp_path / "value")
+    save(whole, tmp_path / "value", tmp_path / "policy", tmp_path / "policy")
     preflown(tmp_path / "policy", f"--value.path={tmp_path / 'value'}")
     again = build(read_config(str(tmp_path / "value")), "value")
     fill(again, str(tmp_path / "value"), device=CPU)

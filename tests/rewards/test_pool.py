@@ -66,6 +66,25 @@ async def waits(data_source, solution_str, ground_truth, extra_info=None):
         os._exit(3)
     return len(solution_str)
 
+LOOPS = set()  # kept, so that no two have the same address
+
+def wrapped(**row):
+    return waits(**row)
+
+async def twice(**row):
+    LOOPS.add(asyncio.get_running_loop())
+    if row["solution_str"] == "exit":
+        sys.exit("bye")
+    return waits(**row)
+late = lambda **row: twice(**row)
+loops = lambda **row: asyncio.sleep(0, len(LOOPS))
+
+def asks(data_source, solution_str, ground_truth, extra_info, prompt="none"):
+    return len(prompt)
+
+def any_name(**row):
+    return "prompt" in row
+
 class Judge:
     async def __call__(self, *, data_source, solution_str, ground_truth, extra_info):
         return 7
@@ -227,6 +246,31 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
     assert kinds(scored) == expected
     assert "TimeoutError: mine" in scored[3].failures[0].text
     assert "s, and never awaited: await what takes long, or write a plain def" in scored[7].failures[0].text
+
+
+@pytest.mark.parametrize("name", ["wrapped", "late", "twice"])
+def test_an_async_function_that_is_hidden_is_awaited_with_the_same_limit(file: Path, name: str) -> None:
+    texts = ["a", "sleep", "bb", "raise", "cancelled", "die", "ccc"]
+    with scorer(f"{file}:{name}", timeout=0.7) as one:
+        scored = one.submit(rows(*texts))()
+    assert kinds(scored) == ["1", "timeout", "2", "error", "error", "crash", "3"]
+    assert "longer than reward.timeout=0.7 s" in scored[1].failures[0].text
+
+
+def test_hidden_async_calls_of_a_worker_share_an_event_loop(file: Path) -> None:
+    with scorer(f"{file}:late", f"{file}:loops", weights=[0, 1]) as both:
+        scored = both.submit(rows("a", "exit", "bb"))()
+    assert [row.score for row in scored] == [1, 1, 1]
+    assert "SystemExit: bye" in scored[1].failures[0].text
+
+
+def test_the_prompt_is_passed_as_the_row_has_it_to_functions_that_name_it(file: Path) -> None:
+    columns = ["twelve chars", [{"role": "user", "content": "a"}]]
+    given = [(Prompt("<|user|>", [1], "echo", "1", {}, column=column), "x") for column in columns]
+    with scorer(f"{file}:asks", f"{file}:any_name") as both:
+        text, messages = both.submit(given)()
+    assert text.figures == {"asks/score": 12.0, "any_name/score": 0.0}
+    assert messages.figures == {"asks/score": 1.0, "any_name/score": 0.0}
 
 
 def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path) -> None:

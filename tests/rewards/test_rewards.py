@@ -2,6 +2,9 @@
 
 import math
 import re
+import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +267,15 @@ def test_a_reward_file_that_fails_to_import_shows_its_cause(
         (np.array(0.5), (0.5, {})),
         (torch.tensor(0.5), (0.5, {})),
         (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), (0.5, {})),
+        (Decimal("0.5"), (0.5, {})),
+        (Fraction(1, 2), (0.5, {})),
+        ([0.5], (0.5, {})),
+        ((0.5,), (0.5, {})),
+        (np.array([[0.5]]), (0.5, {})),
+        (torch.tensor([0.5], requires_grad=True), (0.5, {})),
+        ([torch.tensor([[0.5]])], (0.5, {})),
         ({"score": 1, "acc": np.int64(0), "ok": False}, (1.0, {"acc": 0.0, "ok": 0.0})),
+        ({"score": [Fraction(1, 2)], "acc": Decimal(3), "ok": np.array([True])}, (0.5, {"acc": 3.0, "ok": 1.0})),
         ({"score": 1, "acc": True, "pred": "[INVALID]", "why": None}, (1.0, {"acc": 1.0})),
     ],
 )
@@ -286,24 +297,51 @@ def test_numbers_of_all_kinds_are_results(result: Any, expected: tuple[float, di
         math.inf,
         10**400,
         1j,
-        [1.0],
-        np.array([1.0]),
-        torch.tensor([1.0]),
+        Decimal("NaN"),
+        Decimal("sNaN"),
+        Decimal("1e999"),
+        Fraction(10**400),
+        [],
+        ["1.0"],
+        [1.0, 2.0],
+        (1.0, {"acc": 1}),
+        np.array([1.0, 2.0]),
+        torch.tensor([]),
         torch.tensor(math.nan),
         {},
         {"acc": 1.0},
         {"score": None},
         {"score": 1.0, "acc": math.nan},
-        {"score": 1.0, "acc": [1.0]},
+        {"score": 1.0, "acc": [1.0, 2.0]},
     ],
 )
 def test_anything_else_is_an_invalid_result(result: Any) -> None:
     failure = read_result(result)
     assert isinstance(failure, Failure)
     assert failure.kind == "invalid"
-    assert re.match(r"returned .*: .*; return a number, or a dict", failure.text)
+    assert re.match(r"returned .*: .*; return float\(\.\.\.\), or a dict", failure.text)
     assert "\n" not in failure.text
     assert len(failure.text) < 300
+
+
+def test_a_reward_file_imports_a_module_beside_it_that_hides_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_my_reward.py").write_text("WEIGHT = 3\n")
+    (tmp_path / "json.py").write_text("raise OSError('the wrong module')\n")
+    code = "import json\nfrom beside_my_reward import WEIGHT\ndef score(**row): return WEIGHT\n"
+    (tmp_path / "reward.py").write_text(code)
+    check_rewards([f"{tmp_path}/reward.py:score"])
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_function_that_names_the_prompt_passes_the_check(tmp_path: Path) -> None:
+    known = "data_source, solution_str, ground_truth, extra_info"
+    (tmp_path / "asks.py").write_text(f"def good({known}, prompt): return 1\ndef bad({known}, prompts): return 1\n")
+    check_rewards([f"{tmp_path}/asks.py:good"])
+    with pytest.raises(UserError, match="missing a required argument: 'prompts'"):
+        check_rewards([f"{tmp_path}/asks.py:bad"])
 
 
 @pytest.mark.parametrize(
