@@ -189,7 +189,7 @@ def exchanging_rank(group, critics, windows):
     """A rank of both roles for three steps: whether it has in each role what is due there. `critics`: the group of each
     rank as a critic."""
     groups: dict[Role, Group] = {"actor": group, "critic": critics[group.dp_rank * group.set_size + group.set_rank]}
-    sizes = {role: found.dp_size for role, found in groups.items()}
+    sizes: dict[Role, int] = {role: found.dp_size for role, found in groups.items()}
 
     @lru_cache
     def ownership(step):

@@ -19,8 +19,8 @@ def calls(loop: str) -> list[str]:
     every.critic.advantages.return_value = "advantages", "returns", {}
     every.links.chunks, every.links.rollouts.recv.return_value = 2, []
     every.links.advantages.recv.return_value = every.exchange.advantages.return_value = ["advantages"]
-    given = {"actor_loop": ("actor", "links"), "critic_loop": ("critic", "links")}
-    given["colocated_loop"] = ("actor", "critic", "exchange")
+    given = {"actor_loop": ["actor", "links"], "critic_loop": ["critic", "links"]}
+    given["colocated_loop"] = ["actor", "critic", "exchange"]
     getattr(train, loop)(every.run, *(getattr(every, name) for name in given[loop]))
     return [name for name, _, _ in every.mock_calls]
 
