@@ -164,7 +164,7 @@ def _forked_rank(main: Callable[..., int | None], *args: Any) -> None:
 def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
     assert got.keys() == due.keys()
     for step, record in due.items():
-        assert got[step].keys() == record.keys()
+        assert got[step].keys() == record.keys(), f"step {step}: {sorted(got[step].keys() ^ record.keys())}"
         for name, value in record.items():
             if name == "slots":
                 assert got[step][name] == value, f"step {step} {name}"
