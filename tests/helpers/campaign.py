@@ -41,7 +41,7 @@ from splitppo.run import checkpoint
 STEPS, LIMIT, CRASHED = 4, 120, 9
 FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpoint.every=1 checkpoint.keep=0 timeout=30
     policy.path=POLICY value.head=normal policy.optim.lr=5e-4 value.optim.lr=5e-4 policy.optim.eps=1e-4
-    value.optim.eps=1e-4 reward.function=SCORE log.validate-every=0 log.validate-samples=2
+    value.optim.eps=1e-4 reward.function=SCORE log.validate-every=0 log.validate-samples=2 compute.device=cpu
     log.validate-temperature=0.8"""
 # options of the algorithm: of each kind a configuration has one or none
 ALGORITHM = [
