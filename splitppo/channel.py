@@ -16,7 +16,7 @@ import sys
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -317,3 +317,67 @@ class Links:
         self.rollouts = RolloutLink("rollouts", "actor", *where, chunks=chunks, window=window)
         self.logprobs = TensorLink("logprobs", "actor", *where)
         self.advantages = TensorLink("advantages", "critic", *where)
+
+
+class Exchange:
+    """What ranks that play both roles have in the place of `Links`: `rollouts`, `logprobs`,
+    `advantages`. Each role deals rows to its own tensor-parallel sets, so a rank may need rows in
+    one role that it does not hold in the other. Where the sets of both roles are the same, nothing
+    is sent or copied.
+
+    All ranks of a set hold the same rows. A rank gets the rows of another set from the rank that
+    has its own place there: the two are on one line along the first axis of the sender's group.
+
+    Args:
+        groups: role -> its group, of the same ranks in one order. All of them make each exchange.
+    """
+
+    def __init__(self, groups: Mapping[Role, Group], ownership: Callable[[int], Ownership]):
+        self.groups = groups
+        self.ownership = ownership
+        self.same = len({group.dp_size for group in groups.values()}) == 1
+        self.logprobs = partial(self._tensors, "actor", "critic")
+        self.advantages = partial(self._tensors, "critic", "actor")
+
+    def rollouts(self, step: int, rollout: Rollout) -> Rollout:
+        """This rank's rows as a critic, given its rows as an actor. Log-probs stay with the actor."""
+        if self.same:
+            return rollout
+        sent = self._sent("actor", "critic", step, rollout)
+        packed = [pack_rows([rollout.samples[rollout.index[row]] for row in rows]) for rows in sent]
+        headers, ids = (
+            self.groups["actor"].all_to_all([torch.tensor(part, dtype=torch.int64) for part in parts])
+            for parts in zip(*packed, strict=True)
+        )
+        pairs = [(head.tolist(), part.tolist()) for head, part in zip(headers, ids, strict=True)]
+        return Rollout([sample for pair in pairs for sample in unpack_rows(*pair)])
+
+    def _tensors(
+        self, sender: Role, receiver: Role, step: int, held: Rollout, due: Rollout, packed: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Packed tensors `[N]` of the rows `due`, this rank's as a receiver, given those of the rows
+        `held`, this rank's as a sender."""
+        if self.same:
+            return list(packed)
+        # a token's values side by side, so that one row's part follows another's
+        values = torch.stack(list(packed)).float()
+        parts = self.groups[sender].all_to_all(
+            [held.select(values, rows).T.flatten() for rows in self._sent(sender, receiver, step, held)]
+        )
+        owned = self.ownership(step)
+        slots = (owned.between(sender, peer, receiver, self.groups[receiver].dp_rank) for peer in range(len(parts)))
+        rows = [row for part in slots for row in owned.rows_of(part, due.rows)]
+        tokens = torch.cat(parts).view(-1, len(packed))
+        pieces = tokens.split([due.lengths[due.index[row]] for row in rows])
+        by_row = dict(zip(rows, pieces, strict=True))
+        return list(torch.cat([values.T[:0], *(by_row[row] for row in due.rows)]).T.contiguous())
+
+    def _sent(self, sender: Role, receiver: Role, step: int, held: Rollout) -> list[list[int]]:
+        """The rows that each rank on this rank's line gets from it."""
+        owned = self.ownership(step)
+        group = self.groups[sender]
+        ranks = (peer * group.set_size + group.set_rank for peer in range(group.dp_size))
+        slots = (
+            owned.between(sender, group.dp_rank, receiver, rank // self.groups[receiver].set_size) for rank in ranks
+        )
+        return [owned.rows_of(part, held.rows) for part in slots]

@@ -11,7 +11,7 @@ Every rank runs this module, and its rank decides which loop it plays:
 
 The groups exchange rows and tensors over the three channels of `links`, and nowhere else. No barrier joins them: the
 actor starts step t+1 while the critic still trains on step t. `colocated_loop` is the same algorithm with both roles on
-every rank.
+every rank; `exchange` stands in the place of `links`.
 """
 
 import os
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from splitppo.actor import Actor
-from splitppo.channel import Links
+from splitppo.channel import Exchange, Links
 from splitppo.critic import Critic, join
 from splitppo.errors import command
 from splitppo.rollout import Rollout
@@ -90,7 +90,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         run.finish("critic", step, metrics)
 
 
-def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
+def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -> None:
     """The same algorithm on ranks that play both roles, one after the other."""
     log, critic_log = run.logs["actor"], run.logs["critic"]
     for step in run.steps():
@@ -99,19 +99,23 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic) -> None:
         with log.span("rollout"):
             rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
             actor.release_engine()
+        with log.span("barrier_wait"):
+            theirs = exchange.rollouts(step, rollout)
         with critic_log.span("score"):
-            pending = critic.submit(step, rollout)
+            pending = critic.submit(step, theirs)
         with log.span("barrier_wait"):
             critic.group.barrier()
         with critic_log.span("score"):
-            scored = critic.score(step, rollout, pending)
+            scored = critic.score(step, theirs, pending)
             critic.release_frozen()
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(rollout)
             actor.release_reference()
         with critic_log.span("advantages"):
-            advantages, returns, critic_metrics = critic.advantages(step, scored, logprobs)
+            given = exchange.logprobs(step, rollout, scored.rollout, logprobs)
+            advantages, returns, critic_metrics = critic.advantages(step, scored, given)
+            (advantages,) = exchange.advantages(step, scored.rollout, rollout, [advantages])
         with log.span("update"):
             metrics |= actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):
@@ -132,7 +136,7 @@ def train(run: Run) -> None:
     critic = run.build.critic() if "critic" in run.runtime.groups else None
     run.begin(actor=actor, critic=critic)
     if actor and critic:
-        colocated_loop(run, actor, critic)
+        colocated_loop(run, actor, critic, run.build.exchange())
     elif actor:
         run.links = run.build.links()
         actor_loop(run, actor, run.links)

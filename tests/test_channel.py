@@ -14,11 +14,12 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, thread_collectives, thread_groups
+from ranks import run_ranks, run_threads, thread_collectives, thread_groups
 
-from splitppo.channel import Hop, Links, Wire
+from splitppo.channel import Exchange, Hop, Links, Wire
 from splitppo.config import PlacementConfig
 from splitppo.errors import WireError
+from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.placement import Placement, Role, own, place
@@ -182,6 +183,49 @@ def test_the_first_of_a_set_speaks_and_all_of_it_have_the_same(actor, critic, se
     speakers = {*range(0, first_critic, sets[0]), *range(first_critic, first_critic + critic * sets[1], sets[1])}
     assert {rank for hop in sends for rank in hop[1:3]} == speakers
     assert store.num_keys() <= 1, "the handshake's keys are left in the store"
+
+
+def exchanging_rank(group, critics, windows):
+    """A rank of both roles for three steps: whether it has in each role what is due there. `critics`: the group of each
+    rank as a critic."""
+    groups: dict[Role, Group] = {"actor": group, "critic": critics[group.dp_rank * group.set_size + group.set_rank]}
+    sizes: dict[Role, int] = {role: found.dp_size for role, found in groups.items()}
+
+    @lru_cache
+    def ownership(step):
+        contexts = [(5 * slot + step) % 11 for slot in range(12)] if windows else []
+        return own(seed=3, step=step, batch_size=12, samples=2, mini_batches=2, sizes=sizes, contexts=contexts)
+
+    def rows(step, role):
+        """With windows a slot has no row, one or two; in the last step none has one."""
+        slots = ownership(step).all_slots(role, groups[role].dp_rank) if step < 3 else []
+        numbers = [slot + 12 * turn for slot in slots for turn in range((slot + step) % 3 if windows else 1)]
+        return Rollout([replace(sample, logprobs=[]) for sample in make_samples(numbers, step)])
+
+    def numbered(rollout):
+        """Another number for each token."""
+        return torch.tensor([s.row + i / 16 for s in rollout.samples for i in range(s.tokens)])
+
+    exchange, seen = Exchange(groups, ownership), []
+    for step in (1, 2, 3):
+        rollout, scored = rows(step, "actor"), rows(step, "critic")
+        found = exchange.rollouts(step, rollout)
+        seen.append(found.samples == scored.samples)
+        seen.append((found is rollout) == (sizes["actor"] == sizes["critic"]))
+        old, ref = exchange.logprobs(step, rollout, scored, [numbered(rollout), -numbered(rollout)])
+        seen += [torch.equal(old, numbered(scored)), torch.equal(ref, -old)]
+        (advantages,) = exchange.advantages(step, scored, rollout, [numbered(scored) + 64])
+        seen.append(torch.equal(advantages, numbered(rollout) + 64))
+    return seen
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("sets", [(2, 1), (1, 2), (4, 2), (1, 4), (2, 3), (2, 2)])
+def test_roles_on_the_same_ranks_have_sets_of_their_own(sets, windows):
+    """12 ranks. Each has in each role the rows that are dealt to its set there, and their tensors in their order."""
+    critics, _ = thread_groups(12 // sets[1], sets[1])
+    found = run_threads((12 // sets[0], sets[0]), exchanging_rank, critics, windows)
+    assert found == [[True] * 15] * 12
 
 
 @pytest.mark.parametrize("slow", ["actor", "critic", "first actor"])

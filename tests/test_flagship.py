@@ -301,7 +301,15 @@ def test_one_rank_is_the_paper(baseline):
         ),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
         (4, {"placement__actor": 2, "compute__gather": "mini_batch"}),
-        (4, {"placement__mode": "colocated", "fsdp__shard_size": 2}),
+        (
+            4,
+            {
+                "placement__mode": "colocated",
+                "fsdp__tensor_parallel": 2,
+                "value__tensor_parallel": 1,
+                "fsdp__shard_size": 2,
+            },
+        ),
         (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch", "slow": "actor"}),
         (6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
         (4, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"}),
@@ -385,7 +393,12 @@ PRACTICE = {
     [
         (1, {}, 1, {}),
         (3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
-        (2, {"placement__mode": "colocated"}, 1, {"importance": "sequence", "mask_truncated": False}),
+        (
+            2,
+            {"placement__mode": "colocated", "value__tensor_parallel": 2},
+            1,
+            {"importance": "sequence", "mask_truncated": False},
+        ),
     ],
 )
 def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement, value_mini_batches, changes):

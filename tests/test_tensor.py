@@ -1,5 +1,6 @@
 """Tensor parallelism beside FSDP: ranks that share the layers are one plain module of transformers, to 1e-5."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,9 +245,10 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
-    """Four actor ranks in sets of two and two critic ranks without; then one rank; then a set for both roles."""
+    """Four actor ranks in sets of two and two critic ranks without; then one rank; then two of both roles, and only
+    the critics are one set."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    argv = [*SMALL, "--steps=3", "--rollout.batch-size=10"]
+    argv = [*SMALL, "--steps=3", "--rollout.batch-size=10", "--ppo.kl-target=0.001", "--ppo.kl-horizon=100"]
     sets = ["--placement.actor=4", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]
     saving = ["--checkpoint.every=1", "--checkpoint.keep=0", f"--run-dir={whole}"]
     hops = run_ranks(6, wire_rank, [*argv, *sets, *saving])
@@ -255,11 +257,16 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
     assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == [0, 2, 4, 5]
     first = f"--resume={checkpoint.step_folder(whole, 1)}"
     run_ranks(1, main_rank, [*argv, f"--run-dir={cut}", first, "--steps=2"])
-    both = ["--placement.mode=colocated", "--fsdp.tensor-parallel=2"]
+    both = ["--placement.mode=colocated", "--value.tensor-parallel=2"]
     run_ranks(2, main_rank, [*argv, *both, f"--run-dir={cut}"])
     for role in ("actor", "critic"):
         due = figures(whole, role)
         assert_same(figures(cut, role), {step: due[step] for step in (2, 3)})
+    states = [
+        json.loads((checkpoint.step_folder(run, 3) / "critic" / "state.json").read_text()) for run in (whole, cut)
+    ]
+    assert states[1]["scores"] == pytest.approx(states[0]["scores"])
+    assert states[1]["kl_coef"] == pytest.approx(states[0]["kl_coef"])
     models = [export(run, dtype="float32") for run in (whole, cut)]
     for kind in ("policy", "value"):
         due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)

@@ -18,9 +18,10 @@ def calls(loop: str) -> list[str]:
     every.actor.logprobs.return_value = ["old"], {}
     every.critic.advantages.return_value = "advantages", "returns", {}
     every.links.chunks, every.links.rollouts.recv.return_value = 2, []
-    every.links.advantages.recv.return_value = ["advantages"]
-    given = {"actor_loop": ("actor", "links"), "critic_loop": ("critic", "links")}.get(loop, ("actor", "critic"))
-    getattr(train, loop)(every.run, *(getattr(every, name) for name in given))
+    every.links.advantages.recv.return_value = every.exchange.advantages.return_value = ["advantages"]
+    given = {"actor_loop": ["actor", "links"], "critic_loop": ["critic", "links"]}
+    given["colocated_loop"] = ["actor", "critic", "exchange"]
+    getattr(train, loop)(every.run, *(getattr(every, name) for name in given[loop]))
     return [name for name, _, _ in every.mock_calls]
 
 

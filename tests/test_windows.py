@@ -67,9 +67,17 @@ def check(
         (3, {"placement__actor": 2}),
         (4, {"placement__actor": 1}),
         (2, {"placement__mode": "colocated"}),
-        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "value__offload": "all"}),
+        (
+            2,
+            {
+                "placement__mode": "colocated",
+                "fsdp__tensor_parallel": 2,
+                "value__tensor_parallel": 1,
+                "value__offload": "all",
+            },
+        ),
     ],
-    ids=["1+1", "2+1", "1+3", "colocated", "one set with offload"],
+    ids=["1+1", "2+1", "1+3", "colocated", "the actor's set with offload"],
 )
 def test_every_placement_is_the_reference(inputs, tmp_path, world, placement):
     seen = check(inputs, tmp_path, world, LENGTHS, WINDOW, rollout__samples=2, **placement)

@@ -52,6 +52,19 @@ class Group:
         dist.all_gather_object(gathered, value, group=self.mesh.get_group(0))
         return gathered
 
+    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Sends each data-parallel rank, in their order, its part: a 1-D CPU tensor, perhaps empty,
+        of one dtype on all ranks. Returns what each of them sent to this rank."""
+        if self.dp_size == 1:
+            return list(parts)
+        sizes = torch.tensor([len(part) for part in parts])
+        due = torch.empty_like(sizes)
+        line = self.mesh.get_group(0)
+        dist.all_to_all_single(due, sizes, group=line)
+        found = parts[0].new_empty(int(due.sum()))
+        dist.all_to_all_single(found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line)
+        return list(found.split(due.tolist()))
+
     def all_moments(self, own: Sequence[Moments]) -> list[Moments]:
         """Moments over all data-parallel ranks, of as many figures on every rank."""
         parts = self.all_gather([(float(m.count), float(m.mean), float(m.variance)) for m in own])

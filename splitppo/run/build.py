@@ -12,7 +12,7 @@ import torch
 
 from splitppo import data
 from splitppo.actor import Actor
-from splitppo.channel import Links, Wire
+from splitppo.channel import Exchange, Links, Wire
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
@@ -161,6 +161,10 @@ class Builder:
         wire = Wire(rank, runtime.wire, runtime.wire_store, runtime.device, config.timeout, describe)
         owned, rollout = self.context.ownership, config.rollout
         return Links(wire, runtime.placement, owned, group, chunks=rollout.messages, window=rollout.window)
+
+    def exchange(self) -> Exchange:
+        """What stands in the place of the channels on a rank that plays both roles."""
+        return Exchange(self.runtime.groups, self.context.ownership)
 
     def _warm_up(self, column: Actor | Critic) -> None:
         if self.resolved.compiled:

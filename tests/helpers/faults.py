@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "2+1 with windows": (3, ["--placement.actor=2", "--rollout.window=4"]),
     # ranks that share the policy's layers, and own the same rows
     "2+1 set": (3, ["--placement.actor=2", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]),
-    "colocated set": (2, ["--placement.mode=colocated", "--fsdp.tensor-parallel=2"]),
+    "colocated set": (2, ["--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]),
 }
 MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "gae", "update", "save", "write", "commit", "line")
 KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")

@@ -230,7 +230,17 @@ def thread_collectives() -> Any:
             raise ValueError(f"tensors to reduce must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}")
         values.copy_(torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0))
 
+    def to_all(
+        found: torch.Tensor, sent: torch.Tensor, due: Any = None, sizes: Any = None, *, group: ThreadGroup
+    ) -> None:
+        ranks = len(group.line.shown)
+        parts = [given[group.rank] for given in group.exchange(sent.split(sizes or [len(sent) // ranks] * ranks))]
+        if due and [len(part) for part in parts] != due:
+            raise ValueError(f"{due} elements are due, {[len(part) for part in parts]} come")
+        found.copy_(torch.cat(parts))
+
     patches = {"all_gather_object": gather_objects, "all_gather_into_tensor": gather_tensors, "all_reduce": reduce}
+    patches["all_to_all_single"] = to_all
     return mock.patch.multiple(dist, get_world_size=lambda group: len(group.line.shown), **patches)
 
 

@@ -164,7 +164,7 @@ def _forked_rank(main: Callable[..., int | None], *args: Any) -> None:
 def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
     assert got.keys() == due.keys()
     for step, record in due.items():
-        assert got[step].keys() == record.keys()
+        assert got[step].keys() == record.keys(), f"step {step}: {sorted(got[step].keys() ^ record.keys())}"
         for name, value in record.items():
             if name == "slots":
                 assert got[step][name] == value, f"step {step} {name}"
@@ -172,7 +172,9 @@ def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
             flat = [value] if isinstance(value, float | int) else [v for figure in value for v in figure.values()]
             seen = got[step][name]
             seen = [seen] if isinstance(seen, float | int) else [v for figure in seen for v in figure.values()]
-            assert seen == pytest.approx(flat, rel=1e-4, abs=1e-5), f"step {step} {name}"
+            # explained variance is a ratio of variances, of a few tokens perhaps
+            apart = 2e-4 if "explained" in name else 1e-5
+            assert seen == pytest.approx(flat, rel=1e-4, abs=apart), f"step {step} {name}"
 
 
 def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -> Path:

@@ -28,6 +28,9 @@ def asked(group: Group) -> dict:
         "floats": group.broadcast(torch.tensor([0.5]) if group.speaks else None, torch.float32),
         "nothing": group.broadcast(torch.zeros(0) if group.speaks else None, torch.float32),
         "of first": group.of_first(lambda: (place, 10 * group.dp_rank)),
+        "parts": group.all_to_all(
+            [torch.tensor([10.0 * group.dp_rank + place] * (2 * i + group.dp_rank)) for i in (0, 1)]
+        ),
     }
 
 
@@ -49,6 +52,10 @@ def check(parts: list[dict], width: int) -> None:
         assert found["floats"].tolist() == [0.5]
         assert found["nothing"].tolist() == []
         assert found["of first"] == (0, 10 * rank)
+        assert [part.tolist() for part in found["parts"]] == [
+            [float(place)] * 2 * rank,
+            [10.0 + place] * (2 * rank + 1),
+        ]
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2), (2, 3)])
