@@ -55,7 +55,7 @@ class Runtime:
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
         prefix = f"splitppo/restart_{restart}"
         self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
-        self.status = Status(control, own[2], launch.rank, peers, placement)
+        self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)

@@ -145,16 +145,16 @@ class Run:
         gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
-            if (stop := self.runtime.status.last_step()) and stop[0] <= step:
-                self.stopped = stop[1] if step < self.config.steps else None
+            if stop := self.runtime.status.stopped_by(step):
+                self.stopped = stop if step < self.config.steps else None
                 return
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
-        settings, stop = self.config.checkpoint, self.runtime.status.last_step()
+        settings = self.config.checkpoint
         regular = settings.every > 0 and step % settings.every == 0
         last = settings.last and step == self.config.steps
-        if regular or last or (stop and stop[0] <= step):
+        if regular or last or self.runtime.status.stopped_by(step):
             self.savers[role].begin(step, holder.state())
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
