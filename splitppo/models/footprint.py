@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PretrainedConfig
 
 from splitppo.models.build import Kind, build, shorten
-from splitppo.models.sharding import transformer_layers
+from splitppo.models.tensor import transformer_layers
 
 TRACED = "splitppo_traced"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
