@@ -26,7 +26,9 @@ from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
 from splitppo.rollout import Prompt, Rollout
 
-FAILING_STEPS = 3  # steps in a row in which a reward function fails on every row; then the run ends
+# the run ends when a reward function fails on every row for so many steps in a row, and rows in them
+FAILING_STEPS = 3
+FAILING_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Critic:
         self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
-        self.failing: dict[str, int] = {}  # reward function -> steps in a row in which it failed on every row
+        self.failing: dict[str, list[int]] = {}  # reward function -> rows of each step, to the last, with no score
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
@@ -203,17 +205,19 @@ class Critic:
         """Counts the failures of the rewards, and prints them on the first rank's screen.
 
         Raises:
-            UserError: a function has failed on every row for some steps.
+            UserError: a function has failed on every row for some steps, and on enough rows.
         """
         counts, parts = zip(*self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True)
         failures = [failure for part in parts for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")
         failed = Counter(failure.function for _, failure in failures)
-        self.failing = {name: self.failing.get(name, 0) + 1 for name, count in failed.items() if count == sum(counts)}
-        for name in (name for name, steps in self.failing.items() if steps == FAILING_STEPS):
-            cause = next(failure.text for _, failure in failures if failure.function == name)
-            raise UserError(f"reward {name} failed on every row for {FAILING_STEPS} steps: {cause}; fix it")
+        alike = [name for name, count in failed.items() if count == sum(counts)]
+        self.failing = {name: [*self.failing.get(name, ()), sum(counts)] for name in alike}
+        for name, rows in self.failing.items():
+            if len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS:
+                cause = next(failure.text for _, failure in failures if failure.function == name)
+                raise UserError(f"reward {name} failed on every row for {len(rows)} steps: {cause}; fix it")
         kinds = [failure.kind for _, failure in failures]
         by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
         return {"critic/reward_failures": float(len(kinds))} | by_kind
@@ -226,13 +230,19 @@ class Critic:
         """What a checkpoint holds beside the learner."""
         past = self.past_scores
         scores = [float(part) for part in (past.count, past.mean, past.variance)]
-        return {"kl_coef": self.kl.coef, "scores": scores, "pretraining": self.pretraining.state()}
+        return {
+            "kl_coef": self.kl.coef,
+            "scores": scores,
+            "failing": self.failing,
+            "pretraining": self.pretraining.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
         self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+        self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
