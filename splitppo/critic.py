@@ -149,7 +149,6 @@ class Critic:
         packed_returns, plain = rollout.unpad(returns), rollout.unpad(advantages)
         scored.figures.update(value=scored.values, advantage=plain, reward=rollout.unpad(rewards))
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
-        white, metrics = self._of_ensemble(scored, white)
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
@@ -161,7 +160,7 @@ class Critic:
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics |= self._summaries(extra | figures) | self._failures(scored)
+        metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(scored)
         metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, packed_returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
@@ -179,16 +178,12 @@ class Critic:
         (moments,) = self.group.all_moments([algo.moments(whole, mask)])
         return torch.where(mask.bool(), whole - moments.mean.to(whole.dtype), 0.0), returns
 
-    def _of_ensemble(self, scored: Scored, advantages: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The advantages `[N]`, 0 where the value models agree most, and the mean deviation of the models' values."""
+    def _deviation(self, scored: Scored) -> dict[str, float]:
+        """The mean deviation of an ensemble's values."""
         if len(scored.by_model) == 1:
-            return advantages, {}
-        spread, part = torch.stack(scored.by_model).std(0), self.context.config.ppo.mask_agreement
-        (moments,) = self.group.all_moments([algo.moments(spread)])
-        if part:  # the quantile needs every token's figure: four bytes each
-            every = torch.cat(self.group.all_gather(spread)).sort().values
-            advantages = algo.mask_agreement(advantages, spread, float(every[int(part * len(every))]))
-        return advantages, {"critic/values/deviation": float(moments.mean)}
+            return {}
+        (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
+        return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: Scored) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""

@@ -413,7 +413,7 @@ CRITICS = {
         "lam_alpha": 0.3, "lam_value": 1.0, "value_epochs": 2, "value_frozen": "attn",
     },
     "pretraining": PRETRAINING | {"policy_frozen": "mlp", "value_layers": 1},
-    "ensemble": {"ensemble": 2, "samples": 2, "mask_agreement": 0.3, "value_frozen": "embed_tokens"},
+    "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},
 }  # fmt: skip
 OTHERS = {
     "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
@@ -424,7 +424,7 @@ OTHERS = {
         "value_lr": 1e-6,
     },
     "no baseline": {"baseline": "none"},
-    "one response for three models": {"ensemble": 3},
+    "one response for two models": {"ensemble": 2},
 }
 FLAGS = {
     "value_frozen": ("value__freeze", {"attn": "attention", "embed_tokens": "embeddings", "model": "body"}),

@@ -74,7 +74,8 @@ class ValueConfig:
     tensor_parallel: int | None = None
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     ensemble: int = 1
-    """Value models, each trained on a part of every prompt's responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
+    """Value models, each trained on an equal part of every prompt's responses, or of the prompts if these have fewer
+    responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
     freeze: tuple[str, ...] = ()
     """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0
@@ -186,7 +187,8 @@ class RewardConfig:
     validation: tuple[str, ...] = ()
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"
-    """Subtract the mean of the scores and divide by their deviation: those of the batch, or of all steps so far."""
+    """Subtract the mean of the scores and divide by their deviation: those of the batch (not with
+    `rollout.window`: a step may have one row), or of all steps so far."""
     clip: tuple[float, float] | None = None
     """Lowest and highest score, after normalising."""
     missing_eos_penalty: float = 0.0
@@ -237,8 +239,6 @@ class PPOConfig:
     """Whiten the advantages over the whole batch."""
     baseline: Literal["value", "none"] = "value"
     """`none`: advantages are returns minus their mean over the batch, without values. For comparisons."""
-    mask_agreement: float = 0.0
-    """With an ensemble: part of the tokens, where the values differ least, whose advantages become 0 (AsyPPO)."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

@@ -37,7 +37,6 @@ class Hyper:
     lam_alpha: float = 0.05
     clip_mode: str = "clip"
     baseline: str = "value"
-    mask_agreement: float = 0.0
     samples: int = 1
     policy_frozen: str = ""  # part of the names of weights that are not trained
     value_frozen: str = ""
@@ -181,16 +180,6 @@ def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
 
 
-def agreement_masked(adv: list[Tensor], values: list[list[Tensor]], part: float) -> list[Tensor]:
-    """AsyPPO: 0 for the part of all tokens on which the value models differ least; `values` of each model and row."""
-    deviations = [torch.stack(rows).std(dim=0) for rows in zip(*values, strict=True)]
-    least = sorted(d for row in deviations for d in row.tolist())
-    threshold = least[int(part * len(least))]
-    masked = [[a if d >= threshold else 0.0 for a, d in zip(x.tolist(), ds.tolist(), strict=True)]
-              for x, ds in zip(adv, deviations, strict=True)]  # fmt: skip
-    return [torch.tensor(row) for row in masked]
-
-
 def own_rows(rows: list[int], model: int, models: int, samples: int) -> list[int]:
     """AsyPPO: the rows of a mini-batch that a value model learns from. Row r is response r % samples of its prompt."""
     if samples >= models:
@@ -236,8 +225,6 @@ def ppo_step(
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
-        if len(value_models) > 1:
-            adv = agreement_masked(adv, by_model, h.mask_agreement)
 
     weights = [truncated_weights(o, torch.tensor(row.engine), h) for o, row in zip(old, step.rows, strict=True)]
     targets, guesses = torch.cat(returns), torch.cat(old_values)
