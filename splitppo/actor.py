@@ -139,18 +139,23 @@ class Actor:
             sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
             fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
         weights, found = self._importance(rollout, old)
-        if self.group.all_max([bool(advantages.isnan().any())])[0]:
-            return found | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
+        waits = self.group.all_max([bool(advantages.isnan().any())])[0]
         mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
-        figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
-        if not figures and self.group.is_first:
+        figures = (
+            []
+            if waits
+            else self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
+        )
+        if not figures and (waits or self.policy.waited == step - 1):  # no step before had an update, either
+            self.policy.waited = step
+        if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
         if figures and self.streams.windows:  # of the first optimizer step alone: before the update
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
-        return metrics | {"actor/lr": self.policy.learning_rate(step)}
+        return metrics | {"actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0}
 
     def close(self) -> None:
         """Ends the engine and the processes of the validation's rewards."""
@@ -159,11 +164,12 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
-        return {"best": self.best, "open": self.streams.state()}
+        return {"best": self.best, "open": self.streams.state(), "waited": self.policy.waited}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned."""
         self.best = tuple(state["best"]) if state["best"] else None
+        self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
         self.streams.load_state(state.get("open", ()))
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -139,7 +139,8 @@ class Critic:
         (kl_sum, rows, tokens), kl_coef = self.group.all_sum(sums).tolist(), self.kl.coef
         if not rows:  # none has ended in this step
             return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
-        self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        if not self.pretraining.policy_waits(step):
+            self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
         values = rollout.pad(scored.values)

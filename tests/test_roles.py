@@ -172,7 +172,9 @@ def act_rank(group: Group) -> tuple:
         given.append((mini_batches, sorted(fields), fields["weights"].tolist()))
         return steps[: len(given)]
 
-    policy: Any = SimpleNamespace(runner=runner, updates=0, check_finite=check_finite, update=update, forward=forward)
+    policy: Any = SimpleNamespace(
+        runner=runner, updates=0, waited=0, check_finite=check_finite, update=update, forward=forward
+    )
     policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
     reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
     scores = iter([0.3, 0.5, 0.4])

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
-from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, train_rank
+from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
 from transformers import AutoConfig
 
 from splitppo import algo
@@ -50,7 +50,8 @@ def check(
     changes |= {f"ppo__{name}": value for name, value in hyper.items()}
     seen = run(inputs, tmp_path, world, odd="exact", rollout__window=window, **options, **changes)
     samples = changes.get("rollout__samples", 1)
-    due = reference(inputs, seen, window=window, samples=samples, **hyper)
+    warmup = changes.get("policy__optim__warmup_steps", 0)
+    due = reference(inputs, seen, window=window, samples=samples, warmup_steps=warmup, **hyper)
     compare(seen, due)
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
@@ -92,8 +93,10 @@ def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
-    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2)
+    """Nor does it spend the policy's schedule before the first update."""
+    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2, policy__optim__warmup_steps=2)
     assert [len(rows) for rows in seen["rows"]] == [0, 0, BATCH]
+    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx([0, 0, POLICY_LR / 2])
     assert seen["actor"][:2] == seen["critic"][:2] == [[], []]
 
 

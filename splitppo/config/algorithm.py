@@ -13,7 +13,8 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step."""
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step. The policy
+    begins with it in its first update, after the steps in which it waits for the value model."""
     warmup_steps: int = 0
     """Steps of linear warm-up. Step s of w runs at s/w of the peak."""
     min_lr_ratio: float = 0.0
@@ -216,7 +217,8 @@ class PPOConfig:
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
     kl_target: float | None = None
-    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2). Unset: it is constant."""
+    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2), but not while the policy waits
+    for the value model. Unset: it is constant."""
     kl_horizon: int = 10000
     """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2, 0.2)."""
     kl_loss_coef: float = 0.0

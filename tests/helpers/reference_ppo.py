@@ -57,6 +57,10 @@ class Hyper:
     aggregate: str = "token_mean"
     temperature: float = 1.0
     policy_lr: float = 1e-6
+    schedule: str = "constant"  # of the policy's learning rate
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    steps: int = 3  # of the run
     value_lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -147,6 +151,16 @@ def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     if h.value_clip is not None:
         errors = torch.maximum(errors, (old + torch.clip(v - old, -h.value_clip, h.value_clip) - target) ** 2)
     return errors / 2
+
+
+def learning_rate(number: int, count: int, h: Hyper) -> float:
+    """Of step `number` of the `count` steps from the policy's first update to the run's last step."""
+    if number <= h.warmup_steps:
+        return h.policy_lr * number / h.warmup_steps
+    top = max(1, h.warmup_steps)
+    if h.schedule == "constant" or number == top:
+        return h.policy_lr
+    return h.policy_lr * (1 - (1 - h.min_lr_ratio) * (number - top) / (count - top))  # linear
 
 
 def adamw(model: Any, lr: float, h: Hyper, frozen: str) -> torch.optim.AdamW:
@@ -306,19 +320,25 @@ def reference_ppo(
     optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
     optimizers += [adamw(value, hyper.value_lr, hyper, hyper.value_frozen) for value in values]
     results, kl_coef = [], hyper.kl_coef
-    pretrains, best, stale = hyper.pretrain_steps > 0, -float("inf"), 0
+    pretrains, best, stale, waited = hyper.pretrain_steps > 0, -float("inf"), 0, 0
     for number, step in enumerate(steps, 1):
         if not all(row.prompt and row.response for row in step.rows):
             raise ValueError("every row needs a prompt and a response")
         if not step.rows:
             results.append(StepResult([], [], [], [], 0.0))
+            waited = number if waited == number - 1 else waited
             continue
-        phase: Any = {"learns": number > hyper.critic_warmup and not pretrains, "pretrains": pretrains}
+        learns = number > hyper.critic_warmup and not pretrains
+        for group in optimizers[0].param_groups:
+            group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
+        phase: Any = {"learns": learns, "pretrains": pretrains}
         results.append(ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase))
         stale = 0 if results[-1].explained > best else stale + 1
         best = max(best, results[-1].explained)
         pretrains = pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
-        if hyper.kl_target is not None:  # Ziegler et al. 2019, section 2.2
+        if waited == number - 1 and not results[-1].policy_losses:
+            waited = number
+        if hyper.kl_target is not None and learns:  # Ziegler et al. 2019, section 2.2
             error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
             kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon
     return results
