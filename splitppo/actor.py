@@ -17,7 +17,7 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout, Sample, digest
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -55,6 +55,13 @@ class Actor:
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
+        config = context.config
+        self.validated_on = digest(
+            [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
+            config.reward.validation or (config.reward.function, config.reward.weights),
+            config.log.validate_samples,
+            config.log.validate_temperature,
+        )
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
@@ -164,11 +171,17 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
-        return {"best": self.best, "open": self.streams.state(), "waited": self.policy.waited}
+        return {
+            "best": self.best,
+            "validated_on": self.validated_on,
+            "open": self.streams.state(),
+            "waited": self.policy.waited,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned."""
-        self.best = tuple(state["best"]) if state["best"] else None
+        """Goes on from what `state` returned. The best of another validation is left out."""
+        known = state.get("validated_on", self.validated_on) == self.validated_on
+        self.best = tuple(state["best"]) if state["best"] and known else None
         self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
         self.streams.load_state(state.get("open", ()))
 
@@ -198,12 +211,22 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo, mask, weights = self.context.config.ppo, batch.mask, fields.get("weights")
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
-        clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-        how: Any = {"mode": ppo.clip_mode, "dual_clip": ppo.dual_clip, "aggregate": ppo.aggregate}
-        old, advantages = fields["old"], fields["advantages"]
-        loss, metrics = algo.policy_loss(logprobs, old, advantages, mask, weights=weights, **clip, **how)
+        loss, metrics = algo.policy_loss(
+            logprobs,
+            fields["old"],
+            fields["advantages"],
+            mask,
+            weights=weights,
+            clip_low=ppo.clip_low,
+            clip_high=ppo.clip_high,
+            mode=ppo.clip_mode,
+            dual_clip=ppo.dual_clip,
+            aggregate=ppo.aggregate,
+        )
         if "age" in fields:
-            metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
+            metrics |= algo.staleness(
+                logprobs, fields["sampled"], fields["age"], mask, clip_low=ppo.clip_low, clip_high=ppo.clip_high
+            )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)

@@ -24,7 +24,7 @@ from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
-from splitppo.rollout import Prompt, Rollout
+from splitppo.rollout import Prompt, Rollout, digest
 
 # the run ends when a reward function fails on every row for so many steps in a row, and rows in them
 FAILING_STEPS = 3
@@ -69,6 +69,13 @@ class Critic:
         self.reward_model, self.reference = reward_model, reference
         self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        self.scored_by = digest(
+            context.config.reward.function,
+            context.config.reward.weights,
+            context.config.reward.model,
+            context.config.reward.model_weight,
+            context.config.reward.model_chat,
+        )
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         self.failing: dict[str, list[int]] = {}  # reward function -> rows of each step, to the last, with no score
 
@@ -225,19 +232,21 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         past = self.past_scores
-        scores = [float(part) for part in (past.count, past.mean, past.variance)]
         return {
             "kl_coef": self.kl.coef,
-            "scores": scores,
+            "scores": [float(part) for part in (past.count, past.mean, past.variance)],
+            "scored_by": self.scored_by,
             "failing": self.failing,
             "pretraining": self.pretraining.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's."""
+        """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's, and moments
+        of another reward's scores are left out."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
-        self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+        if state.get("scored_by", self.scored_by) == self.scored_by:
+            self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
         self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
@@ -252,8 +261,8 @@ class Critic:
             own = [[row for row in rows if self.context.value_model(row) == model] for rows in mini_batches]
             fields = {"old": values, "returns": returns}
             figures += learner.update(scored.rollout, own, fields, self._objective, step=step, epochs=epochs)
-        parts = map(algo.moments, (returns, returns - scored.values))
-        self.pretraining.finish(step, *self.group.all_moments([*parts]))
+        moments = self.group.all_moments([algo.moments(returns), algo.moments(returns - scored.values)])
+        self.pretraining.finish(step, *moments)
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)

@@ -88,8 +88,14 @@ class Learner:
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1; not one of those in which the model waits."""
         optim = self.optim
-        how: Any = {"schedule": optim.schedule, "warmup_steps": optim.warmup_steps, "min_lr_ratio": optim.min_lr_ratio}
-        return algo.learning_rate(step - self.waited, steps=self.steps - self.waited, peak=optim.lr, **how)
+        return algo.learning_rate(
+            step - self.waited,
+            steps=self.steps - self.waited,
+            peak=optim.lr,
+            schedule=optim.schedule,
+            warmup_steps=optim.warmup_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+        )
 
     def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
         """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the

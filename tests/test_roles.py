@@ -202,6 +202,11 @@ def act_rank(group: Group) -> tuple:
     told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
     trained.append(actor.trained)
     best = [actor.validate(step) for step in (0, 1, 2, 3)]
+    kept, bests = json.loads(json.dumps(actor.state())), []
+    for state in (kept, kept | {"validated_on": "other prompts"}):
+        actor.load_state(state)
+        bests.append(actor.best)
+    assert bests == [(0.5, 2), None]
     return calls, told, given, trained, best
 
 
@@ -267,12 +272,13 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
         value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2"]
+        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2", "--reward.timeout=9"]
         before, after, other = (
             Critic(context_of(*ppo), value, cast(Any, None), None) for ppo in (adaptive, adaptive, fixed)
         )
         fresh = {"ended": False, "best": None, "stale": 0}
-        assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
+        due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
+        assert before.state() == due | {"scored_by": before.scored_by}
         before.kl.coef = 0.37
         before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
         state = json.loads(json.dumps(before.state()))
@@ -281,6 +287,9 @@ def test_the_critics_state_goes_through_json():
         assert after.state() == before.state()
         other.load_state(state)
         assert other.kl.coef == 0.2  # it does not adapt: what is configured now
+        elsewhere = Critic(context_of("--reward.function=exact_match"), value, cast(Any, None), None)
+        elsewhere.load_state(state)  # what another reward scored says nothing of this one's scores
+        assert (elsewhere.past_scores.count, other.past_scores.count) == (0, 4)
         for critic in (after, other):  # float32 would count no further than to 2^24 scores
             past = critic.past_scores
             assert {part.dtype for part in (past.count, past.mean, past.variance)} == {torch.float64}

@@ -18,7 +18,7 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint
-from splitppo.run.build import Builder
+from splitppo.run.build import Builder, check_open_rows
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
 from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
@@ -104,6 +104,7 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine)
+            check_open_rows(self.build.context, self.resumed)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
