@@ -17,7 +17,7 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout, Sample, digest
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -55,6 +55,13 @@ class Actor:
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
+        config = context.config
+        self.validated_on = digest(
+            [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
+            config.reward.validation or (config.reward.function, config.reward.weights),
+            config.log.validate_samples,
+            config.log.validate_temperature,
+        )
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
@@ -139,18 +146,23 @@ class Actor:
             sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
             fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
         weights, found = self._importance(rollout, old)
-        if self.group.all_max([bool(advantages.isnan().any())])[0]:
-            return found | learning_metrics("actor", "pg_loss", [], names) | {"actor/lr": 0.0}
+        waits = self.group.all_max([bool(advantages.isnan().any())])[0]
         mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
-        figures = self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
-        if not figures and self.group.is_first:
+        figures = (
+            []
+            if waits
+            else self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
+        )
+        if not figures and (waits or self.policy.waited == step - 1):  # no step before had an update, either
+            self.policy.waited = step
+        if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
         if figures and self.streams.windows:  # of the first optimizer step alone: before the update
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
-        return metrics | {"actor/lr": self.policy.learning_rate(step)}
+        return metrics | {"actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0}
 
     def close(self) -> None:
         """Ends the engine and the processes of the validation's rewards."""
@@ -159,11 +171,18 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
-        return {"best": self.best, "open": self.streams.state()}
+        return {
+            "best": self.best,
+            "validated_on": self.validated_on,
+            "open": self.streams.state(),
+            "waited": self.policy.waited,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned."""
-        self.best = tuple(state["best"]) if state["best"] else None
+        """Goes on from what `state` returned. The best of another validation is left out."""
+        known = state.get("validated_on", self.validated_on) == self.validated_on
+        self.best = tuple(state["best"]) if state["best"] and known else None
+        self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
         self.streams.load_state(state.get("open", ()))
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -192,12 +211,22 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo, mask, weights = self.context.config.ppo, batch.mask, fields.get("weights")
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
-        clip: Any = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-        how: Any = {"mode": ppo.clip_mode, "dual_clip": ppo.dual_clip, "aggregate": ppo.aggregate}
-        old, advantages = fields["old"], fields["advantages"]
-        loss, metrics = algo.policy_loss(logprobs, old, advantages, mask, weights=weights, **clip, **how)
+        loss, metrics = algo.policy_loss(
+            logprobs,
+            fields["old"],
+            fields["advantages"],
+            mask,
+            weights=weights,
+            clip_low=ppo.clip_low,
+            clip_high=ppo.clip_high,
+            mode=ppo.clip_mode,
+            dual_clip=ppo.dual_clip,
+            aggregate=ppo.aggregate,
+        )
         if "age" in fields:
-            metrics |= algo.staleness(logprobs, fields["sampled"], fields["age"], mask, **clip)
+            metrics |= algo.staleness(
+                logprobs, fields["sampled"], fields["age"], mask, clip_low=ppo.clip_low, clip_high=ppo.clip_high
+            )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
             loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)

@@ -148,14 +148,6 @@ def adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
 
 
 @torch.no_grad()
-def mask_agreement(advantages: Tensor, spread: Tensor, threshold: float) -> Tensor:
-    """`[N]` advantages, 0 where the value models differ by less than the threshold (Liu et al. 2025, AsyPPO). `spread`
-    `[N]`: the deviation of the values of a state."""
-    _check_shapes(1, advantages=advantages, spread=spread)
-    return _keep(advantages, spread >= threshold)
-
-
-@torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
 

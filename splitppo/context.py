@@ -37,7 +37,9 @@ class Context:
     def streams(self) -> Streams:
         """The rows of all slots; the actor group keeps them up to date."""
         rollout = self.config.rollout
-        return Streams(rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0)
+        return Streams(
+            rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0, limit=rollout.max_new_tokens
+        )
 
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses in turn, or

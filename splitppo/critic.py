@@ -24,9 +24,11 @@ from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
-from splitppo.rollout import Prompt, Rollout
+from splitppo.rollout import Prompt, Rollout, digest
 
-FAILING_STEPS = 3  # steps in a row in which a reward function fails on every row; then the run ends
+# the run ends when a reward function fails on every row for so many steps in a row, and rows in them
+FAILING_STEPS = 3
+FAILING_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,15 @@ class Critic:
         self.reward_model, self.reference = reward_model, reference
         self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        self.scored_by = digest(
+            context.config.reward.function,
+            context.config.reward.weights,
+            context.config.reward.model,
+            context.config.reward.model_weight,
+            context.config.reward.model_chat,
+        )
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
-        self.failing: dict[str, int] = {}  # reward function -> steps in a row in which it failed on every row
+        self.failing: dict[str, list[int]] = {}  # reward function -> rows of each step, to the last, with no score
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
@@ -137,7 +146,8 @@ class Critic:
         (kl_sum, rows, tokens), kl_coef = self.group.all_sum(sums).tolist(), self.kl.coef
         if not rows:  # none has ended in this step
             return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
-        self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        if not self.pretraining.policy_waits(step):
+            self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
         values = rollout.pad(scored.values)
@@ -147,7 +157,6 @@ class Critic:
         packed_returns, plain = rollout.unpad(returns), rollout.unpad(advantages)
         scored.figures.update(value=scored.values, advantage=plain, reward=rollout.unpad(rewards))
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
-        white, metrics = self._of_ensemble(scored, white)
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
@@ -159,7 +168,7 @@ class Critic:
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics |= self._summaries(extra | figures) | self._failures(scored)
+        metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(scored)
         metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, packed_returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
@@ -177,16 +186,12 @@ class Critic:
         (moments,) = self.group.all_moments([algo.moments(whole, mask)])
         return torch.where(mask.bool(), whole - moments.mean.to(whole.dtype), 0.0), returns
 
-    def _of_ensemble(self, scored: Scored, advantages: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The advantages `[N]`, 0 where the value models agree most, and the mean deviation of the models' values."""
+    def _deviation(self, scored: Scored) -> dict[str, float]:
+        """The mean deviation of an ensemble's values."""
         if len(scored.by_model) == 1:
-            return advantages, {}
-        spread, part = torch.stack(scored.by_model).std(0), self.context.config.ppo.mask_agreement
-        (moments,) = self.group.all_moments([algo.moments(spread)])
-        if part:  # the quantile needs every token's figure: four bytes each
-            every = torch.cat(self.group.all_gather(spread)).sort().values
-            advantages = algo.mask_agreement(advantages, spread, float(every[int(part * len(every))]))
-        return advantages, {"critic/values/deviation": float(moments.mean)}
+            return {}
+        (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
+        return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: Scored) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
@@ -203,17 +208,19 @@ class Critic:
         """Counts the failures of the rewards, and prints them on the first rank's screen.
 
         Raises:
-            UserError: a function has failed on every row for some steps.
+            UserError: a function has failed on every row for some steps, and on enough rows.
         """
         counts, parts = zip(*self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True)
         failures = [failure for part in parts for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")
         failed = Counter(failure.function for _, failure in failures)
-        self.failing = {name: self.failing.get(name, 0) + 1 for name, count in failed.items() if count == sum(counts)}
-        for name in (name for name, steps in self.failing.items() if steps == FAILING_STEPS):
-            cause = next(failure.text for _, failure in failures if failure.function == name)
-            raise UserError(f"reward {name} failed on every row for {FAILING_STEPS} steps: {cause}; fix it")
+        alike = [name for name, count in failed.items() if count == sum(counts)]
+        self.failing = {name: [*self.failing.get(name, ()), sum(counts)] for name in alike}
+        for name, rows in self.failing.items():
+            if len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS:
+                cause = next(failure.text for _, failure in failures if failure.function == name)
+                raise UserError(f"reward {name} failed on every row for {len(rows)} steps: {cause}; fix it")
         kinds = [failure.kind for _, failure in failures]
         by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
         return {"critic/reward_failures": float(len(kinds))} | by_kind
@@ -225,14 +232,22 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         past = self.past_scores
-        scores = [float(part) for part in (past.count, past.mean, past.variance)]
-        return {"kl_coef": self.kl.coef, "scores": scores, "pretraining": self.pretraining.state()}
+        return {
+            "kl_coef": self.kl.coef,
+            "scores": [float(part) for part in (past.count, past.mean, past.variance)],
+            "scored_by": self.scored_by,
+            "failing": self.failing,
+            "pretraining": self.pretraining.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's."""
+        """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's, and moments
+        of another reward's scores are left out."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
-        self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+        if state.get("scored_by", self.scored_by) == self.scored_by:
+            self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+        self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
@@ -246,8 +261,8 @@ class Critic:
             own = [[row for row in rows if self.context.value_model(row) == model] for rows in mini_batches]
             fields = {"old": values, "returns": returns}
             figures += learner.update(scored.rollout, own, fields, self._objective, step=step, epochs=epochs)
-        parts = map(algo.moments, (returns, returns - scored.values))
-        self.pretraining.finish(step, *self.group.all_moments([*parts]))
+        moments = self.group.all_moments([algo.moments(returns), algo.moments(returns - scored.values)])
+        self.pretraining.finish(step, *moments)
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)

@@ -58,6 +58,7 @@ class Learner:
         groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self.updates = 0
+        self.waited = 0  # steps of the run before the model's first update: its schedule begins after them
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
         self.shards = HostShards(model, runner.device) if offload == "all" else None
         self.release_memory()
@@ -85,10 +86,16 @@ class Learner:
         return state_of(self.optimizer, parameter)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of a step, counted from 1; not one of those in which the model waits."""
         optim = self.optim
-        how: Any = {"schedule": optim.schedule, "warmup_steps": optim.warmup_steps, "min_lr_ratio": optim.min_lr_ratio}
-        return algo.learning_rate(step, steps=self.steps, peak=optim.lr, **how)
+        return algo.learning_rate(
+            step - self.waited,
+            steps=self.steps - self.waited,
+            peak=optim.lr,
+            schedule=optim.schedule,
+            warmup_steps=optim.warmup_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+        )
 
     def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
         """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the

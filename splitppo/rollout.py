@@ -5,6 +5,7 @@ The *response tokens* are those that the policy sampled. Losses, GAE and KL are 
 `[N]` hold nothing else.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
@@ -18,6 +19,11 @@ End = Literal["eos", "stop", "limit", "environment", "window"]
 ENDS: tuple[End, ...] = get_args(End)
 HEADER = 6  # numbers that describe a row in `pack_rows`
 RECORDED = 32  # slots, the first, whose rows the metrics have
+
+
+def digest(*things: object) -> str:
+    """A hash of plain values, by which a checkpoint names the outside data that its state is of."""
+    return hashlib.blake2b(repr(things).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -207,12 +213,16 @@ class Streams:
         slots: S. windows: whether rows go on.
         prompt: row -> its prompt.
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
+        limit: most tokens of a response.
 
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no response yet. All ranks hold the same rows.
     """
 
-    def __init__(self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool):
+    def __init__(
+        self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool, limit: int = 2**31
+    ):
+        self.limit = limit
         self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
         self.open: dict[int, Sample] = {}
         # by this rank since the last `share`: slots' open rows; of the first slots, the (row, tokens) that they decoded
@@ -259,24 +269,49 @@ class Streams:
         return [len(row.prompt) + len(row.response) for row in rows]
 
     def state(self) -> list[Any]:
-        """The rows as a checkpoint holds them: number, response, its log-probs, stretches. Prompts follow from data."""
+        """The rows as a checkpoint holds them: number, response, its log-probs, stretches, and the hash of what was
+        asked for. Prompts follow from data."""
         rows = (self.open[slot] for slot in sorted(self.open))
-        return [[row.row, list(row.response), list(row.logprobs), list(row.stretches)] for row in rows]
+        return [
+            [row.row, list(row.response), list(row.logprobs), list(row.stretches), self._asked(row)] for row in rows
+        ]
 
     def load_state(self, state: Sequence[Any]) -> None:
         """Goes on from what `state` returned, also with another window. Raises UserError if there are other slots now,
-        or rows do not go on."""
+        or rows do not go on, have another prompt, or are too long. Older checkpoints have no hashes."""
         if state and not (self.windows and len(state) == self.slots):
-            remedy = f"set rollout.window above 0 and rollout.batch_size={len(state)}"
-            raise UserError(f"the checkpoint holds the rows of {len(state)} slots that go on; {remedy}")
-        for row, response, logprobs, stretches in state:
-            past: Any = tuple(map(tuple, stretches))
-            tokens = self.prompt(row).tokens
-            self.open[row % self.slots] = Sample(row, tokens, response, logprobs, "window", stretches=past)
+            raise UserError(
+                f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and"
+                f" rollout.batch_size={len(state)}"
+            )
+        for row, response, logprobs, stretches, *asked in state:
+            goes_on = Sample(
+                row,
+                self.prompt(row).tokens,
+                response,
+                logprobs,
+                "window",
+                stretches=tuple((step, tokens) for step, tokens in stretches),
+            )
+            if response and asked not in ([], [self._asked(goes_on)]):
+                raise UserError(
+                    f"row {row} of the checkpoint goes on, and its prompt is another one here (hash"
+                    f" {self._asked(goes_on)}, not {asked[0]}); restore seed, data, rollout.samples and rollout.lengths"
+                    " of its run, or start from its exported policy (splitppo export)"
+                )
+            if self._request(goes_on).left(self.limit) < 1:
+                raise UserError(
+                    f"rollout.max_new_tokens={self.limit}, and row {row} of the checkpoint goes on after"
+                    f" {len(response)} tokens; set it to {max(len(part[1]) for part in state) + 1} at least"
+                )
+            self.open[row % self.slots] = goes_on
 
     def _request(self, row: Sample) -> Request:
         length = self.lengths[row.row % len(self.lengths)] if self.lengths else None
         return Request(row.row, row.prompt, length, row.response, row.logprobs)
+
+    def _asked(self, row: Sample) -> str:
+        return digest(self.prompt(row.row).tokens, self._request(row).length)
 
     def _fresh(self, row: int) -> Sample:
         return Sample(row, self.prompt(row).tokens, [], [], "window")

@@ -657,14 +657,6 @@ def test_the_adaptive_lambda_is_vapos():
     same(algo.adaptive_lambda(3 * mask.double(), 0.2), 0.0, 0.5, 0.875)
 
 
-def test_advantages_on_which_the_models_agree_become_0():
-    same(algo.mask_agreement(t(1, 2, 3), t(0.1, 0.2, 0.3), 0.2), 0.0, 2.0, 3.0)
-    with pytest.raises(ValueError, match="one shape"):
-        algo.mask_agreement(t(1, 2, 3), t(1), 0.2)
-    with pytest.raises(ValueError, match="with 1 axes"):
-        algo.mask_agreement(t([1]), t([1]), 0.2)
-
-
 def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
     ratios, age = [0.5, 1.0, 1.5, 1.3, 3.0, NAN], t([0, 1, 1, 2, 3, 0])
     sampled, mask = t([-1.0] * 6), t([1, 1, 1, 1, 1, 0])

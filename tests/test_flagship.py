@@ -386,6 +386,8 @@ PRACTICE = {
     "kl_target": 0.002,
     "kl_horizon": 100,
 }
+SCHEDULE = {"schedule": "linear", "min_lr_ratio": 0.25}  # of the policy
+OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
 
 
 @pytest.mark.parametrize(
@@ -403,16 +405,19 @@ PRACTICE = {
 )
 def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement, value_mini_batches, changes):
     """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head start, truncated
-    importance weights, truncated rows left out, an adaptive KL coefficient, a penalty for rows without an end."""
+    importance weights, truncated rows left out, an adaptive KL coefficient, a penalty for rows without an end. Schedule
+    and coefficient begin with the policy's first update."""
     practice = PRACTICE | changes
     argv = {f"ppo__{name}": value for name, value in practice.items() if value is not True and value is not False}
     argv |= {"ppo__mask_truncated": ""} if practice["mask_truncated"] else {}
-    extra = {"ppo__value_mini_batches": value_mini_batches, "reward__missing_eos_penalty": 0.3}
+    extra = {"ppo__value_mini_batches": value_mini_batches, "reward__missing_eos_penalty": 0.3} | OPTIM
     seen = run(inputs, tmp_path, world, odd="cut", **placement, **argv, **extra)
     finished = [row[3] for rows in seen["rows"] for row in rows.values()]
     assert 3 < sum(finished) < len(finished) - 3  # both kinds are there
-    due = reference(inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice)
+    due = reference(inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice, **SCHEDULE)
     assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
+    rates = [0, 0, 1] if practice["mask_truncated"] else [0, 1, 0.25]
+    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx([POLICY_LR * x for x in rates])
     compare(seen, due)
     if practice["mask_truncated"]:
         assert seen["actor"][1] == seen["critic"][1] == []
@@ -428,8 +433,8 @@ CRITICS = {
         "clip_mode": "mask", "clip_low": 0.05, "clip_high": 0.08, "old_logprobs": "engine", "lam": "adaptive",
         "lam_alpha": 0.3, "lam_value": 1.0, "value_epochs": 2, "value_frozen": "attn",
     },
-    "pretraining": PRETRAINING | {"policy_frozen": "mlp", "value_layers": 1},
-    "ensemble": {"ensemble": 2, "samples": 2, "mask_agreement": 0.3, "value_frozen": "embed_tokens"},
+    "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
+    "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},
 }  # fmt: skip
 OTHERS = {
     "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
@@ -438,9 +443,10 @@ OTHERS = {
         "pretrain_epochs": 2,
         "pretrain_patience": 1,
         "value_lr": 1e-6,
+        "warmup_steps": 2,
     },
     "no baseline": {"baseline": "none"},
-    "one response for three models": {"ensemble": 3},
+    "one response for two models": {"ensemble": 2},
 }
 FLAGS = {
     "value_frozen": ("value__freeze", {"attn": "attention", "embed_tokens": "embeddings", "model": "body"}),
@@ -450,6 +456,7 @@ FLAGS = {
     "samples": ("rollout__samples", {}),
     "gather": ("compute__gather", {}),
     "value_lr": ("value__optim__lr", {}),
+    **{name: (f"policy__optim__{name}", {}) for name in ("schedule", "min_lr_ratio", "warmup_steps")},
     **{name: (f"value__{name}", {}) for name in ("pretrain_steps", "pretrain_epochs", "pretrain_patience")},
 }
 

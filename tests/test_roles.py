@@ -117,10 +117,14 @@ def test_what_the_critic_makes_of_scores_kl_and_values():
 
 
 def failing_rank(group: Group) -> list[str]:
-    """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3."""
+    """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3. The run is resumed
+    before step 6."""
     rank, value = group.dp_rank, cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))])
     critic, said = Critic(context_of(), value, cast(Any, None), None), []
-    for step in range(1, 7):
+    for step in range(1, 8):
+        if step == 6:
+            saved, critic = json.dumps(critic.state()), Critic(critic.context, value, cast(Any, None), None)
+            critic.load_state(json.loads(saved))
         failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
         scored = Scored(rollout_of(rank), [torch.zeros(0)], torch.zeros(2), {}, failed)
@@ -135,10 +139,10 @@ def failing_rank(group: Group) -> list[str]:
 def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
     said = run_threads(2, failing_rank)
     assert said[0] == said[1]
-    assert said[0][:5] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0"]
-    for part in ("reward all ", "every row", "3 steps", "step 6", "fix it"):
-        assert part in said[0][5]
-    assert capfd.readouterr().out.count("[critic] rewards that failed") == 6  # told by the first rank alone
+    assert said[0][:6] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0", "7.0 4.0"]
+    for part in ("reward all ", "every row", "4 steps", "step 7", "fix it"):  # 12 rows of three steps say too little
+        assert part in said[0][6]
+    assert capfd.readouterr().out.count("[critic] rewards that failed") == 7  # told by the first rank alone
 
 
 class Engine:
@@ -168,7 +172,9 @@ def act_rank(group: Group) -> tuple:
         given.append((mini_batches, sorted(fields), fields["weights"].tolist()))
         return steps[: len(given)]
 
-    policy: Any = SimpleNamespace(runner=runner, updates=0, check_finite=check_finite, update=update, forward=forward)
+    policy: Any = SimpleNamespace(
+        runner=runner, updates=0, waited=0, check_finite=check_finite, update=update, forward=forward
+    )
     policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
     reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
     scores = iter([0.3, 0.5, 0.4])
@@ -196,6 +202,11 @@ def act_rank(group: Group) -> tuple:
     told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
     trained.append(actor.trained)
     best = [actor.validate(step) for step in (0, 1, 2, 3)]
+    kept, bests = json.loads(json.dumps(actor.state())), []
+    for state in (kept, kept | {"validated_on": "other prompts"}):
+        actor.load_state(state)
+        bests.append(actor.best)
+    assert bests == [(0.5, 2), None]
     return calls, told, given, trained, best
 
 
@@ -261,12 +272,13 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
         value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2"]
+        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2", "--reward.timeout=9"]
         before, after, other = (
             Critic(context_of(*ppo), value, cast(Any, None), None) for ppo in (adaptive, adaptive, fixed)
         )
         fresh = {"ended": False, "best": None, "stale": 0}
-        assert before.state() == {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "pretraining": fresh}
+        due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
+        assert before.state() == due | {"scored_by": before.scored_by}
         before.kl.coef = 0.37
         before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
         state = json.loads(json.dumps(before.state()))
@@ -275,6 +287,9 @@ def test_the_critics_state_goes_through_json():
         assert after.state() == before.state()
         other.load_state(state)
         assert other.kl.coef == 0.2  # it does not adapt: what is configured now
+        elsewhere = Critic(context_of("--reward.function=exact_match"), value, cast(Any, None), None)
+        elsewhere.load_state(state)  # what another reward scored says nothing of this one's scores
+        assert (elsewhere.past_scores.count, other.past_scores.count) == (0, 4)
         for critic in (after, other):  # float32 would count no further than to 2^24 scores
             past = critic.past_scores
             assert {part.dtype for part in (past.count, past.mean, past.variance)} == {torch.float64}

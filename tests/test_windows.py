@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
-from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run, train_rank
+from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
 from transformers import AutoConfig
 
 from splitppo import algo
@@ -22,6 +22,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
@@ -29,6 +30,7 @@ from splitppo.rollout import Prompt, Sample, Streams
 from splitppo.run import memory
 from splitppo.run.build import build_context
 from splitppo.run.checks import warnings
+from splitppo.run.main import dry_run
 
 __all__ = ["inputs"]  # the fixture
 
@@ -50,7 +52,8 @@ def check(
     changes |= {f"ppo__{name}": value for name, value in hyper.items()}
     seen = run(inputs, tmp_path, world, odd="exact", rollout__window=window, **options, **changes)
     samples = changes.get("rollout__samples", 1)
-    due = reference(inputs, seen, window=window, samples=samples, **hyper)
+    warmup = changes.get("policy__optim__warmup_steps", 0)
+    due = reference(inputs, seen, window=window, samples=samples, warmup_steps=warmup, **hyper)
     compare(seen, due)
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
@@ -100,8 +103,10 @@ def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
-    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2)
+    """Nor does it spend the policy's schedule before the first update."""
+    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2, policy__optim__warmup_steps=2)
     assert [len(rows) for rows in seen["rows"]] == [0, 0, BATCH]
+    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx([0, 0, POLICY_LR / 2])
     assert seen["actor"][:2] == seen["critic"][:2] == [[], []]
 
 
@@ -146,7 +151,7 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=2", f"--run-dir={cut}"])
     state = json.loads((cut / "checkpoints" / "step_000002" / "actor" / "state.json").read_text())
     assert len(state["open"]) == 6
-    assert {step for *_, stretches in state["open"] for step, _ in stretches} == {1, 2}
+    assert {step for *_, stretches, _ in state["open"] for step, _ in stretches} == {1, 2}
     run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=7", f"--run-dir={cut}"])
     for role in ("actor", "critic"):
         assert_same(figures(cut, role), figures(whole, role))
@@ -157,6 +162,11 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     assert (len(prompts), set(prompts.values())) == (8, {1})  # the first epoch
     with pytest.raises(RuntimeError, match="exit status 2"):
         run_ranks(1, main_rank, [*argv, "--rollout.window=0", "--steps=8", f"--run-dir={cut}", "--force"])
+    saved = [*argv, f"--run-dir={tmp_path / 'new'}", f"--resume={cut / 'checkpoints' / 'step_000007'}", "--steps=8"]
+    assert "resolved" in dry_run(parse(saved), Launch())
+    for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
+        with pytest.raises(UserError, match=r"row \d+ of the checkpoint goes on, and its prompt is another one here"):
+            dry_run(parse([*saved, other]), Launch())
 
 
 def prompt(row: int) -> Prompt:
@@ -182,17 +192,42 @@ def test_every_rank_knows_the_rows_that_go_on():
     assert first[2:] == second[2:]
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
     assert second[0] == []
-    assert first[2] == [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
+    rows = [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
+    assert [entry[:-1] for entry in first[2]] == rows
+    assert len({asked for *_, asked in first[2]}) == 3
     asked = [(r.row, r.prompt, r.length, len(r.response), len(r.logprobs)) for r in first[3]]
     assert asked == [(3, [3, 3], 10, 3, 3), (4, [4, 4], 7, 0, 0), (2, [2, 2], 9, 5, 5)]
-    goes_on = Streams(3, prompt, [], windows=True)
-    goes_on.load_state(json.loads(json.dumps(first[2])))
+    goes_on = Streams(3, prompt, [], windows=True, limit=6)
+    goes_on.load_state(json.loads(json.dumps(rows)))  # of an earlier version, without hashes
     (row,) = goes_on.take(2, [stop(2, 9, "eos")])
     assert (row.stretches, row.ages) == (((1, 5), (2, 4)), [1] * 5 + [0] * 4)
     assert goes_on.following(2).row == 5
     for slots, windows in ((4, True), (3, False)):
         with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
             Streams(slots, prompt, [], windows=windows).load_state(first[2])
+
+
+def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
+    others: set[int] = set()  # rows that have another prompt now
+
+    def asked_for(row: int) -> Prompt:
+        return prompt(row + 1 if row in others else row)
+
+    def streams(lengths: list[int], limit: int = 6) -> Streams:
+        return Streams(3, asked_for, lengths, windows=True, limit=limit)
+
+    given = streams([])
+    given.take(1, [stop(3, 3, "window"), stop(1, 5, "limit"), stop(2, 5, "window")])
+    given.share(lambda part: [part])
+    state = json.loads(json.dumps(given.state()))
+    others.add(4)  # it has no token yet
+    streams([]).load_state(state)
+    with pytest.raises(UserError, match=r"new_tokens=5, and row 2 of .* goes on after 5 tokens; set it to 6 at least"):
+        streams([], limit=5).load_state(state)
+    for lengths, other in (([9, 8, 7], 4), ([], 2)):
+        others.add(other)
+        with pytest.raises(UserError, match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data"):
+            streams(lengths).load_state(state)
 
 
 def test_slots_follow_the_contexts_that_rank_0_knows():

@@ -13,7 +13,8 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step."""
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step. The policy
+    begins with it in its first update, after the steps in which it waits for the value model."""
     warmup_steps: int = 0
     """Steps of linear warm-up. Step s of w runs at s/w of the peak."""
     min_lr_ratio: float = 0.0
@@ -74,7 +75,8 @@ class ValueConfig:
     tensor_parallel: int | None = None
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     ensemble: int = 1
-    """Value models, each trained on a part of every prompt's responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
+    """Value models, each trained on an equal part of every prompt's responses, or of the prompts if these have fewer
+    responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
     freeze: tuple[str, ...] = ()
     """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0
@@ -187,7 +189,8 @@ class RewardConfig:
     validation: tuple[str, ...] = ()
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"
-    """Subtract the mean of the scores and divide by their deviation: those of the batch, or of all steps so far."""
+    """Subtract the mean of the scores and divide by their deviation: those of the batch (not with
+    `rollout.window`: a step may have one row), or of all steps so far."""
     clip: tuple[float, float] | None = None
     """Lowest and highest score, after normalising."""
     missing_eos_penalty: float = 0.0
@@ -215,7 +218,8 @@ class PPOConfig:
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
     kl_target: float | None = None
-    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2). Unset: it is constant."""
+    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2), but not while the policy waits
+    for the value model. Unset: it is constant."""
     kl_horizon: int = 10000
     """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2, 0.2)."""
     kl_loss_coef: float = 0.0
@@ -238,8 +242,6 @@ class PPOConfig:
     """Whiten the advantages over the whole batch."""
     baseline: Literal["value", "none"] = "value"
     """`none`: advantages are returns minus their mean over the batch, without values. For comparisons."""
-    mask_agreement: float = 0.0
-    """With an ensemble: part of the tokens, where the values differ least, whose advantages become 0 (AsyPPO)."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

@@ -24,16 +24,16 @@ PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.mod
 TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
 
 
-def parse(argv: Sequence[str]) -> Config:
-    """The configuration of a command line. Its flags override those of the preset that `--config` names. A wrong preset
-    or flag is a UserError; `--help` ends in SystemExit."""
+def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
+    """The configuration of a command line. Its flags override those of the preset that `--config` names; `recorded` is
+    as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
     path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    settings = {} if preset is None else read_preset(path)
+    settings = {} if preset is None else read_preset(path, recorded=recorded)
     given = [*_flags(settings), *argv]
     if _value_of("--policy.path", given) in (None, "tiny"):
         given = [*_flags(read_preset(TINY)), *given]

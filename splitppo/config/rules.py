@@ -32,7 +32,6 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam_value"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "policy.optim.min_lr_ratio value.optim.min_lr_ratio"),
     (lambda v: v == "adaptive" or 0 <= v <= 1, "must lie between 0 and 1, or be adaptive", "ppo.lam"),
-    (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "ppo.mask_agreement"),
     (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
     (lambda v: all(0 <= b < 1 for b in v), "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas value.optim.betas"),
@@ -123,6 +122,8 @@ def _of_reward(config: Config) -> Iterator[str]:
         yield "reward.validation=none would score every held-out row 0; name a function"
     if reward.weights and len(reward.weights) != len(functions):
         yield f"reward.weights={reward.weights} for {len(functions)} functions; give one weight each, in their order"
+    if reward.normalize == "batch" and (window := rollout.window):
+        yield f"reward.normalize=batch with rollout.window={window}: a step's only row would score 0; use running"
     if reward.overlong_tokens >= (limit := rollout.max_new_tokens):
         yield f"reward.overlong_tokens={reward.overlong_tokens} must be below rollout.max_new_tokens={limit}; lower it"
 
@@ -151,7 +152,7 @@ def _of_ppo(config: Config) -> Iterator[str]:
 
 
 def _of_critic(config: Config) -> Iterator[str]:
-    ppo, value, rows = config.ppo, config.value, config.rollout.batch_size
+    ppo, value, rows, samples = config.ppo, config.value, config.rollout.batch_size, config.rollout.samples
     if value.pretrain_steps and ppo.critic_warmup:
         wrong = f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup}"
         yield f"{wrong} are both for the first steps; unset one"
@@ -160,12 +161,16 @@ def _of_critic(config: Config) -> Iterator[str]:
     if value.pretrain_steps and value.ensemble > 1:
         wrong = f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}"
         yield f"{wrong}: pretrain one value model in a run of its own, then start the ensemble from it with value.path"
-    if value.ensemble > rows:
-        yield f"value.ensemble={value.ensemble} are more than rollout.batch_size={rows}; lower it"
-    if ppo.mask_agreement and value.ensemble == 1:
-        yield f"ppo.mask_agreement={ppo.mask_agreement} compares value models, and there is one; set value.ensemble"
-    if ppo.baseline == "none" and (ppo.lam == "adaptive" or ppo.mask_agreement):
-        yield "ppo.baseline=none uses no values; unset ppo.lam=adaptive and ppo.mask_agreement"
+    parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
+    if samples >= value.ensemble and samples % value.ensemble:
+        yield f"rollout.samples={samples} does not {parts}; {_use(samples, value.ensemble)}"
+    if samples < value.ensemble and rows // samples % value.ensemble:
+        yield (
+            f"the {rows // samples} prompts of rollout.batch_size={rows} do not {parts};"
+            f" {_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}"
+        )
+    if ppo.baseline == "none" and ppo.lam == "adaptive":
+        yield "ppo.baseline=none uses no values; unset ppo.lam=adaptive"
 
 
 def _use(rows: int, unit: int) -> str:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -12,6 +13,8 @@ from splitppo.config import Config
 from splitppo.errors import UserError
 
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
+# settings that earlier versions had -> their value at which a run is as one of this version
+GONE: dict[str, Any] = {"ppo.mask_agreement": 0.0}
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
@@ -21,8 +24,10 @@ def find_preset(name: str) -> str:
     return str(own) if own.is_file() and not Path(name).exists() else name
 
 
-def read_preset(path: str) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`."""
+def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `recorded`: it is a run's own, in
+    which a setting that this version lacks is left out, with a line on standard error. In a user's file it is a
+    UserError."""
     known = dict(leaves(asdict(Config())))
     del known["config"]  # a preset names no other
     if not Path(path).is_file():
@@ -35,6 +40,9 @@ def read_preset(path: str) -> dict[str, Any]:
         use = 'write it as [section] and key = value, with texts in quotes and "None" for off'
         raise UserError(f"--config {path}: not TOML: {error}; {use}") from error
     sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
+    for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
+        print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
+        del settings[name]
     for name, value in settings.items():
         if name in sections:
             if value != {}:

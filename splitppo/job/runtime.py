@@ -55,8 +55,9 @@ class Runtime:
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
         prefix = f"splitppo/restart_{restart}"
         self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
-        self.status = Status(control, own[2], launch.rank, peers, placement)
+        self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
+        self.gathered: list[str] = []  # rank 0: keys that all ranks will have read when they gather again
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
@@ -132,6 +133,9 @@ class Runtime:
             with self._naming_ranks(key):
                 texts = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
             self.store.set(key, json.dumps(texts))
+            for read in (*self.gathered, *(f"{key}/{rank}" for rank in range(self.launch.world))):
+                self.store.delete_key(read)
+            self.gathered = [key]
 
     @contextmanager
     def _naming_ranks(self, key: str, patience: float = 0.0) -> Iterator[None]:

@@ -1,21 +1,27 @@
-"""What the ranks publish in the job's store: phases, failures, requests to stop. No call here waits for a rank."""
+"""What the ranks publish in the job's store: phases, failures, requests to stop. Only `stopped_by` waits for a rank."""
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
+from splitppo.errors import WireError
 from splitppo.job.nodes import Peer, process_state
 from splitppo.placement import Placement
 
 
 class Status:
     """What each rank is doing, whether it lives, and whether the run is to stop. `store`, `job`: the parts of the store
-    for this start and for the whole job, on a connection where nobody waits. `pids`: of this machine's ranks."""
+    for this start and for the whole job, on a connection where nobody waits. `timeout`: the longest wait for rank 0's
+    answer, in seconds. `pids`: of this machine's ranks."""
 
-    def __init__(self, store: dist.Store, job: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement):
+    def __init__(
+        self, store: dist.Store, job: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement, timeout: float
+    ):
+        self.timeout = timeout
         self.store, self.job, self.rank, self.peers, self.placement = store, job, rank, peers, placement
         self.phase = "starting"  # what this rank is doing
         self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine}
@@ -78,18 +84,30 @@ class Status:
         self.store.set("stop/requested", f"{why} to rank {self.rank}")
 
     def answer_stop(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0 answers, before any rank
-        can finish the step: all need its rows' log-probs for that."""
-        if self.rank == 0 and self.store.check(["stop/requested"]):
-            self.job.set("splitppo/stopped", "1")
-            self.store.set("stop/step", str(step))
-            self.store.get("stop/step")  # then all ranks can see it
+        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0 answers; no rank ends the
+        step before it has the answer (`stopped_by`)."""
+        if self.rank == 0:
+            if self.store.check(["stop/requested"]):
+                self.job.set("splitppo/stopped", "1")
+                self.store.set("stop/step", str(step))
+            self.store.set("stop/answered", str(step))  # after the answer: the store keeps the order
 
-    def last_step(self) -> tuple[int, str] | None:
-        """The last step and who requested the stop; None if nobody did."""
-        if not self.store.check(["stop/step"]):
-            return None
-        return int(self.store.get("stop/step")), self.store.get("stop/requested").decode()
+    def stopped_by(self, step: int) -> str | None:
+        """Who requested the stop that makes this step the last; None if the run goes on. Waits until rank 0 has
+        answered for the step: in a step without rows nothing else would. Raises WireError when the time is over."""
+        deadline = time.monotonic() + self.timeout
+        while self.store.add("stop/answered", 0) < step:  # the last step that rank 0 has answered for
+            if time.monotonic() > deadline:
+                raise WireError(
+                    f"step {step}: {self.describe(self.rank)} waited {self.timeout:g} s until {self.describe(0)} says"
+                    " whether the run stops; raise --timeout if that rank is only slow"
+                )
+            time.sleep(0.01)  # no wait in the store: it would block the heartbeats on this connection
+        return (
+            self.store.get("stop/requested").decode()
+            if self.store.check(["stop/step"]) and int(self.store.get("stop/step")) <= step
+            else None
+        )
 
     def stopped_before_restart(self) -> bool:
         """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a failure."""

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PretrainedConfig
 
 from splitppo.models.build import Kind, build, shorten
-from splitppo.models.sharding import transformer_layers
+from splitppo.models.tensor import transformer_layers
 
 # The part of a GPU that a job may plan with. On a card of 79.2 GiB a job that was estimated at 75 ended with 73 GiB
 # allocated. CUDA and NCCL hold 1.5 GiB, so fragments took 6 % of the card. The estimate errs by 2 %.

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from splitppo.job.collectives import TensorSet
 from splitppo.models.build import hf_name
-from splitppo.models.tensor import cut_layers, parts_of
+from splitppo.models.tensor import cut_layers, parts_of, transformer_layers
 
 # From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's backward. Micro-batches have
 # fewer and more tokens than that, so each layer would be compiled twice.
@@ -76,14 +76,6 @@ def shard_again(model: nn.Module) -> None:
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def transformer_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's repeated blocks: its longest ModuleList."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use another model")
-    return max(lists, key=len)
 
 
 def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:

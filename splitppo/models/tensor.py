@@ -39,6 +39,14 @@ def parts_of(model: nn.Module) -> Parts:
     return getattr(model, "parts", None) or Parts()
 
 
+def transformer_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's repeated blocks: its longest ModuleList."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use another model")
+    return max(lists, key=len)
+
+
 def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) -> None:
     """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size` parts."""
     try:
@@ -78,11 +86,14 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     config: Any = cast(Any, model).config
     plan, kind = getattr(config, "base_model_tp_plan", None) or {}, f"type {config.model_type!r}"
     prefix, found = f"{cast(Any, model).base_model_prefix}.", {}
+    inside = {*transformer_layers(model).modules()}
     for name, module in model.named_modules():
         key = re.sub(r"\.\d+(?=\.)", ".*", name.removeprefix(prefix))
         if "*" in key and (style := plan.get(key)):
             if style not in (*AXES, PARTIAL) or (style in AXES and type(module) is not nn.Linear):
                 raise ValueError(f"the plan of {kind} has {style} for {key}, which is not in this version")
+            if module not in inside:  # `parallelize` shards the layers of one list over the set's line
+                raise ValueError(f"the plan of {kind} cuts {key}, outside the longest list of layers")
             found[name] = style
     if not found:
         raise ValueError(f"transformers has no plan for {kind}")

@@ -35,7 +35,7 @@ from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer, check_prompts
 from splitppo.rollout import Prompt
 from splitppo.run import memory
-from splitppo.run.files import write_rows
+from splitppo.run.files import read_file, write_rows
 from splitppo.run.resolve import Resolved
 from splitppo.validation import Validator
 
@@ -52,9 +52,9 @@ def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
 
 
 def build_context(
-    resolved: Resolved, runtime: Runtime, training: data.PromptSet, held_out: Sequence[Prompt]
+    resolved: Resolved, runtime: Runtime | None, training: data.PromptSet, held_out: Sequence[Prompt]
 ) -> Context:
-    """What both roles know of the run."""
+    """What both roles know of the run. Without a `runtime` it can't tell who owns rows that go on."""
     config, sizes = resolved.config, data_parallel(resolved.config, resolved.placement)
     rollout = config.rollout
 
@@ -65,16 +65,40 @@ def build_context(
     @functools.lru_cache(maxsize=4)
     def owned(step: int) -> Ownership:
         contexts: list[int] = []
-        if rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
+        if runtime and rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
             found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(context.streams.contexts()))
             contexts = json.loads(found)
             runtime.store.delete_key(f"contexts/{step - 2}")  # all ranks have read it: rank 0 is no step ahead
-        cut: Any = {"samples": rollout.samples, "mini_batches": config.ppo.mini_batches, "sizes": sizes}
-        return own(seed=config.seed, step=step, batch_size=rollout.batch_size, **cut, contexts=contexts)
+        return own(
+            seed=config.seed,
+            step=step,
+            batch_size=rollout.batch_size,
+            samples=rollout.samples,
+            mini_batches=config.ppo.mini_batches,
+            sizes=sizes,
+            contexts=contexts,
+        )
 
-    decode = functools.partial(resolved.tokenizer.decode, skip_special_tokens=True)
-    context = Context(config, owned, prompt, held_out, decode, resolved.vocabulary_size, data.read_lengths(rollout))
+    context = Context(
+        config,
+        owned,
+        prompt,
+        held_out,
+        functools.partial(resolved.tokenizer.decode, skip_special_tokens=True),
+        resolved.vocabulary_size,
+        data.read_lengths(rollout),
+    )
     return context
+
+
+def check_open_rows(context: Context, found: Path | None) -> None:
+    """Raises UserError if rows of this checkpoint go on, and can't in this run."""
+    if found:
+        read_file(
+            found / "actor" / "state.json",
+            lambda text: context.streams.load_state(json.loads(text).get("open", ())),
+            f"remove {found}",
+        )
 
 
 class Builder:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from splitppo.config import Config
-from splitppo.config.toml import leaves, to_toml, toml_value
+from splitppo.config.toml import GONE, leaves, to_toml, toml_value
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
 from splitppo.run import checkpoint
@@ -85,11 +85,17 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
 
 
 def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if there is no run."""
+    """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if there is no run. A
+    setting that is gone from this version differs if it did something in the run."""
     remedy, now, before = "fix it, or delete it to resume without comparing its contents", {}, {}
     if (path := folder / "config.toml").is_file():
         settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(config))
         before, now = ({name: toml_value(value) for name, value in leaves(table)} for table in settings)
+        now |= {
+            name: before[name] if before[name] == toml_value(off) else "no setting of this version"
+            for name, off in GONE.items()
+            if name in before
+        }
     if inputs is not None and (path := folder / "inputs.json").is_file():
         now, before = now | dict(inputs), before | read_file(path, lambda text: dict(json.loads(text)), remedy)
     both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]

@@ -18,7 +18,7 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint, memory
-from splitppo.run.build import Builder
+from splitppo.run.build import Builder, check_open_rows
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
 from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
@@ -104,6 +104,7 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine)
+            check_open_rows(self.build.context, self.resumed)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
@@ -146,16 +147,16 @@ class Run:
         gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
-            if (stop := self.runtime.status.last_step()) and stop[0] <= step:
-                self.stopped = stop[1] if step < self.config.steps else None
+            if stop := self.runtime.status.stopped_by(step):
+                self.stopped = stop if step < self.config.steps else None
                 return
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
-        settings, stop = self.config.checkpoint, self.runtime.status.last_step()
+        settings = self.config.checkpoint
         regular = settings.every > 0 and step % settings.every == 0
         last = settings.last and step == self.config.steps
-        if regular or last or (stop and stop[0] <= step):
+        if regular or last or self.runtime.status.stopped_by(step):
             self.savers[role].begin(step, holder.state())
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:

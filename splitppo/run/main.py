@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import transformers
@@ -23,7 +24,8 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
-from splitppo.run.build import load_data
+from splitppo.run.build import build_context, check_open_rows, load_data
+from splitppo.run.checkpoint import find
 from splitppo.run.checks import check_inputs, preflight, warnings
 from splitppo.run.folder import finished
 from splitppo.run.life import Run
@@ -120,6 +122,10 @@ def dry_run(config: Config, launch: Launch) -> str:
     preflight(resolved)
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
     training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
+    check_open_rows(
+        build_context(resolved, None, training, validation.prompts),
+        find(Path(config.run_dir), config.resume) if config.run_dir else None,
+    )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]

@@ -72,7 +72,7 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
         raise UserError(f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}")
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
-    return parse(["--config", str(run / "config.toml")]), step, found[step]
+    return parse(["--config", str(run / "config.toml")], recorded=True), step, found[step]
 
 
 def model_card(config: Config, run: Path, step: int, kind: str) -> str:

@@ -50,7 +50,7 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     """What a run's phases predict. A folder of no run is a UserError."""
     if not (run / "config.toml").is_file():
         raise UserError(f"{run} is no run folder: config.toml is missing; name RUN of a run that began")
-    config = parse(["--config", str(run / "config.toml")])
+    config = parse(["--config", str(run / "config.toml")], recorded=True)
     if config.rollout.window:
         raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
     found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")

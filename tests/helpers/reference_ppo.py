@@ -37,7 +37,6 @@ class Hyper:
     lam_alpha: float = 0.05
     clip_mode: str = "clip"
     baseline: str = "value"
-    mask_agreement: float = 0.0
     samples: int = 1
     policy_frozen: str = ""  # part of the names of weights that are not trained
     value_frozen: str = ""
@@ -58,6 +57,10 @@ class Hyper:
     aggregate: str = "token_mean"
     temperature: float = 1.0
     policy_lr: float = 1e-6
+    schedule: str = "constant"  # of the policy's learning rate
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    steps: int = 3  # of the run
     value_lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -150,6 +153,16 @@ def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     return errors / 2
 
 
+def learning_rate(number: int, count: int, h: Hyper) -> float:
+    """Of step `number` of the `count` steps from the policy's first update to the run's last step."""
+    if number <= h.warmup_steps:
+        return h.policy_lr * number / h.warmup_steps
+    top = max(1, h.warmup_steps)
+    if h.schedule == "constant" or number == top:
+        return h.policy_lr
+    return h.policy_lr * (1 - (1 - h.min_lr_ratio) * (number - top) / (count - top))  # linear
+
+
 def adamw(model: Any, lr: float, h: Hyper, frozen: str) -> torch.optim.AdamW:
     for name, p in model.named_parameters():
         p.requires_grad_(not frozen or frozen not in name)
@@ -179,16 +192,6 @@ def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     log = old - engine
     kinds = {"off": torch.zeros_like(log), "token": log, "sequence": log.sum() * torch.ones_like(log)}
     return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
-
-
-def agreement_masked(adv: list[Tensor], values: list[list[Tensor]], part: float) -> list[Tensor]:
-    """AsyPPO: 0 for the part of all tokens on which the value models differ least; `values` of each model and row."""
-    deviations = [torch.stack(rows).std(dim=0) for rows in zip(*values, strict=True)]
-    least = sorted(d for row in deviations for d in row.tolist())
-    threshold = least[int(part * len(least))]
-    masked = [[a if d >= threshold else 0.0 for a, d in zip(x.tolist(), ds.tolist(), strict=True)]
-              for x, ds in zip(adv, deviations, strict=True)]  # fmt: skip
-    return [torch.tensor(row) for row in masked]
 
 
 def own_rows(rows: list[int], model: int, models: int, samples: int) -> list[int]:
@@ -236,8 +239,6 @@ def ppo_step(
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
-        if len(value_models) > 1:
-            adv = agreement_masked(adv, by_model, h.mask_agreement)
 
     weights = [truncated_weights(o, torch.tensor(row.engine), h) for o, row in zip(old, step.rows, strict=True)]
     targets, guesses = torch.cat(returns), torch.cat(old_values)
@@ -319,19 +320,25 @@ def reference_ppo(
     optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
     optimizers += [adamw(value, hyper.value_lr, hyper, hyper.value_frozen) for value in values]
     results, kl_coef = [], hyper.kl_coef
-    pretrains, best, stale = hyper.pretrain_steps > 0, -float("inf"), 0
+    pretrains, best, stale, waited = hyper.pretrain_steps > 0, -float("inf"), 0, 0
     for number, step in enumerate(steps, 1):
         if not all(row.prompt and row.response for row in step.rows):
             raise ValueError("every row needs a prompt and a response")
         if not step.rows:
             results.append(StepResult([], [], [], [], 0.0))
+            waited = number if waited == number - 1 else waited
             continue
-        phase: Any = {"learns": number > hyper.critic_warmup and not pretrains, "pretrains": pretrains}
+        learns = number > hyper.critic_warmup and not pretrains
+        for group in optimizers[0].param_groups:
+            group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
+        phase: Any = {"learns": learns, "pretrains": pretrains}
         results.append(ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase))
         stale = 0 if results[-1].explained > best else stale + 1
         best = max(best, results[-1].explained)
         pretrains = pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
-        if hyper.kl_target is not None:  # Ziegler et al. 2019, section 2.2
+        if waited == number - 1 and not results[-1].policy_losses:
+            waited = number
+        if hyper.kl_target is not None and learns:  # Ziegler et al. 2019, section 2.2
             error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
             kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon
     return results

@@ -21,6 +21,14 @@ from splitppo.models.weights import fill
 from splitppo.placement import place
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("hrm_text", {}), ("gemma3n_text", {"num_kv_shared_layers": 0, "num_hidden_layers": 2})]
+)
+def test_layers_in_several_lists_are_refused_by_name(kind, settings):
+    with pytest.raises(UserError, match=f"policy.path=it .*: the plan of type '{kind}' cuts .*longest list of layers"):
+        check_plan(configured(kind, settings), "policy", 2, "policy.path=it")
+
+
 @pytest.mark.families
 def test_every_family_that_is_let_in_is_the_same_in_a_set():
     """Outputs and gradient norm of small copies with random weights; the others are refused by name."""

@@ -24,6 +24,7 @@ from runs import figures, made_up, names, once
 from splitppo import train
 from splitppo.config import Config
 from splitppo.config.cli import parse
+from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, process_state
@@ -265,6 +266,25 @@ def test_force_goes_on_and_records_anew(tmp_path):
     run_files.check_same_run(config, tmp_path, after)
     (tmp_path / "inputs.json").unlink()  # a run of an earlier version
     run_files.check_same_run(config, tmp_path, before)
+
+
+def test_a_setting_that_is_gone_makes_another_run_only_if_it_did_something(tmp_path, capfd):
+    """The tools leave it out, with a line; a user's preset may not name it."""
+    config, file = parse([*FLAGS, f"--run-dir={tmp_path}"]), tmp_path / "config.toml"
+    for value, refused in (("0.0", False), ("0.2", True)):
+        file.write_text(to_toml(config).replace("[ppo]", f"[ppo]\nmask_agreement = {value}"))
+        with (
+            pytest.raises(UserError, match=r"mask_agreement was 0.2, and is no setting of this version: .* or --force")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            run_files.check_same_run(config, tmp_path)
+    run_files.check_same_run(replace(config, force=True), tmp_path)
+    assert parse([f"--config={file}"], recorded=True) == replace(config, config=str(file))
+    said = capfd.readouterr().err
+    assert said == f"note: {file}: this version has no setting ppo.mask_agreement; left out\n"
+    with pytest.raises(UserError, match=r"unknown key 'ppo.mask_agreement'; "):
+        parse([f"--config={file}"])
 
 
 def test_all_that_a_run_reads_is_among_its_inputs(tmp_path):

@@ -153,7 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
 
 CRITICS = {
     "pretraining": ["--value.pretrain-steps=3", "--value.pretrain-epochs=2", "--value.freeze=attention"],
-    "ensemble": ["--value.ensemble=2", "--value.layers=1", "--ppo.mask-agreement=0.2", "--ppo.lam=adaptive"],
+    "ensemble": ["--value.ensemble=2", "--value.layers=1", "--ppo.lam=adaptive"],
 }
 
 

@@ -412,11 +412,13 @@ def test_two_sources_less_what_is_too_long_under_a_system_message(tmp_path: Path
 
 
 ADAPTIVE = ("--ppo.kl-coef=0.1", "--ppo.kl-target=0.05", "--ppo.kl-horizon=20", "--reward.normalize=running")
-ADAPTIVE += ("--checkpoint.every=2", "--rollout.batch-size=12")
+ADAPTIVE += ("--checkpoint.every=2", "--rollout.batch-size=12", "--ppo.critic-warmup=1")
+ADAPTIVE += ("--policy.optim.lr=1e-3", "--policy.optim.schedule=linear", "--policy.optim.min-lr-ratio=0.5")
 
 
 def test_what_adapts_and_is_normalised_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """An uninterrupted run of four steps of 1+1; and its first two, from which 1+2 go on."""
+    """An uninterrupted run of four steps of 1+1; and its first two, from which 1+2 go on. The policy waits in step 1:
+    the KL coefficient and the schedule begin in the second."""
     adapted, resumed = tmp_path / "whole", tmp_path / "resumed"
     run(adapted, *ADAPTIVE, "--steps=4")
     shutil.copytree(adapted, resumed)
@@ -437,8 +439,10 @@ def test_what_adapts_and_is_normalised_goes_on_where_it_stopped(tmp_path: Path) 
             for one, other in zip(got[step]["optimizer_steps"], record["optimizer_steps"], strict=True):
                 assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     coefficients = [record["critic/kl_coef"] for record in records(adapted, "critic").values()]
-    assert coefficients[0] == 0.1
-    assert len(set(coefficients)) == 4, "nothing was adapted"
+    assert coefficients[:2] == [0.1, 0.1]
+    assert len(set(coefficients)) == 3, "nothing was adapted"
+    rates = [record["actor/lr"] for record in records(adapted, "actor").values()]
+    assert rates == pytest.approx([0, 1e-3, 0.75e-3, 0.5e-3])
 
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:

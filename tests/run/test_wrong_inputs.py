@@ -68,7 +68,6 @@ BOUNDS = [
     ),
     ("-1", "-1", "must be at least 0", "value.pretrain_steps value.pretrain_patience"),
     ("0", "0", "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
-    ("1", "1.0", "must be at least 0 and below 1", "ppo.mask_agreement"),
     ("-1", "-1", "must be at least 0", "ppo.critic_warmup reward.overlong_tokens policy.optim.warmup_steps"),
     ("-1e-3", "-0.001", "must be at least 0", "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef policy.optim.lr"),
     ("-0.1", "-0.1", "must be at least 0", "value.optim.weight_decay"),
@@ -156,7 +155,19 @@ EARLY = [
         ["--value.pretrain-steps=2", "--value.ensemble=2"],
         ["value.pretrain_steps=2 with value.ensemble=2: pretrain one value model", "value.path"],
     ),
-    (["--ppo.mask-agreement=0.5"], ["ppo.mask_agreement=0.5 compares value models, and there is one"]),
+    (
+        ["--value.ensemble=2", "--rollout.samples=3", "--rollout.batch-size=6"],
+        ["rollout.samples=3 does not cut into 2 equal parts, one for each model of value.ensemble; use 2 or 4"],
+    ),
+    (["--value.ensemble=3"], ["the 128 prompts of rollout.batch_size=128 do not cut into 3 equal parts", "126 or 132"]),
+    (
+        ["--value.ensemble=3", "--rollout.samples=2", "--rollout.batch-size=8"],
+        ["the 4 prompts of rollout.batch_size=8 do not cut into 3 equal parts", "use 6 or 12"],
+    ),
+    (
+        ["--reward.normalize=batch", "--rollout.window=8"],
+        ["reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running"],
+    ),
     (["--ppo.baseline=none", "--ppo.lam=adaptive"], ["ppo.baseline=none uses no values; unset ppo.lam=adaptive"]),
     (["--value.layers=3"], ["value.layers=3: tiny has 2; use at most 2"]),
     (["--value.freeze", "nowhere"], ["value.freeze=nowhere matches no weight; their names are like"]),

@@ -129,7 +129,8 @@ def test_a_prompt_is_rendered_as_the_run_renders_it(run: Path, tmp_path: Path):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{{ mark }}"
     tokenizer.save_pretrained(tmp_path / "run" / "tiny")
     settings = tmp_path / "run" / "config.toml"
-    changed = settings.read_text().replace('chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"')
+    changed = settings.read_text().replace("[ppo]", "[ppo]\nmask_agreement = 0.0")  # a run of an earlier version
+    changed = changed.replace('chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"')
     settings.write_text(changed)
     given = chat.load(tmp_path / "run", None, 0.0, 3)("1", 0)
     assert given == chat.load(run, None, 0.0, 3)("s2+.u1.=", 0)

@@ -1,0 +1,90 @@
+"""A requested stop: all ranks end with the same step, also where no row makes one of them wait for another."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import names
+
+from splitppo import train
+from splitppo.config import PlacementConfig
+from splitppo.config.cli import parse
+from splitppo.errors import WireError
+from splitppo.job.nodes import Peer
+from splitppo.job.status import Status
+from splitppo.placement import place
+from splitppo.run.life import Run
+
+DELAY = 0.3  # seconds by which rank 0 is late
+
+
+def statuses(timeout: float = 20.0) -> list[Status]:
+    """Of an actor rank and a critic rank on one store."""
+    store, peers = dist.HashStore(), [Peer.of_this_process(torch.device("cpu"))] * 2
+    placement = place(PlacementConfig(actor=1), world=2, local_world=2)
+    return [Status(store, store, rank, peers, placement, timeout) for rank in range(2)]
+
+
+def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
+    """Steps without rows: nothing but the answer makes the critic rank wait for the actor rank, or the other way."""
+    both, saved, asked = statuses(), {"actor": [], "critic": []}, threading.Event()
+
+    def play(role: Any, status: Status) -> None:
+        run: Any = object.__new__(Run)
+        run.config, run.start, run.stopped = parse(["--steps=5"]), 1, None
+        run.runtime = SimpleNamespace(status=status)
+        run.savers = {role: SimpleNamespace(begin=lambda step, _: saved[role].append(step))}
+        for step in run.steps():
+            if role == "actor":
+                assert step < 3 or asked.wait(20)
+                time.sleep(DELAY)
+                status.answer_stop(step)
+            elif step == 3:
+                status.request_stop("SIGTERM")
+                asked.set()
+            run.save(role, step, SimpleNamespace(state=dict))
+        saved[role].append(run.stopped)
+
+    threads = [threading.Thread(target=play, args=pair) for pair in zip(saved, both, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    due = [3, "SIGTERM to rank 1"]
+    assert saved == {"actor": due, "critic": due}
+
+
+def test_a_wait_for_an_answer_that_does_not_come_names_the_rank():
+    with pytest.raises(WireError, match=r"step 1: critic rank 1 .* waited 0.02 s until actor rank 0 .*raise --timeout"):
+        statuses(timeout=0.02)[1].stopped_by(1)
+
+
+def late_answer_rank(rank: int, argv: list[str]) -> int:
+    """The signal comes in step 2, in which no row ends, and rank 0 is late with its answer."""
+    answer = Status.answer_stop
+
+    def late(self: Status, step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(DELAY)
+        answer(self, step)
+
+    cast(Any, Status).answer_stop = late
+    return train.main(argv)
+
+
+def test_a_run_that_stops_in_a_step_without_rows_saves_one_checkpoint(tmp_path: Path):
+    (tmp_path / "lengths").write_text("9")
+    argv = ["--rollout.window=2", f"--rollout.lengths={tmp_path / 'lengths'}", "--rollout.batch-size=2"]
+    argv += ["--rollout.max-new-tokens=9", "--ppo.mini-batches=1", "--log.validate-every=0", "--placement.actor=1"]
+    argv += ["--steps=9", "--timeout=20", f"--run-dir={tmp_path / 'run'}"]
+    assert run_ranks(2, late_answer_rank, argv) == [75, 75]
+    assert names(tmp_path / "run") == ["step_000002"]
