@@ -305,5 +305,6 @@ def test_a_mask_in_place_of_a_clip_is_warned_of():
     placement = place(PlacementConfig(), world=1, local_world=1)
     for argv, count in ((options, 1), (options[1:], 0)):
         known = {"config": parse(argv), "placement": placement, "device": torch.device("cpu"), "models": {}}
+        known["eos"] = {}
         found = warnings(cast(Any, SimpleNamespace(**known)))
         assert len([line for line in found if "rollout.window=8 with ppo.clip_mode=mask" in line]) == count
