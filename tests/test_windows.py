@@ -336,7 +336,7 @@ def test_rows_that_would_queue_are_warned_of(monkeypatch):
         config = parse([*flags, f"--rollout.window={window}", f"--engine.kind={engine}"])
         known = {"config": config, "placement": place(PlacementConfig(actor=2), world=3, local_world=3)}
         known |= {"device": torch.device("cpu"), "models": {"policy": SimpleNamespace(config=model), "reference": 0}}
-        known["dtype"] = torch.bfloat16
+        known |= {"dtype": torch.bfloat16, "eos": {}}
         found = warnings(cast(Any, SimpleNamespace(**known)))
         due = (window, engine, blocks) == (9, "vllm", 9)
         said = "rollout.window=9: 4 slots of an engine hold up to 1,200 tokens, its KV cache 1,152;"
@@ -348,5 +348,6 @@ def test_a_mask_in_place_of_a_clip_is_warned_of():
     placement = place(PlacementConfig(), world=1, local_world=1)
     for argv, count in ((options, 1), (options[1:], 0)):
         known = {"config": parse(argv), "placement": placement, "device": torch.device("cpu"), "models": {}}
+        known["eos"] = {}
         found = warnings(cast(Any, SimpleNamespace(**known)))
         assert len([line for line in found if "rollout.window=8 with ppo.clip_mode=mask" in line]) == count

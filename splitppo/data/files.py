@@ -19,6 +19,7 @@ from splitppo.errors import UserError
 KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
 MAKE_IT = "give a path that every rank can read; the presets' data come from splitppo prepare gsm8k"
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns; <image> in a text stands for a picture
 _MAX_ROWS = 4000  # of both splits together
 _HELD_OUT = 5  # one row in so many is for validation
 Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
@@ -41,8 +42,11 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
     used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
     number = 0
     for number, columns in raw_rows(file, setting, used):
+        where = f"{file} row {number}"
+        if isinstance(columns, dict):
+            _refuse_media(columns, used, where)
         try:
-            yield _check_row(config, Path(file).stem, f"{file} row {number}", columns)
+            yield _check_row(config, Path(file).stem, where, columns)
         except UserError as error:
             yield error
     if not number:
@@ -102,15 +106,26 @@ def _parse_json(content: bytes, where: str) -> Any:
         raise UserError(f"{where}: broken JSON ({error}); fix it") from error
 
 
+def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
+    """Raises UserError for a row with pictures, video or sound. `used`: columns that are read."""
+    text = str([columns.get(name) for name in used])
+    for name in sorted(_MEDIA & columns.keys() - used):
+        is_filled = bool(columns[name]) and columns[name] == columns[name]  # NaN is none
+        if is_filled or f"<{name.removesuffix('s')}>" in text:
+            text_alone = "but models of text alone are trained; use rows of text, without that column"
+            raise UserError(f"{where} has a column {name}, {text_alone}")
+
+
 def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
     if not isinstance(columns, dict):
         raise UserError(f"{where} is a {type(columns).__name__}; a row is an object with columns: write {{...}}")
     prompt = _look_up(columns, config.prompt_key, "prompt_key", where)
-    _check_prompt(prompt, f"data.prompt_key={config.prompt_key}: {where}")
+    _check_prompt(config, prompt, f"data.prompt_key={config.prompt_key}: {where}")
     truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
-    if config.answer_key and truth is None:
+    if config.answer_key and (truth is None or truth != truth):
         remedy = "fill it in, or set --data.answer_key '' if the reward needs no answer"
-        raise UserError(f"data.answer_key={config.answer_key}: {where} has null there; {remedy}")
+        has = "null" if truth is None else "NaN"
+        raise UserError(f"data.answer_key={config.answer_key}: {where} has {has} there; {remedy}")
     source, extra = columns.get("data_source"), columns.get("extra_info")
     if not isinstance(source, str | None):
         raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row")
@@ -136,7 +151,7 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     return value
 
 
-def _check_prompt(prompt: Any, where: str) -> None:
+def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list):
         use = "it must be a string or a list of {role, content} messages: choose another column or fix the row"
@@ -150,6 +165,8 @@ def _check_prompt(prompt: Any, where: str) -> None:
             raise UserError(f"{where} has a prompt whose message {number} is not {use}")
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
+    if messages[-1]["role"] == "assistant" and not json.loads(config.chat_kwargs).get("continue_final_message"):
+        raise UserError(f"{where} has a prompt that ends with the assistant's answer; take that out or drop the row")
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:

@@ -1,14 +1,19 @@
 """The prompts of a run as tokens, and the order in which steps use them."""
 
+import difflib
 import functools
+import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from splitppo.config import DataConfig
 from splitppo.data.files import Row, generate, read_file
@@ -18,6 +23,7 @@ from splitppo.rollout import Prompt
 Split = Literal["train", "validation"]
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors of the prompts that can't be scored
 
+CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
 _ORDER_STREAM, _DRAW_STREAM = 1, 5
 
@@ -28,6 +34,11 @@ class PromptSet:
 
     prompts: list[Prompt]  # file after file, each in its file's order
     notes: list[str]  # lines for the user about rows that were left out or cut
+
+    def fingerprint(self) -> str:
+        """A hash of the prompts' texts as they are rendered."""
+        texts = "\0".join(prompt.text for prompt in self.prompts).encode(errors="surrogatepass")
+        return hashlib.blake2b(texts, digest_size=16).hexdigest()
 
 
 def check_files(config: DataConfig) -> None:
@@ -45,13 +56,15 @@ def check_files(config: DataConfig) -> None:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split, check: Check = lambda _: {}
-) -> PromptSet:
+    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split,
+    check: Check = lambda _: {}, now: datetime | None = None,
+) -> PromptSet:  # fmt: skip
     """The prompts of a split, a pure function of the arguments and the files: those of its files, else those of
     `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
 
     Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do too, as one user
-    message. Other strings get the tokenizer's special tokens.
+    message; a template that shows the time shows `now`. Other strings get the tokenizer's special tokens, but not the
+    end of a sequence.
 
     A row that can't be used, or that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such
     rows alone is refused. A prompt above `max_prompt_tokens` is a UserError, left out or cut (`data.overlong`). Then
@@ -61,7 +74,7 @@ def load_prompts(
     read = [row for file in files for row in file]
     file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer)
+    prompts, wrong = tokenize(config, rows, tokenizer, now)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
         wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
@@ -76,6 +89,11 @@ def load_prompts(
     if wrong:
         left_out = f"{len(wrong)} of {len(read)} rows of {setting} can't be used and are left out"
         notes.insert(0, f"data.invalid=filter: {left_out}; the first: {wrong[min(wrong)]}")
+    if split == "train" and any(prompt.messages is None for prompt in prompts.values()) and _ends_texts(tokenizer):
+        notes.append(f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts")
+    if split == "train" and CLOCK in str(tokenizer.chat_template):
+        other = "has other prompts and is refused; data.chat_kwargs may fix what is shown"
+        notes.append(f"the chat template shows the time: a resume at another time {other}")
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
@@ -95,10 +113,11 @@ def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[R
 
 
 def tokenize(
-    config: DataConfig, rows: Mapping[int, Row], tokenizer: Any
+    config: DataConfig, rows: Mapping[int, Row], tokenizer: Any, now: datetime | None = None
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
-    """The prompts by the index of their row, and the errors of rows that have none."""
-    _check_template(config, tokenizer)
+    """The prompts by the index of their row, and the errors of rows that have none. A template that shows the time
+    shows `now`, for all rows the same."""
+    _check_template(config, tokenizer, now or datetime.now())
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     prompts: dict[int, Prompt] = {}
     wrong: dict[int, UserError] = {}
@@ -119,22 +138,45 @@ def tokenize(
         chosen = {index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain}
         texts = [prompt.text for prompt in chosen.values()]
         ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
+        end = -1 if plain and _ends_texts(tokenizer) else None  # a policy has nothing to say behind the end
         for index, tokens in zip(chosen, ids, strict=True):
-            prompts[index] = replace(prompts[index], tokens=list(tokens))
+            prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     none = "has a prompt of no tokens; drop the row or fix the tokenizer"
     wrong |= {index: UserError(f"{rows[index].where} {none}") for index, prompt in prompts.items() if not prompt.tokens}
     return {index: prompt for index, prompt in prompts.items() if index not in wrong}, wrong
 
 
-def _check_template(config: DataConfig, tokenizer: Any) -> None:
-    """Refuses settings for the chat template if strings do not go through one."""
-    given = {"data.system": config.system is not None, "data.chat_kwargs": bool(json.loads(config.chat_kwargs))}
+def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
+    """Refuses settings for the chat template if strings do not go through one, or it never reads them. Its clock stands
+    still at `now`."""
+    arguments = json.loads(config.chat_kwargs)
+    given = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
     for setting in (name for name, is_set in given.items() if is_set):
         if not tokenizer.chat_template:
             none = f"the tokenizer ({tokenizer.name_or_path}) has none; use an instruct model or drop {setting}"
             raise UserError(f"{setting} is for the chat template, but {none}")
         if not config.chat:
             raise UserError(f"{setting} is for the chat template, but data.chat is off; drop one of the two")
+    if not (arguments or CLOCK in str(tokenizer.chat_template)):
+        return
+    try:
+        template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        environment = _compile_jinja_template(template).environment
+        reads = meta.find_undeclared_variables(environment.parse(template))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise UserError(f"the chat template can't be read ({error}); correct it, or data.chat_kwargs") from error
+    environment.globals[CLOCK] = now.strftime
+    # transformers passes these two on; its other arguments mean something to itself
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    for name in arguments.keys() - reads - own:
+        near = [f"did you mean {known}?" for known in difflib.get_close_matches(name, reads, n=1, cutoff=0)]
+        raise UserError(f"data.chat_kwargs has {name}, which the chat template never reads; {(*near, 'drop it')[0]}")
+
+
+def _ends_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its end-of-sequence token behind each text."""
+    ids, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
 
 
 def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str, Any]] | None:

@@ -7,7 +7,6 @@ quarter of its slots wait, and the next one computes prefixes again.
 
 import copy
 import functools
-import json
 import math
 import queue
 import threading
@@ -31,7 +30,7 @@ from transformers.initialization import no_init_weights
 from splitppo.config import RolloutConfig
 from splitppo.engine import TICK, RolloutEngine, Window, check_weights, extend, weight_names
 from splitppo.models.build import code_of
-from splitppo.models.tokenizer import vocabulary_size
+from splitppo.models.tokenizer import eos_ids, vocabulary_size
 from splitppo.rollout import End, Request, Sample
 
 Slot = tuple[Request, int]  # a slot's row, and the tokens that the slot has left to decode
@@ -41,16 +40,6 @@ THREAD_NAME = "splitppo-generate"
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 REFILL = 4  # a batch is made anew when one in so many of its slots waits for its next row
 DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
-
-
-def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> set[int]:
-    """All ids that end a response: those of the model config, the tokenizer and `folder`/generation_config.json. Of
-    chat models one is the end of a turn, another the end of a text."""
-    sources = (config, config.get_text_config(decoder=True), tokenizer)
-    found = [getattr(source, "eos_token_id", None) for source in sources]
-    if folder is not None and (file := folder / "generation_config.json").is_file():
-        found.append(json.loads(file.read_text()).get("eos_token_id"))
-    return {token for ids in found for token in ([ids] if isinstance(ids, int) else ids or [])}
 
 
 def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:

@@ -1,14 +1,14 @@
 """Model folders' configurations, and the models that they describe, built without memory."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
@@ -46,7 +46,7 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         raise folder_error(folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
-    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
+    except Exception as error:  # transformers raises whatever a wrong field leads to
         cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
         problem = f"config.json is of no model that transformers knows: {cause}"
         raise folder_error(folder, problem, "use another model") from error
@@ -58,7 +58,19 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
+    check_ids(folder, "config.json", vars(config), getattr(config, "vocab_size", 2**31))
     return config
+
+
+def check_ids(folder: str | Path, file: str, fields: Mapping[str, Any], vocabulary: int) -> None:
+    """Raises a UserError if a field for special tokens holds no ids, or one of padding that the model has not."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = fields.get(name)
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        # an end beyond the vocabulary is never sampled; padding is embedded
+        if any(type(token) is not int or (name == "pad_token_id" and token >= vocabulary) for token in ids):
+            problem = f"{file} has {name} = {json.dumps(value, default=str)}"
+            raise folder_error(folder, problem, f"write null, or a token's id, a whole number below {vocabulary}")
 
 
 def code_of(config: PretrainedConfig) -> dict[str, str]:

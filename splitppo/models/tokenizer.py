@@ -1,16 +1,18 @@
 """A model folder's tokenizer, and what a person sees of tokens."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
-from splitppo.models.build import folder_error
+from splitppo.models.build import check_ids, folder_error
 from splitppo.rollout import Rollout
 
+TEMPLATE = "the chat template"
 # without one of these files, transformers returns an empty tokenizer and no error
 FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
@@ -20,7 +22,9 @@ def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
     if not any(file for pattern in FILES for file in Path(folder).glob(pattern)):
         raise folder_error(folder, "no tokenizer there", "save one beside the model (tokenizer.json)")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
+        tokenizer("a")  # where some wrong fields show
+        return tokenizer
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise folder_error(folder, f"its tokenizer can't be read: {error}", "save it again") from error
 
@@ -28,6 +32,38 @@ def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
 def vocabulary_size(tokenizer: Any) -> int:
     """The tokenizer's largest id, plus one. Ids beyond, with which models are often padded, are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> dict[int, str]:
+    """All ids that end a response, and what says so: the model config, the tokenizer, `folder`/generation_config.json,
+    or the chat template, whose turns may end in none of theirs. Of chat models one is the end of a turn, another the
+    end of a text. Raises UserError if that file is broken."""
+    text: Any = config.get_text_config(decoder=True)
+    readers = {"config.json": text, "the tokenizer": tokenizer}
+    found = {source: getattr(reader, "eos_token_id", None) for source, reader in readers.items()}
+    if folder is not None and (file := folder / "generation_config.json").is_file():
+        try:
+            stored = dict(json.loads(file.read_text()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise folder_error(folder, f"{file.name} is no JSON object ({error})", "fix or remove it") from error
+        check_ids(folder, file.name, stored, text.vocab_size)
+        found[file.name] = stored.get("eos_token_id")
+    named = [(i, source) for source, ids in found.items() for i in ([ids] if isinstance(ids, int) else ids or [])]
+    ends = {token: source for token, source in named if 0 <= token < text.vocab_size}
+    turn = turn_end(tokenizer)
+    return {turn[0]: TEMPLATE, **ends} if turn and ends.keys().isdisjoint(turn) else ends
+
+
+def turn_end(tokenizer: Any) -> list[int]:
+    """The control tokens behind the answer of a dialogue in the chat template; the first of them ends the turn."""
+    answer = "Yes, of course."
+    dialogue = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": answer}]
+    try:
+        _, found, tail = tokenizer.apply_chat_template(dialogue, tokenize=False).rpartition(answer)
+    except Exception:  # there is no template, or its code refuses this dialogue, by an error of any kind
+        return []
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if found else []
+    return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
 
 def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:

@@ -31,8 +31,13 @@ SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
     """Raises a UserError if no such model can be built or, without `random_init`, filled from its folder."""
     check_type(config, kind, folder)
+    try:
+        model = build(config, kind)
+    except Exception as error:  # whatever a wrong field leads to in the model's code
+        problem = f"no model can be built from its config.json ({type(error).__name__}: {error})"
+        raise folder_error(folder, problem, "correct that file, or use another model") from error
     if not random_init:
-        weights = _Weights(folder, build(config, kind))
+        weights = _Weights(folder, model)
         weights.check()
         weights.check_ties()
 

@@ -81,7 +81,7 @@ class RewardModel(Frozen):
             ends = (batch.before + 1) % ids.shape[1]
             mask = torch.arange(ids.shape[1], device=ids.device) <= ends[:, None]
         pad = self.pad
-        if pad is None:
+        if pad is None or pad < 0:  # older folders write -1 for none
             used = set(ids[mask].tolist())
             pad = model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
         ids = ids.masked_fill(~mask, pad)

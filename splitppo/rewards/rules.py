@@ -25,7 +25,7 @@ _MATH_TIMEOUT = 3  # whole seconds per formula or comparison (9^9^9^9); after th
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the response is the truth's text, white space at both ends aside; else 0."""
-    return float(solution_str.strip() == str(ground_truth).strip())
+    return float(solution_str.strip() == _text("exact_match", "a text", data_source, ground_truth).strip())
 
 
 def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -51,10 +51,7 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     number. The truth is LaTeX, bare or in a solution with a `\\boxed{}`. For the main thread only: the library's time
     limits use signals.
     """
-    truth = "" if ground_truth is None else str(ground_truth).strip()
-    if not truth:
-        wrong = f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule math needs LaTeX"
-        raise UserError(f"{wrong}; set --reward.function or --data.answer_key")
+    truth = _text("math", "LaTeX", data_source, ground_truth).strip()
     if not solution_str.strip():
         return 0.0
     from math_verify import parse, verify  # an optional dependency, and slow to import
@@ -73,9 +70,18 @@ def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
 
     The longer of the two texts counts, so extra and missing characters are wrong. White space is not stripped.
     """
-    truth = str(ground_truth)
+    truth = _text("echo", "a text", data_source, ground_truth)
     right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
     return right / max(len(solution_str), len(truth), 1)
+
+
+def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:
+    """The ground truth of a rule that needs `need`. Raises UserError if it is not there, or empty."""
+    truth = "" if ground_truth is None else str(ground_truth)
+    if not truth.strip():
+        wrong = f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule {rule} needs {need}"
+        raise UserError(f"{wrong}; set --reward.function or --data.answer_key")
+    return truth
 
 
 def _value(match: re.Match[str]) -> Decimal:

@@ -18,7 +18,7 @@ from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows, over_set
-from splitppo.engine.hf import HFEngine, eos_ids
+from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
@@ -36,6 +36,7 @@ from splitppo.rewards.scorer import Scorer, check_prompts
 from splitppo.rollout import Prompt
 from splitppo.run import memory
 from splitppo.run.files import read_file, write_rows
+from splitppo.run.folder import TRAINING, VALIDATION, inputs_of
 from splitppo.run.resolve import Resolved
 from splitppo.validation import Validator
 
@@ -43,12 +44,19 @@ from splitppo.validation import Validator
 def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
     """Training prompts and held-out prompts, checked against what scores them."""
     config, reward = resolved.config, resolved.config.reward
-    fixed = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+    fixed: Any = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens, "now": resolved.now}
     read = functools.partial(data.load_prompts, resolved.data, resolved.tokenizer, **fixed)
     training = read(split="train", check=functools.partial(check_prompts, reward.function))
     setting = "reward.validation" if reward.validation else "reward.function"
     check = functools.partial(check_prompts, reward.validation or reward.function, setting=setting)
     return training, read(split="validation", check=check)
+
+
+def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.PromptSet) -> dict[str, str]:
+    """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are rendered."""
+    models = {name: model.name for name, model in resolved.models.items()}
+    rendered = {TRAINING: training.fingerprint(), VALIDATION: validation.fingerprint()}
+    return inputs_of(resolved.config, models, resolved.local) | rendered
 
 
 def build_context(
@@ -103,12 +111,15 @@ def check_open_rows(context: Context, found: Path | None) -> None:
 
 class Builder:
     """Builds what this rank's role needs. All ranks of a group build the same parts in the same order. `engine`: the
-    process of this rank's engine (`launch_engine`), if it has one."""
+    process of this rank's engine (`launch_engine`), if it has one. `prompts`: what `load_data` returned."""
 
-    def __init__(self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None):
+    def __init__(
+        self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None,
+        prompts: tuple[data.PromptSet, data.PromptSet],
+    ):  # fmt: skip
         self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
         self.engine_process = engine
-        self.training, self.validation = load_data(resolved)
+        self.training, self.validation = prompts
         self.prompts = self.training.prompts + self.validation.prompts
         self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
         temperature = self.config.rollout.temperature
@@ -149,7 +160,7 @@ class Builder:
                 max_rows=rows,
                 max_tokens=tokens,
                 kv_bytes=kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=int(total)),
-                eos=tuple(sorted(eos_ids(model, tokenizer, folder))),
+                eos=tuple(sorted(resolved.eos)),
                 vocabulary=resolved.vocabulary_size,
                 device=device.type,
                 threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),

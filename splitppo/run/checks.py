@@ -8,6 +8,7 @@ from splitppo.engine.build import check_engine, queue_warning
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
+from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
@@ -43,6 +44,10 @@ def preflight(resolved: Resolved) -> None:
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
+    if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
+        none = "config.json, generation_config.json and the tokenizer name no eos_token_id, so no response would end"
+        turn = "".join(f" (the chat template ends a turn in {token})" for token in resolved.eos)
+        raise UserError(f"policy.path={config.policy.path}: {none}; name one there{turn}, or set --rollout.stop")
     check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
@@ -70,6 +75,9 @@ def warnings(resolved: Resolved) -> list[str]:
     if config.rollout.window and ppo.clip_mode == "mask":
         loses = "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
         found.append(f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: {loses}")
+    for token in (token for token, source in resolved.eos.items() if source == TEMPLATE):
+        turn = f"the chat template ends a turn in {resolved.tokenizer.convert_ids_to_tokens(token)} (id {token})"
+        found.append(f"policy.path={config.policy.path}: {turn}, which no eos_token_id names; it ends responses, too")
     for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
         if value := getattr(config.reference, setting):
             found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")

@@ -28,6 +28,7 @@ FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro
     reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
+TRAINING, VALIDATION = "training prompts as rendered", "validation prompts as rendered"  # in inputs.json
 FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")  # of a run
 BLOCK = 2**18  # bytes read at once
 
@@ -97,7 +98,10 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
             if name in before
         }
     if inputs is not None and (path := folder / "inputs.json").is_file():
-        now, before = now | dict(inputs), before | read_file(path, lambda text: dict(json.loads(text)), remedy)
+        kept = read_file(path, lambda text: dict(json.loads(text)), remedy)
+        now |= inputs
+        # earlier versions kept no hash of the prompts
+        before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
     both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]
     return [(name, was, given) for name, was, given in both if was != given]
 

@@ -11,6 +11,7 @@ from splitppo.actor import Actor
 from splitppo.channel import Links
 from splitppo.config import Config
 from splitppo.critic import Critic
+from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import Peer
@@ -18,10 +19,10 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint, memory
-from splitppo.run.build import Builder, check_open_rows
+from splitppo.run.build import Builder, all_inputs, check_open_rows, load_data
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
-from splitppo.run.folder import check_run_folder, check_same_run, inputs_of, new_folder, write_run_files
+from splitppo.run.folder import check_run_folder, check_same_run, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
@@ -32,13 +33,14 @@ from splitppo.run.trackers import Trackers
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
-def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Path, Path | None]:
+def _begin_folder(
+    resolved: Resolved, runtime: Runtime, lock: Lock, prompts: tuple[PromptSet, PromptSet]
+) -> tuple[Path, Path | None]:
     """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the checkpoint to resume."""
     config, rank = resolved.config, runtime.launch.rank
     given = Path(config.run_dir) if config.run_dir else None
     folder = Path(runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
-    models = {name: model.name for name, model in resolved.models.items()}
-    inputs = inputs_of(config, models, resolved.local) if rank == 0 else {}
+    inputs = all_inputs(resolved, *prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
         for warning in warnings(resolved):
@@ -46,7 +48,7 @@ def _begin_folder(resolved: Resolved, runtime: Runtime, lock: Lock) -> tuple[Pat
         write_run_files(config, folder, found, inputs)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
-    if "tiny" in models.values():
+    if any(model.name == "tiny" for model in resolved.models.values()):
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
     form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
@@ -100,10 +102,11 @@ class Run:
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
         runtime.status.set_phase("reading the data")
         try:
-            self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock)
+            prompts = load_data(resolved)
+            self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
-            self.build = Builder(resolved, runtime, self.folder, engine)
+            self.build = Builder(resolved, runtime, self.folder, engine, prompts)
             check_open_rows(self.build.context, self.resumed)
         except BaseException as error:
             self.lock.release()

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -24,10 +25,10 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
-from splitppo.run.build import build_context, check_open_rows, load_data
+from splitppo.run.build import all_inputs, build_context, check_open_rows, load_data
 from splitppo.run.checkpoint import find
 from splitppo.run.checks import check_inputs, preflight, warnings
-from splitppo.run.folder import finished
+from splitppo.run.folder import check_run_folder, finished
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, pick_device, resolve
 from splitppo.run.screen import counted
@@ -122,10 +123,11 @@ def dry_run(config: Config, launch: Launch) -> str:
     preflight(resolved)
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
     training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
-    check_open_rows(
-        build_context(resolved, None, training, validation.prompts),
-        find(Path(config.run_dir), config.resume) if config.run_dir else None,
-    )
+    if config.run_dir:
+        check_run_folder(resolved.config, all_inputs(resolved, training, validation))
+        check_open_rows(
+            build_context(resolved, None, training, validation.prompts), find(Path(config.run_dir), config.resume)
+        )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
@@ -135,13 +137,16 @@ def dry_run(config: Config, launch: Launch) -> str:
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
-    """The same, with rank 0's answers: it alone has tried which models run on packed rows; and with what must be
-    offloaded to fit the smallest GPU."""
+    """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its clock when the job
+    first came here; and with what must be offloaded to fit the smallest GPU."""
     own = {name: model.packed for name, model in resolved.models.items()}
     packed = json.loads(runtime.broadcast("packed", lambda: json.dumps(own)))
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
+    # the job's store outlives restarts: they render the same prompts
+    now = runtime.broadcast("now", lambda: runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode())
+    resolved = replace(resolved, models=models, now=datetime.fromisoformat(now))
     sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))
-    resolved, line = memory.offloaded(replace(resolved, models=models), min(map(float, sizes)))
+    resolved, line = memory.offloaded(resolved, min(map(float, sizes)))
     if line and runtime.launch.rank == 0:
         say(line)
     return resolved

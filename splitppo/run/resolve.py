@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from splitppo.job.launch import Launch
 from splitppo.models import hub, tiny
 from splitppo.models.build import Kind, count_parameters, count_trained, most_positions, read_config, shorten
 from splitppo.models.probe import find_mismatch
-from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
+from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
 from splitppo.placement import Placement, Role
 
@@ -68,6 +69,8 @@ class Resolved:
     models: Mapping[str, Model]  # that the run loads, by name: policy, value, perhaps reference and reward
     tokenizer: Any  # the policy's
     vocabulary_size: int  # ids from 0 that the policy may sample
+    eos: Mapping[int, str] = field(default_factory=dict)  # ids that end its responses, and what says so
+    now: datetime = field(default_factory=datetime.now)  # the time in prompts whose template shows it
 
     @property
     def data(self) -> DataConfig:
@@ -132,10 +135,13 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
         policy = models["policy"].path
         tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy, own_code=own_code)
     size = vocabulary_size(tokenizer)
+    eos = eos_ids(models["policy"].config, tokenizer, None if policy == "tiny" else Path(policy))
     _check_sizes(config, models, size)
     compiled = config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
     engine = engine_kind(config, device.type)
-    return Resolved(config, local, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size)
+    return Resolved(
+        config, local, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size, eos
+    )
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:

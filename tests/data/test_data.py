@@ -1,10 +1,13 @@
 """Prompts from files and generated tasks, their order, and what is said about wrong files."""
 
 import json
+import math
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +15,13 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from splitppo.config import DataConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.data import PromptSet, Split, check_files, load_prompts, prompt_index
+from splitppo.data.prompts import tokenize
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards import rules
@@ -25,6 +30,7 @@ from splitppo.rollout import Prompt
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
 TEMPLATE = (
+    "{% if think %}(think){% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "({{ message.role }}){{ message.content }}\n{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
 )
@@ -99,8 +105,6 @@ def test_plain_columns_nested_keys_and_defaults(tmp_path: Path, plain: Any, chat
 
 
 def test_special_tokens_are_the_tokenizers_own_only_without_a_template(tmp_path: Path) -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
     file = _write(tmp_path / "rows.jsonl", [{"prompt": "3", "a": 1}])
@@ -147,6 +151,7 @@ def test_gsm8k_as_published_asks_the_same_questions(chat: Any) -> None:
 
 
 ROW = {"prompt": "1=", "answer": "1"}
+ANSWERED = {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "answer": "1"}
 MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
 
 
@@ -163,6 +168,8 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
             r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, or ''",
         ),
         ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),
+        ([ROW, {**ROW, "answer": math.nan}], r"data\.answer_key=answer: .*row 2 has NaN there; fill it in, or set"),
+        ([ROW, ANSWERED], r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the row"),
         ([ROW, {**ROW, "prompt": 3}], r"row 2 has a prompt of type int; it must be a string or a list"),
         ([ROW, {**ROW, "prompt": {"role": "user"}}], r"row 2 has a prompt of type dict"),
         ([ROW, {**ROW, "prompt": None}], r"row 2 has a prompt of type NoneType"),
@@ -350,7 +357,7 @@ def test_system_message_goes_before_prompts_without_one(tmp_path: Path, chat: An
 
 def test_chat_arguments_reach_the_template(chat: Any, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% if think %}(think){% endif %}" + TEMPLATE
+    tokenizer.chat_template = TEMPLATE
     rows = [{"prompt": "3="}, {"prompt": [{"role": "user", "content": "4="}]}]
     config = DataConfig(files=(_write(tmp_path / "rows.jsonl", rows),), answer_key="")
     on = replace(config, chat_kwargs='{"think": true}')
@@ -421,6 +428,8 @@ def test_cut_takes_the_templates_head_and_leaves_the_messages(tmp_path: Path, ch
 BAD: list[Any] = [
     {**VERL_ROW, "prompt": None},
     {**VERL_ROW, "reward_model": {"ground_truth": None}},
+    {**VERL_ROW, "reward_model": {"ground_truth": math.nan}},
+    {**VERL_ROW, "prompt": ANSWERED["prompt"]},
     {"question": "1="},
     ["prompt"],
     {**VERL_ROW, "prompt": [{"role": "tool", "content": "refused by the template"}]},
@@ -445,7 +454,7 @@ def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tm
     found = load_prompts(config, chat, **arguments)
     assert [prompt.extra_info["index"] for prompt in found.prompts] == [0, 1, 2, 0, 1, 2]
     (note,) = found.notes
-    assert note.startswith(f"data.invalid=filter: 6 of 12 rows of data.{field} ")
+    assert note.startswith(f"data.invalid=filter: 8 of 14 rows of data.{field} ")
     assert f"{file} row 1 has a prompt of type NoneType" in note
     assert load_prompts(replace(config, **{field: (clean,)}), chat, **arguments).notes == []
     # each kind alone, in the middle of a file, is refused by name
@@ -462,6 +471,103 @@ def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tm
         alone = _write(tmp_path / f"alone{number}.jsonl", [bad, bad])
         with pytest.raises(UserError, match=rf"alone{number}\.jsonl row 1\b(?!.*invalid)"):
             load_prompts(replace(config, **{field: (clean, alone)}), chat, **arguments)
+
+
+def test_an_answer_that_is_to_be_continued_may_end_a_prompt(tmp_path: Path, chat: Any) -> None:
+    file = _write(tmp_path / "rows.jsonl", [ANSWERED])
+    kwargs = '{"continue_final_message": true, "add_generation_prompt": false}'
+    (prompt,) = _load(DataConfig(files=(file,), answer_key="answer", chat_kwargs=kwargs), chat).prompts
+    assert prompt.text == "(user)1\n(assistant)2"
+
+
+PICTURE = {"bytes": "iVBOR", "path": None}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ({"images": [PICTURE]}, "images"),
+        ({"image": PICTURE}, "image"),
+        ({"video": "a.mp4"}, "video"),
+        ({"videos": ["a.mp4"]}, "videos"),
+        ({"audio": [0.5, 0.25]}, "audio"),
+        ({"audios": ["a.wav"], "images": None}, "audios"),
+        ({"images": [], "prompt": "<image>3="}, "images"),
+        ({"audio": None, "prompt": [{"role": "user", "content": "Listen: <audio>"}]}, "audio"),
+    ],
+)
+def test_rows_with_more_than_text_are_refused(columns: Any, name: str, suffix: str, tmp_path: Path, chat: Any) -> None:
+    file = _write(tmp_path / f"rows{suffix}", [ROW | columns])
+    config = DataConfig(files=(file,), answer_key="answer", invalid="filter")
+    for read in (check_files, lambda config: _load(config, chat)):
+        with pytest.raises(UserError, match=rf"row 1 has a column {name}, but models of text alone are trained; use"):
+            read(config)
+
+
+def test_columns_without_pictures_and_pictures_without_columns_are_text(tmp_path: Path, plain: Any) -> None:
+    rows: list[Any] = [{"prompt": "<image>=", "answer": "1"}]
+    rows += [ROW | empty for empty in ({"image": None}, {"images": []}, {"video": math.nan}, {"audio": ""})]
+    rows += [{"image": "2=", "prompt": "", "answer": "1"}]
+    files = [_write(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    assert len(_load(DataConfig(files=tuple(files[:-1]), answer_key="answer"), plain).prompts) == 5
+    assert _texts(DataConfig(files=(files[-1],), answer_key="answer", prompt_key="image"), plain) == ["2="]
+
+
+def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tmp_path: Path, plain: Any) -> None:
+    tokenizer = build_tokenizer()
+    special: Any = [("<eos>", 1), ("<pad>", 0)]
+    ending = TemplateProcessing(single="<pad> $A <eos>", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = ending
+    file = _write(tmp_path / "rows.jsonl", [{"prompt": "3="}, {"prompt": "3<eos>"}])
+    config = DataConfig(files=(file,), answer_key="")
+    found = _load(config, tokenizer)
+    three, equals = plain("3=")["input_ids"]
+    assert [prompt.tokens for prompt in found.prompts] == [[0, three, equals], [0, three, 1]]
+    assert found.notes == ["the tokenizer ends each text in <eos>: that token is left off the prompts"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <pad>", special_tokens=special)
+    other = _load(config, tokenizer)
+    assert (other.prompts[0].tokens, other.notes) == ([three, equals, 0], [])
+    tokenizer.backend_tokenizer.post_processor = ending
+    tokenizer.chat_template = TEMPLATE
+    assert _load(config, tokenizer).notes == []
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "message"),
+    [
+        (TEMPLATE, '{"thinks": 1}', "chat_kwargs has thinks, which the chat template never reads; did you mean think?"),
+        (TEMPLATE, '{"tools": []}', "has tools, which the chat template never reads; did you mean"),
+        ("plain", '{"think": 1}', "has think, which the chat template never reads; drop it"),
+        ("{{ oh", '{"think": 1}', "the chat template can't be read (unexpected end of template"),
+        ({"default": TEMPLATE, "rag": "{{ documents }}"}, '{"documents": []}', "has documents, which the"),
+        (TEMPLATE, '{"think": 1, "padding": true, "tokenizer_kwargs": {}}', ""),
+        ({"default": "a", "rag": "{{ documents }}"}, '{"documents": [], "chat_template": "rag"}', ""),
+        ({"default": "a", "tool_use": "{{ tools }}"}, '{"tools": [{}]}', ""),
+        ("{% generation %}{{ think }}{% endgeneration %}", '{"think": 1}', ""),
+    ],
+)
+def test_arguments_that_the_template_never_reads_are_refused(template: Any, kwargs: str, message: str) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    config = DataConfig(chat_kwargs=kwargs)
+    if message:
+        with pytest.raises(UserError, match=re.escape(message)):
+            tokenize(config, {}, tokenizer)
+    else:
+        assert tokenize(config, {}, tokenizer) == ({}, {})
+
+
+def test_all_rows_show_the_same_time() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }} " + TEMPLATE
+    now = datetime(2026, 2, 3, 4, 5, 6, 789)
+    given: dict[str, Any] = {"max_prompt_tokens": 99, "seed": 0, "split": "train"}
+    found, again, later = (load_prompts(DataConfig(), tokenizer, **given, now=time) for time in (now, now, None))
+    assert {prompt.text[:16] for prompt in found.prompts} == {"04:05:06.000789 "}
+    assert len({prompt.text[:16] for prompt in later.prompts}) == 1
+    assert found.fingerprint() == again.fingerprint() != later.fingerprint()
+    assert found.notes[0].startswith("the chat template shows the time: a resume at another time has other prompts")
 
 
 def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:

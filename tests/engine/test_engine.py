@@ -624,10 +624,12 @@ def test_the_engine_casts_to_its_own_dtype_and_leaves_the_config_alone(tokenizer
 
 def test_end_ids_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     none = SimpleNamespace(eos_token_id=None)
-    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == set()
-    assert eos_ids(llama_config(eos_token_id=4), none, None) == {4}
-    assert eos_ids(llama_config(eos_token_id=[4, 5]), SimpleNamespace(eos_token_id=6), tmp_path) == {4, 5, 6}
+    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {}
+    assert eos_ids(llama_config(eos_token_id=4), none, None) == {4: "config.json"}
+    assert set(eos_ids(llama_config(eos_token_id=[4, 5]), SimpleNamespace(eos_token_id=6), tmp_path)) == {4, 5, 6}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 4], "temperature": 0.1}))
-    assert eos_ids(llama_config(eos_token_id=5), none, tmp_path) == {4, 5, 7}
+    assert set(eos_ids(llama_config(eos_token_id=5), none, tmp_path)) == {4, 5, 7}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
-    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {8}
+    assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {8: "generation_config.json"}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 8, 10**6]}))
+    assert set(eos_ids(llama_config(eos_token_id=-1), none, tmp_path)) == {8}

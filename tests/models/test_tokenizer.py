@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from splitppo.models.tiny import UNKNOWN, VOCABULARY, build_tokenizer
-from splitppo.models.tokenizer import token_texts
+from splitppo.engine.hf import HFEngine
+from splitppo.models.tiny import UNKNOWN, VOCABULARY, build_tokenizer, model_config
+from splitppo.models.tokenizer import TEMPLATE, eos_ids, token_texts
 
 
 def bytes_tokenizer() -> Any:
@@ -23,6 +25,39 @@ def words_tokenizer() -> Any:
     inner: Any = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581bc": 1, "<eos>": 2}, "<eos>"))
     inner.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "</answer>", "<|endoftext|>")
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "added"),
+    [
+        (HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}", "<|endoftext|>", "<|im_end|>"),
+        (HEAD + "{{ m.content }} <|im_end|>\n{% endfor %}<|im_start|>assistant\n", "<|endoftext|>", "<|im_end|>"),
+        (HEAD + "{{ m.content }}{% endfor %}{{ eos_token }}", "<|endoftext|>", None),
+        (HEAD + "{{ m.content }}</answer><|im_end|>{% endfor %}", "<|im_end|>", None),
+        (HEAD + "{{ m.content }}\n\n{% endfor %}", "<|endoftext|>", None),
+        ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", None),
+        ("{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}<|im_end|>", "<|endoftext|>", None),
+        ("{{ messages[0].content / 2 }}<|im_end|>", "<|endoftext|>", None),
+        ("{{ oh", "<|endoftext|>", None),
+        ({"rag": HEAD + "{{ m.content }}<|im_end|>{% endfor %}"}, "<|endoftext|>", None),
+        (None, "<|endoftext|>", None),
+    ],
+)
+def test_what_ends_a_turn_ends_responses(template: Any, named: str, added: str | None):
+    tokenizer: Any = bytes_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer.eos_token, tokenizer.chat_template = named, template
+    config = model_config()
+    config.vocab_size, config.eos_token_id = len(tokenizer), None
+    ends = eos_ids(config, tokenizer, None)
+    due = {tokenizer.convert_tokens_to_ids(named): "the tokenizer"}
+    assert ends == due | ({tokenizer.convert_tokens_to_ids(added): TEMPLATE} if added else {})
+    engine = HFEngine(config, tokenizer, device=torch.device("cpu"), dtype=torch.float32, max_rows=1)
+    assert engine.eos.tolist() == sorted(ends)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch
 from devices import needs
 
 from splitppo.errors import UserError
-from splitppo.rewards import rules
-from splitppo.rewards.functions import Failure, check_rewards, display_names, find_function, read_result
+from splitppo.rewards import rules, scorer
+from splitppo.rewards.functions import BY_NAME, Failure, check_rewards, display_names, find_function, read_result
 from splitppo.rewards.scorer import check_prompts, row_of
 from splitppo.rollout import Prompt
 
@@ -179,7 +179,16 @@ def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) 
     errors = check_prompts(["exact_match", function], prompts)
     assert list(errors) == [8, 9]
     assert str(errors[8]).startswith("ground truth 'blue' of data_source 'gsm8k'")
-    assert check_prompts(["exact_match"], prompts) == {}
+    assert list(check_prompts(["exact_match"], prompts)) == [9]
+
+
+@pytest.mark.parametrize("function", sorted(BY_NAME))
+@pytest.mark.parametrize("truth", ["", " \n", None])
+def test_a_truth_that_is_not_there_is_found_before_training(function: str, truth: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(scorer, "find_function", lambda *_: None)  # or math would need its library
+    errors = check_prompts([function], {3: _prompt("mine", truth), 4: _prompt("mine", "7")})
+    assert list(errors) == [3]
+    assert f"the reward rule {function} needs " in str(errors[3])
 
 
 @needs("math_verify", "math")

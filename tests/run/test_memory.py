@@ -120,7 +120,7 @@ def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) ->
     kinds: Any = {"policy": "policy", "value": "value", "reference": "policy"}
     models = {name: Model(kind, "m", "m", shape, True, packed=True) for name, kind in kinds.items()} | models
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return Resolved(config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666)
+    return Resolved(config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666, {0: ""})
 
 
 def test_the_model_of_activations_gives_what_was_measured():

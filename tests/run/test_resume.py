@@ -29,12 +29,14 @@ from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, process_state
 from splitppo.models.tiny import build_tiny
+from splitppo.placement import place
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
 from splitppo.run.life import Run, find_checkpoint
 from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
+from splitppo.run.resolve import resolve
 
 FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
 FLAGS += ["--rollout.max-new-tokens=4"]
@@ -285,6 +287,57 @@ def test_a_setting_that_is_gone_makes_another_run_only_if_it_did_something(tmp_p
     assert said == f"note: {file}: this version has no setting ppo.mask_agreement; left out\n"
     with pytest.raises(UserError, match=r"unknown key 'ppo.mask_agreement'; "):
         parse([f"--config={file}"])
+
+
+def clock_rank(rank: int, argv: list[str]) -> tuple[int, list[str], str]:
+    """Exit status, the hash of the prompts, and what the rank says."""
+    found: list[str] = []
+
+    def play(run: Run) -> None:
+        found.append(run.build.training.fingerprint())
+        train.train(run)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        status = run_main.run_rank(play, argv)
+    return status, found, said.getvalue()
+
+
+def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_refused(tmp_path, capsys):
+    build_tiny(tmp_path / "model", seed=0)
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ strftime_now('%f') }} {{ messages[0].content }}")
+    argv = [*FLAGS, f"--policy.path={tmp_path}/model", f"--run-dir={tmp_path}/run", "--steps=1"]
+    (_, (first,), said), (_, others, _) = run_ranks(2, clock_rank, argv)
+    assert others == [first]
+    assert said.count("the chat template shows the time: a resume at another time has other prompts") == 1
+    assert json.loads((tmp_path / "run" / "inputs.json").read_text())[run_files.TRAINING] == first
+    argv[-1] = "--steps=2"
+    ((status, _, said),) = run_ranks(1, clock_rank, argv)
+    assert train.main([*argv, "--dry-run"]) == status == 2
+    for text in (said, capsys.readouterr().err):
+        assert re.search(f"^error: training prompts as rendered was {first}, and is [0-9a-f]+; .* --force", text, re.M)
+    ((status, (forced,), _),) = run_ranks(1, clock_rank, [*argv, "--force"])
+    assert status == 0
+    assert forced != first
+    assert json.loads((tmp_path / "run" / "inputs.json").read_text())[run_files.TRAINING] == forced
+
+
+def test_a_restart_renders_what_the_jobs_first_start_did():
+    runtime: Any = SimpleNamespace(launch=Launch(), job=dist.HashStore(), broadcast=lambda _, value: value())
+    runtime.all_gather = lambda _, own: [own]
+    config = parse(FLAGS)
+    placement = place(config.placement, world=1, local_world=1)
+    starts = [resolve(config, placement, 1, torch.device("cpu"), probe=False) for _ in range(2)]
+    assert starts[0].now < starts[1].now
+    assert [run_main.agree(start, runtime).now for start in starts] == [starts[0].now] * 2
+
+
+def test_a_run_of_an_earlier_version_has_no_hash_of_its_prompts(tmp_path):
+    config, new = parse(FLAGS), {run_files.TRAINING: "a", run_files.VALIDATION: "b"}
+    run_files.write_run_files(config, tmp_path, None, {"reward.function rw.py": "1"})
+    run_files.check_same_run(config, tmp_path, new | {"reward.function rw.py": "1"})
+    run_files.write_run_files(config, tmp_path, None, new)
+    with pytest.raises(UserError, match="validation prompts as rendered was b, and is c: that is another run"):
+        run_files.check_same_run(config, tmp_path, new | {run_files.VALIDATION: "c"})
 
 
 def test_all_that_a_run_reads_is_among_its_inputs(tmp_path):

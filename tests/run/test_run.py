@@ -431,7 +431,7 @@ def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[
     config = parse(argv)
     models = dict.fromkeys(model_paths(config))
     resolved: Any = SimpleNamespace(
-        config=config, placement=Placement(mode, groups), device=torch.device("cpu"), models=models
+        config=config, placement=Placement(mode, groups), device=torch.device("cpu"), models=models, eos={}
     )
     return warnings(resolved)
 

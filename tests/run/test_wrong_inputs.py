@@ -285,6 +285,15 @@ EARLY = [
         ["--data.files={d}/null.jsonl", "--data.answer-key=answer"],
         ["data.answer_key=answer: {d}/null.jsonl row 1 has null there; fill it in, or set --data.answer_key ''"],
     ),
+    (["--data.files={d}/nan.jsonl", "--data.answer-key=answer"], ["nan.jsonl row 1 has NaN there; fill it in, or set"]),
+    (
+        ["--data.files={d}/images.jsonl"],
+        ["images.jsonl row 1 has a column images, but models of text alone are", "use"],
+    ),
+    (
+        ["--data.files={d}/answered.jsonl"],
+        ["answered.jsonl row 1 has a prompt that ends with the assistant's answer; t"],
+    ),
     (["--data.files={d}/blank.jsonl"], ["data.prompt_key=prompt: {d}/blank.jsonl row 1 has an empty prompt; fill"]),
     (["--data.files={d}/roles.jsonl"], ["row 1 has a prompt whose message 2 is not {role: string, content: string}"]),
     (["--data.files={d}/ids.jsonl"], ["row 1 has token ids for a prompt; set data.prompt_key to a column of"]),
@@ -334,6 +343,30 @@ EARLY = [
     (["--value.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
     (["--policy.path={d}/experts"], ["'mixtral' is not dense: mixtures of experts are not", "choose another policy"]),
     (["--policy.path={d}/index"], ["index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch"]),
+    (
+        ["--policy.path={d}/pad"],
+        ["model folder {d}/pad: config.json has pad_token_id = 83; write null, or a token's id"],
+    ),
+    (["--value.path={d}/pad"], ["model folder {d}/pad: config.json has pad_token_id = 83;", "a whole number below 83"]),
+    (["--policy.path={d}/torn"], ["model folder {d}/torn: generation_config.json is no JSON object (Expecting", "fix"]),
+    (["--policy.path={d}/listed"], ["model folder {d}/listed: generation_config.json is no JSON object ("]),
+    (["--policy.path={d}/named"], ['{d}/named: generation_config.json has eos_token_id = "<eos>"; write null, or a']),
+    (["--policy.path={d}/mixed"], ['{d}/mixed: generation_config.json has eos_token_id = [1, "<eos>"]; write null']),
+    (["--policy.path={d}/act"], ["model folder {d}/act: no model can be built from its config.json (KeyError", "corr"]),
+    (["--policy.path={d}/negative"], ["model folder {d}/negative: no model can be built", "correct that file, or use"]),
+    (["--policy.path={d}/rope"], ["model folder {d}/rope: config.json is of no model that transformers knows: "]),
+    (["--policy.path={d}/longest"], ["model folder {d}/longest: its tokenizer can't be read: ", "save it again"]),
+    (
+        ["--policy.path={d}/endless"],
+        [
+            "policy.path={d}/endless: config.json, generation_config.json and the tokenizer name no eos_token_id",
+            "so no response would end; name one there, or set --rollout.stop",
+        ],
+    ),
+    (
+        ["--policy.path={d}/endless_chat"],
+        ["name no eos_token_id", "name one there (the chat template ends a turn in 2), or set --rollout.stop"],
+    ),
     (["--policy.path={d}/garbled"], ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"]),
     (
         ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
@@ -424,6 +457,14 @@ DATA = [
         ],
     ),
     (["--data.system=Add."], ["data.system is for the chat template, but the tokenizer", "an instruct model or drop"]),
+    (
+        ["--data.files={d}/untrue.jsonl", "--reward.function=exact_match"],
+        ["untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule exact_match needs a text; set"],
+    ),
+    (
+        ["--policy.path={d}/thinking", '--data.chat-kwargs={{"enable_thinkin":false}}'],
+        ["data.chat_kwargs has enable_thinkin, which the chat template never reads; did you mean enable_thinking?"],
+    ),
     (['--data.chat-kwargs={{"a":1}}'], ["data.chat_kwargs is for the chat template, but the", "drop data.chat_kwargs"]),
     (
         ["--policy.path={d}/chat", "--data.system=Add.", "--data.no-chat"],
@@ -469,6 +510,28 @@ def score(data_source, solution_str, ground_truth, extra_info): return 1.0
 """
 
 
+# copies of the model, and what of a file is other there
+FIELDS: list[tuple[str, str, Any]] = [
+    ("pad", "config.json", {"pad_token_id": 83}),
+    ("torn", "generation_config.json", "{"),
+    ("listed", "generation_config.json", "[1]"),
+    ("named", "generation_config.json", {"eos_token_id": "<eos>"}),
+    ("mixed", "generation_config.json", {"eos_token_id": [1, "<eos>"]}),
+    ("act", "config.json", {"hidden_act": "no such"}),
+    ("negative", "config.json", {"intermediate_size": -1}),
+    ("rope", "config.json", {"rope_parameters": 5}),
+    ("longest", "tokenizer_config.json", {"model_max_length": "1024"}),
+    ("endless", "config.json", {"eos_token_id": None}),
+    ("endless", "generation_config.json", {"eos_token_id": None}),
+    ("endless", "tokenizer_config.json", {"eos_token": None}),
+    ("endless_chat", "config.json", {"eos_token_id": None}),
+    ("endless_chat", "generation_config.json", {"eos_token_id": -1}),
+    ("endless_chat", "tokenizer_config.json", {"eos_token": None, "bos_token": "\ufffd"}),
+    ("endless_chat", "chat_template.jinja", "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}"),
+    ("thinking", "chat_template.jinja", "{{ messages[0].content }}{% if enable_thinking %}1{% endif %}"),
+]
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the table names and that is there."""
@@ -493,6 +556,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no.parquet": "PAR",
         "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
         "null.jsonl": '{"prompt": "a", "answer": null}\n',
+        "nan.jsonl": '{"prompt": "a", "answer": NaN}\n',
+        "images.jsonl": '{"prompt": "<image>a", "images": ["a.png"]}\n',
+        "answered.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        "untrue.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n',
         "blank.jsonl": '{"prompt": " "}\n',
         "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
         "roles.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}\n',
@@ -524,6 +591,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     for name in ("model", "shape", "lacks", "cut", "half", "index", "garbled", "headless", "chat", "mute"):
         build_tiny(folder / name, seed=0)
+    for name, file, changes in FIELDS:
+        if not (folder / name).exists():
+            shutil.copytree(folder / "model", folder / name)
+        path = folder / name / file
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(changes if isinstance(changes, str) else json.dumps(known | changes))
     weights = load_file(folder / "model" / "model.safetensors")
     norm = weights.pop("model.norm.weight")
     save_file(weights, folder / "lacks" / "model.safetensors")
