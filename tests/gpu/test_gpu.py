@@ -64,6 +64,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 # largest difference from the reference: of a loss, of a gradient norm relative to its size, of all weights' changes
 # relative to these changes
 BOUNDS = {"float32": (1e-4, 1e-4, 1e-2), "bfloat16": (0.05, 0.5, 0.6)}
+# where the loss is against vLLM's log-probs, whose attention is of TF32 in float32
+BOUNDS["float32, vLLM's"] = (1e-3, 3e-3, 1e-2)
 
 
 def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]:
@@ -88,7 +90,7 @@ def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]
 def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> None:
     """Colocated, split, in windows, offloaded, packed and padded, compiled, with either engine, in both precisions."""
     world, changes = CASES[name]
-    flags = PLAIN | changes
+    flags: dict[str, Any] = PLAIN | changes
     if flags["engine__kind"] == "vllm":
         skip_without_vllm()
     hyper: dict[str, Any] = {"kl_loss_coef": 0.0} if "ppo__kl_loss_coef" in flags else {}
@@ -100,7 +102,8 @@ def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> No
     due = reference(inputs, seen, window=window, samples=flags.get("rollout__samples", 1), **hyper)
     found = distances(inputs, seen, due)
     print(f"MEASURED {name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, change of the weights {found[2]:.1e}")
-    assert all(far <= most for far, most in zip(found, BOUNDS[flags["compute__dtype"]], strict=True)), found
+    bounds = BOUNDS["float32, vLLM's" if name == "vllm, windows" else flags["compute__dtype"]]
+    assert all(far <= most for far, most in zip(found, bounds, strict=True)), found
 
 
 RESUMED = [*SMALL, "--checkpoint.every=1", "--steps=6", "--engine.kind=hf", "--compute.dtype=float32"]
@@ -143,7 +146,7 @@ SIZES = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 4096, "e
 def test_vllm_has_the_weights_of_a_family(family: str, tmp_path: Path) -> None:
     """An engine's process each. The sync compares the checksums of all tensors, and the log-probs show what it did."""
     skip_without_vllm()
-    config = AutoConfig.for_model(family, **BASE | SIZES)
+    config: Any = AutoConfig.for_model(family, **BASE | SIZES)
     kinds: Any = AutoModelForCausalLM
     config.architectures = [kinds._model_mapping[type(config)].__name__]
     model = random_weights(kinds.from_config(config, attn_implementation="eager").eval(), 0.1)
