@@ -43,8 +43,7 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
     number = 0
     for number, columns in raw_rows(file, setting, used):
         where = f"{file} row {number}"
-        if isinstance(columns, dict):
-            _refuse_media(columns, used, where)
+        _refuse_media(columns if isinstance(columns, dict) else {}, used, where)
         try:
             yield _check_row(config, Path(file).stem, where, columns)
         except UserError as error:
@@ -112,8 +111,7 @@ def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
     for name in sorted(_MEDIA & columns.keys() - used):
         is_filled = bool(columns[name]) and columns[name] == columns[name]  # NaN is none
         if is_filled or f"<{name.removesuffix('s')}>" in text:
-            text_alone = "but models of text alone are trained; use rows of text, without that column"
-            raise UserError(f"{where} has a column {name}, {text_alone}")
+            raise UserError(f"{where} has a column {name}, but models of text alone are trained; use rows without it")
 
 
 def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
@@ -124,8 +122,7 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
     truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
     if config.answer_key and (truth is None or truth != truth):
         remedy = "fill it in, or set --data.answer_key '' if the reward needs no answer"
-        has = "null" if truth is None else "NaN"
-        raise UserError(f"data.answer_key={config.answer_key}: {where} has {has} there; {remedy}")
+        raise UserError(f"data.answer_key={config.answer_key}: {where} has {json.dumps(truth)} there; {remedy}")
     source, extra = columns.get("data_source"), columns.get("extra_info")
     if not isinstance(source, str | None):
         raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row")

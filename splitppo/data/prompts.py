@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import hashlib
 import inspect
 import json
 import os
@@ -34,11 +33,6 @@ class PromptSet:
 
     prompts: list[Prompt]  # file after file, each in its file's order
     notes: list[str]  # lines for the user about rows that were left out or cut
-
-    def fingerprint(self) -> str:
-        """A hash of the prompts' texts as they are rendered."""
-        texts = "\0".join(prompt.text for prompt in self.prompts).encode(errors="surrogatepass")
-        return hashlib.blake2b(texts, digest_size=16).hexdigest()
 
 
 def check_files(config: DataConfig) -> None:
@@ -92,8 +86,7 @@ def load_prompts(
     if split == "train" and any(prompt.messages is None for prompt in prompts.values()) and _ends_texts(tokenizer):
         notes.append(f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts")
     if split == "train" and CLOCK in str(tokenizer.chat_template):
-        other = "has other prompts and is refused; data.chat_kwargs may fix what is shown"
-        notes.append(f"the chat template shows the time: a resume at another time {other}")
+        notes.append("the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it")
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]

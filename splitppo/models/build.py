@@ -69,8 +69,8 @@ def check_ids(folder: str | Path, file: str, fields: Mapping[str, Any], vocabula
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         # an end beyond the vocabulary is never sampled; padding is embedded
         if any(type(token) is not int or (name == "pad_token_id" and token >= vocabulary) for token in ids):
-            problem = f"{file} has {name} = {json.dumps(value, default=str)}"
-            raise folder_error(folder, problem, f"write null, or a token's id, a whole number below {vocabulary}")
+            rule = f"write null, or a token's id, a whole number below {vocabulary}"
+            raise folder_error(folder, f"{file} has {name} = {json.dumps(value, default=str)}", rule)
 
 
 def code_of(config: PretrainedConfig) -> dict[str, str]:

@@ -39,8 +39,10 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> di
     or the chat template, whose turns may end in none of theirs. Of chat models one is the end of a turn, another the
     end of a text. Raises UserError if that file is broken."""
     text: Any = config.get_text_config(decoder=True)
-    readers = {"config.json": text, "the tokenizer": tokenizer}
-    found = {source: getattr(reader, "eos_token_id", None) for source, reader in readers.items()}
+    found = {
+        "config.json": getattr(text, "eos_token_id", None),
+        "the tokenizer": getattr(tokenizer, "eos_token_id", None),
+    }
     if folder is not None and (file := folder / "generation_config.json").is_file():
         try:
             stored = dict(json.loads(file.read_text()))

@@ -55,8 +55,8 @@ def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
 def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.PromptSet) -> dict[str, str]:
     """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are rendered."""
     models = {name: model.name for name, model in resolved.models.items()}
-    rendered = {TRAINING: training.fingerprint(), VALIDATION: validation.fingerprint()}
-    return inputs_of(resolved.config, models, resolved.local) | rendered
+    rendered = {TRAINING: training.prompts, VALIDATION: validation.prompts}
+    return inputs_of(resolved.config, models, resolved.local, rendered)
 
 
 def build_context(

@@ -46,8 +46,7 @@ def preflight(resolved: Resolved) -> None:
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
         none = "config.json, generation_config.json and the tokenizer name no eos_token_id, so no response would end"
-        turn = "".join(f" (the chat template ends a turn in {token})" for token in resolved.eos)
-        raise UserError(f"policy.path={config.policy.path}: {none}; name one there{turn}, or set --rollout.stop")
+        raise UserError(f"policy.path={config.policy.path}: {none}; name one there, or set --rollout.stop")
     check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)

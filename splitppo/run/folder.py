@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from splitppo.config import Config
 from splitppo.config.toml import GONE, leaves, to_toml, toml_value
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
+from splitppo.rollout import Prompt
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
 
@@ -106,9 +107,15 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
     return [(name, was, given) for name, was, given in both if was != given]
 
 
-def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
+def inputs_of(
+    config: Config,
+    models: Mapping[str, str],
+    local: Mapping[str, str],
+    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+) -> dict[str, str]:
     """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's imports. FILE does not
-    depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path."""
+    depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path.
+    `prompts`: name -> prompts whose texts, as they are rendered, have a hash under that name."""
     data, reward = config.data, config.reward
     given = {"data.files": data.files, "data.validation_files": data.validation_files}
     given["rollout.lengths"] = (config.rollout.lengths or "",)
@@ -122,6 +129,9 @@ def inputs_of(config: Config, models: Mapping[str, str], local: Mapping[str, str
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
         files = {file: file.name for file in inside} if path.is_dir() else {path: name}
         found |= {f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files}
+    for name, texts in (prompts or {}).items():
+        rendered = "\0".join(prompt.text for prompt in texts).encode(errors="surrogatepass")
+        found[name] = hashlib.blake2b(rendered, digest_size=16).hexdigest()
     return found
 
 

@@ -566,8 +566,8 @@ def test_all_rows_show_the_same_time() -> None:
     found, again, later = (load_prompts(DataConfig(), tokenizer, **given, now=time) for time in (now, now, None))
     assert {prompt.text[:16] for prompt in found.prompts} == {"04:05:06.000789 "}
     assert len({prompt.text[:16] for prompt in later.prompts}) == 1
-    assert found.fingerprint() == again.fingerprint() != later.fingerprint()
-    assert found.notes[0].startswith("the chat template shows the time: a resume at another time has other prompts")
+    assert found == again != later
+    assert found.notes[0].startswith("the chat template shows the time: a resume at another is refused")
 
 
 def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:

@@ -363,10 +363,7 @@ EARLY = [
             "so no response would end; name one there, or set --rollout.stop",
         ],
     ),
-    (
-        ["--policy.path={d}/endless_chat"],
-        ["name no eos_token_id", "name one there (the chat template ends a turn in 2), or set --rollout.stop"],
-    ),
+    (["--policy.path={d}/endless_chat"], ["name no eos_token_id", "name one there, or set --rollout.stop"]),
     (["--policy.path={d}/garbled"], ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"]),
     (
         ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
