@@ -248,6 +248,8 @@ def test_logprobs_match_an_unpadded_forward(case: Case, temperature: float) -> N
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (8, 0.5)])
 def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k: int, top_p: float) -> None:
     cut = 0
+    if GPUS and top_k and top_p < 1:
+        pytest.xfail("vLLM 0.26 on GPUs keeps other tokens where both are set: docs/vllm.md")
     for sample in run(case.engine, some_requests(), temperature=2.0, top_k=top_k, top_p=top_p).values():
         logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1] / 2.0
         for line, token, logprob in zip(logits, sample.response, sample.logprobs, strict=True):
