@@ -14,6 +14,7 @@ from splitppo.job.launch import ERROR_FILE, Launch, record_error
 from splitppo.job.runtime import Runtime
 
 DIED = "died without an error message: killed, perhaps because memory ran out"
+DYING = 1.0  # a killed process closes its connections at most so many seconds before it counts as dead
 
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
@@ -51,7 +52,9 @@ def _report_user_error(error: UserError, runtime: Runtime | None, launch: Launch
 
 def causes_of(error: BaseException, runtime: Runtime) -> list[str]:
     """Problems of other ranks that may have caused this error."""
-    dead = runtime.status.dead_rank()
+    deadline = time.monotonic() + DYING * bool(re.search("by peer|Broken pipe", str(error)))
+    while (dead := runtime.status.dead_rank()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
     causes = [f"{dead} {DIED}" if dead else runtime.heartbeat.lost_host()]
     with suppress(RuntimeError, dist.DistError):  # the store may be lost
         causes.append(runtime.status.suspended_ranks())

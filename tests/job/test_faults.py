@@ -19,7 +19,7 @@ from runs import SMALL, Torchrun, assert_same, figures, main_rank, names
 from splitppo import algo, train
 from splitppo.errors import WireError
 from splitppo.job import signals as stopping
-from splitppo.job.failure import DIED, report_failure
+from splitppo.job.failure import DIED, causes_of, report_failure
 from splitppo.job.launch import Launch
 from splitppo.run import checkpoint
 from splitppo.run.metrics import ColumnLog
@@ -132,6 +132,13 @@ def test_an_error_of_a_wait_names_the_suspended_ranks_and_all_phases(capsys, err
     assert ("on rank 0" in said) == first
     assert ("a rank did not come to a collective: rank 1 in 'update'" in said) == phases
     assert said.count("\n") == 1 or first
+
+
+def test_a_killed_rank_is_named_although_its_connections_close_before_it_ends():
+    states = iter([None, None, "critic rank 1"])
+    status = SimpleNamespace(dead_rank=lambda: next(states), phases=str, suspended_ranks=str)
+    runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
+    assert causes_of(RuntimeError("Connection closed by peer [::1]:5"), runtime)[0] == f"critic rank 1 {DIED}"
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:
