@@ -1,3 +1,25 @@
-"""splitppo: PPO for language models on one torchrun, split into an actor and a critic group."""
+"""splitppo: PPO for language models on one torchrun, split into an actor and a critic group.
+
+A script of one's own begins with `from splitppo import Config, run`. That imports no torch; a call of `run` does.
+"""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from splitppo.config import Config as Config
+
+if TYPE_CHECKING:
+    from splitppo.train import run as run
 
 __version__ = "0.1.0"
+
+
+class _RunPackage(ModuleType):
+    # Python finds the package `splitppo.run` under the name of the function `run`: to call it is to call the function
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        importlib.import_module("splitppo.train").run(*args, **named)
+
+
+importlib.import_module("splitppo.run").__class__ = _RunPackage

@@ -376,7 +376,8 @@ def draw_rank(rank, world, folder):
     model = build(read_config(str(folder)), "policy")
     parallelize(model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, random_init=True, seed=4)
-    learner = Learner(model, Runner(runtime.groups["actor"], CPU, 40), OptimConfig(), steps=1, aggregate="token_mean")
+    runner = Runner(runtime.groups["actor"], CPU, 40)
+    learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=1, aggregate="token_mean")
     return full_weights(learner)
 
 
@@ -457,7 +458,7 @@ def compiled_rank(rank, folder, checkpointing):
     parallelize(model, runtime.groups["actor"].mesh, **how)
     fill(model, str(folder), device=CPU, seed=9)
     runner = Runner(runtime.groups["actor"], CPU, 4096)
-    learner = Learner(model, runner, OptimConfig(), steps=4, aggregate="token_mean")
+    learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=4, aggregate="token_mean")
     outputs = PolicyOutputs(TEMPERATURE, VOCABULARY, compiled=True)
 
     def objective(model, batch, given):

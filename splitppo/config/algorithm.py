@@ -10,7 +10,7 @@ Offload = Literal["auto", "none", "optimizer", "all"]
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 1e-6
+    lr: float
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step. The policy

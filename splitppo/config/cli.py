@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial, wraps
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, read_preset, toml_value
+from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -24,11 +24,13 @@ PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.mod
 TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
 
 
-def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
-    """The configuration of a command line. Its flags override those of the preset that `--config` names; `recorded` is
-    as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
-    if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
+def parse(argv: Sequence[str], *, recorded: bool = False, script: Sequence[str] = ()) -> Config:
+    """The configuration of a command line. Its flags override those of a user's `script`, and these the preset that
+    `--config` names; `recorded` is as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in
+    SystemExit."""
+    if argv and not argv[0].startswith("-"):  # it would count for the last flag of the preset or the script
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
+    argv = [*script, *argv]
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)
@@ -50,6 +52,12 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
                 raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
         raise
     return map_paths(config, lambda _, file: os.path.expanduser(file))
+
+
+def as_flags(config: Config) -> list[str]:
+    """The settings that differ from their defaults, as arguments of the command line."""
+    defaults = dict(leaves(asdict(Config())))
+    return _flags({name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)})
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:

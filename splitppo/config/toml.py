@@ -68,7 +68,7 @@ def as_flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         head, dot, tail = flag[2:].rpartition(".")
         return [flag if value else f"--{head}{dot}no-{tail}"]
-    return [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
+    return [flag, *(str(item) for item in (value if isinstance(value, list | tuple) else [value]))]
 
 
 def to_toml(config: Any) -> str:

@@ -34,6 +34,9 @@ BY_DATA_SOURCE |= dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lig
 BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"), "math")
 
 
+IMPORTED = "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
+
+
 @dataclass(frozen=True)
 class Failure:
     """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its result is no finite
@@ -76,7 +79,8 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     module = _import_file(file)
     if not hasattr(module, name):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(f"{wrong} {path} has no {name}; functions there: {', '.join(defined) or 'none'}")
+        missing = f"{path} has no {name} when it is imported"
+        raise UserError(f"{wrong} {missing}; functions there: {', '.join(defined) or 'none'}")
     found = getattr(module, name)
     names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
     try:
@@ -89,12 +93,24 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     return found
 
 
+def name_function(function: RewardFunction) -> str:
+    """FILE:NAME, by which `find_function` finds a function. Raises UserError if it does not stand at the top level of
+    a .py file under its own name: a lambda, a nested function, a method, functools.partial, a notebook's function."""
+    name = getattr(function, "__qualname__", repr(function))
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None) or ""
+    if not file.endswith(".py") or getattr(module, name, None) is not function:
+        why = "reward workers import a function by its file and name"
+        raise UserError(f"reward={name}: {why}; write it with def at the top level of a .py file")
+    return f"{os.path.abspath(file)}:{name}"
+
+
 @functools.cache  # imports a file once: its top level may load a model
 def _import_file(file: Path) -> ModuleType:
     # the file may import modules beside it; last, so that they hide no library
     sys.path += {str(file.parent)} - {*sys.path}
     # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be called reward.py
-    name = f"splitppo_reward_{file.stem}_{hash(file)}"
+    name = f"{IMPORTED}{file.stem}_{hash(file)}"
     spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:

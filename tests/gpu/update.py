@@ -82,7 +82,7 @@ def make(options: argparse.Namespace, runtime: Runtime, role: Role) -> tuple[Lea
     fill(model, "", device=runtime.device, random_init=True, seed=3)
     runner = Runner(group, runtime.device, options.tokens)
     once = options.gather == "mini_batch"
-    learner = Learner(model, runner, OptimConfig(), steps=100, aggregate="token_mean", gather_once=once)
+    learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=100, aggregate="token_mean", gather_once=once)
     return learner, PolicyOutputs(1.0, config.vocab_size, compiled=True)
 
 

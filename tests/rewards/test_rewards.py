@@ -230,7 +230,7 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
         ("gms8k", r"reward\.function=gms8k: no such rule; use auto, exact_match.*path/to/file\.py:name"),
         ("rewards.py", "no such rule"),
         ("{tmp}/absent.py:f", "no such file .*absent.py"),
-        ("{tmp}/good.py:g", "has no g; functions there: f, one"),
+        ("{tmp}/good.py:g", "has no g when it is imported; functions there: f, one"),
         ("{tmp}/good.py:number", "does not take .*3 is not a callable object.*define it with"),
         ("{tmp}/good.py:one", "missing a required argument|does not take"),
     ],

@@ -395,7 +395,10 @@ EARLY = [
     (["--reward.function={d}/reward.py:rows"], ["reward.py:rows: it does not take", "(0 is not a callable object)"]),
     (["--reward.function=exactmatch"], ["reward.function=exactmatch: no such rule; use auto, exact_match"]),
     (["--reward.function={d}/none.py:score"], ["reward.function={d}/none.py:score: no such file"]),
-    (["--reward.function={d}/reward.py:scores"], ["reward.py has no scores; functions there: score, two"]),
+    (
+        ["--reward.function={d}/reward.py:scores"],
+        ["reward.py has no scores when it is imported; functions there: score, two"],
+    ),
     (["--reward.function={d}/reward.py:two"], ["reward.py:two: it does not take", "define it with (data_source, "]),
     (["--reward.function={d}/imports.py:score"], ["imports.py failed: ModuleNotFoundError", "line 2", "fix the file"]),
     # run folder and resume
