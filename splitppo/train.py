@@ -23,9 +23,9 @@ from typing import NoReturn
 from splitppo.actor import Actor
 from splitppo.channel import Exchange, Links
 from splitppo.config import Config
-from splitppo.config.cli import as_flags, parse
+from splitppo.config.cli import as_flags
 from splitppo.critic import Critic, join
-from splitppo.errors import command
+from splitppo.errors import UserError, command
 from splitppo.rewards.functions import IMPORTED, RewardFunction, name_function
 from splitppo.rollout import Rollout
 from splitppo.run.life import Run
@@ -155,7 +155,7 @@ def train(run: Run) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status (`run_rank`)."""
-    return run_rank(train, lambda: parse(sys.argv[1:] if argv is None else argv))
+    return run_rank(train, lambda: sys.argv[1:] if argv is None else argv)
 
 
 def run(config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None) -> NoReturn:
@@ -172,18 +172,20 @@ def run(config: Config, reward: RewardFunction | None = None, argv: Sequence[str
     Raises:
         RuntimeError: The script is imported as the file of a reward. Other errors are printed, as on a command line.
     """
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_globals.get("__name__", "").startswith(IMPORTED):
-            raise RuntimeError('run() starts when its file is imported; write if __name__ == "__main__": before it')
+    frames = traceback.walk_stack(sys._getframe())
+    if any(frame.f_globals.get("__name__", "").startswith(IMPORTED) for frame, _ in frames):
+        raise RuntimeError('run() starts when its file is imported; write if __name__ == "__main__": before it')
 
-    def read() -> Config:
+    def flags() -> list[str]:
         function = [] if reward is None else ["--reward.function", name_function(reward)]
-        return parse(sys.argv[1:] if argv is None else argv, script=[*as_flags(config), *function])
+        given = sys.argv[1:] if argv is None else argv
+        if given and not given[0].startswith("-"):  # it would count for the script's last flag
+            raise UserError(f"{given[0]}: unknown word; settings are flags, such as --steps 20")
+        return [*as_flags(config), *function, *given]
 
-    status = command(run_rank)(train, read)
     # under torchrun at once, as below; alone as any script, since the process may be a notebook's
     leave = os._exit if "RANK" in os.environ else sys.exit
-    leave(status)
+    leave(command(run_rank)(train, flags))
 
 
 if __name__ == "__main__":

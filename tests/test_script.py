@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -101,15 +102,22 @@ def test_python_toml_and_flags_are_one(name: str, tmp_path: Path) -> None:
     config, toml, flags = SETTINGS[name]
     (tmp_path / "mine.toml").write_text(toml)
     by_flags = parse([word.replace("\0", " ") for word in flags.split()])
-    assert parse([], script=as_flags(config)) == by_flags
+    assert parse(as_flags(config)) == by_flags
     by_toml = parse([f"--config={tmp_path / 'mine.toml'}"])
     assert replace(by_toml, config=None) == by_flags
     assert by_flags != parse([])
 
 
+def test_a_learning_rate_is_named() -> None:
+    """A default would be the policy's, and count as set in `ValueConfig(optim=OptimConfig(warmup_steps=3))`."""
+    make: Any = OptimConfig
+    with pytest.raises(TypeError, match="lr"):
+        make(warmup_steps=3)
+
+
 def test_flags_are_over_the_script_and_the_script_over_a_preset() -> None:
     script = as_flags(Config(config="smollm2/addition", steps=7, rollout=RolloutConfig(max_new_tokens=9)))
-    config = parse(["--steps", "8"], script=script)
+    config = parse([*script, "--steps", "8"])
     assert (config.steps, config.rollout.max_new_tokens) == (8, 9)
     assert config.ppo.mini_batches == parse(["--config=smollm2/addition"]).ppo.mini_batches != PPOConfig().mini_batches
 

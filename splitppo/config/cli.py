@@ -24,13 +24,11 @@ PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.mod
 TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
 
 
-def parse(argv: Sequence[str], *, recorded: bool = False, script: Sequence[str] = ()) -> Config:
-    """The configuration of a command line. Its flags override those of a user's `script`, and these the preset that
-    `--config` names; `recorded` is as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in
-    SystemExit."""
-    if argv and not argv[0].startswith("-"):  # it would count for the last flag of the preset or the script
+def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
+    """The configuration of a command line. Its flags override those of the preset that `--config` names; `recorded` is
+    as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
+    if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
-    argv = [*script, *argv]
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     preset = _value_of("--config", argv)

@@ -32,8 +32,6 @@ BY_NAME = {**FAST, "math": rules.math}  # the rules that `reward.function` may n
 BY_DATA_SOURCE = {"echo": "echo", "addition": "last_number", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
 BY_DATA_SOURCE |= dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"), "math")
 BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"), "math")
-
-
 IMPORTED = "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
 
 
@@ -78,9 +76,8 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
     module = _import_file(file)
     if not hasattr(module, name):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        missing = f"{path} has no {name} when it is imported"
-        raise UserError(f"{wrong} {missing}; functions there: {', '.join(defined) or 'none'}")
+        defined = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise UserError(f"{wrong} {path} has no {name} when it is imported; functions there: {defined or 'none'}")
     found = getattr(module, name)
     names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
     try:
@@ -100,8 +97,10 @@ def name_function(function: RewardFunction) -> str:
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None) or ""
     if not file.endswith(".py") or getattr(module, name, None) is not function:
-        why = "reward workers import a function by its file and name"
-        raise UserError(f"reward={name}: {why}; write it with def at the top level of a .py file")
+        raise UserError(
+            f"reward={name}: reward workers import a function by its file and name; "
+            "write it with def at the top level of a .py file"
+        )
     return f"{os.path.abspath(file)}:{name}"
 
 

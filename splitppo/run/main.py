@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from splitppo.config import Config
+from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.config.toml import to_toml
 from splitppo.engine.build import launch_engine
@@ -45,12 +46,12 @@ class Rank:
     run: Run | None = None
 
 
-def run_rank(play: Callable[[Run], None], read: Callable[[], Config]) -> int:
-    """Prepares the run of the configuration that `read` returns, has `play` train it, and returns the exit status: 0;
+def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
+    """Prepares the run of the command line that `flags` returns, has `play` train it, and returns the exit status: 0;
     1 after a failure; 2 for wrong input; 75 after a stop that the run can resume from; 130 after Ctrl-C."""
     rank = Rank(Launch())
     try:
-        return _run(rank, play, read)
+        return _run(rank, play, flags)
     except KeyboardInterrupt:
         saved = rank.run and rank.run.last_checkpoint(PATIENCE)
         state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
@@ -63,7 +64,7 @@ def run_rank(play: Callable[[Run], None], read: Callable[[], Config]) -> int:
         return _failed(rank, error)
 
 
-def _run(rank: Rank, play: Callable[[Run], None], read: Callable[[], Config]) -> int:
+def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
     if "RANK" in os.environ:
         keep_early_signals()
     transformers.logging.disable_progress_bar()
@@ -71,7 +72,7 @@ def _run(rank: Rank, play: Callable[[Run], None], read: Callable[[], Config]) ->
     if launch.world > 1:
         # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config = read()
+    config = parse(flags())
     check(config)
     if config.dry_run:
         print(dry_run(config, launch))
