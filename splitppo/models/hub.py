@@ -86,7 +86,8 @@ def find(setting: str, given: str, *, own_code: bool = False, before: str = "", 
     elif not (commit := name.cached()):
         download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
         problem = f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
-        raise name.error(problem, f"fetch it where there is a network ({download}), or unset HF_HUB_OFFLINE")
+        remedy = f"fetch it where there is a network ({download})"
+        raise name.error(problem, remedy + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE)
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
 
 
@@ -158,7 +159,10 @@ def _explain(name: HubName, error: BaseException) -> UserError:
         return name.error(problem, f"check the name, or {login}")
     if isinstance(error, hf.HTTPError):
         remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or set HF_HUB_OFFLINE=1 where the cache has it"
-        return name.error(f"{hub} doesn't give it ({type(error).__name__}: {cause})", remedy)
+        return name.error(
+            f"{'' if name.file else 'no such folder, and '}{hub} doesn't give it ({type(error).__name__}: {cause})",
+            remedy,
+        )
     if getattr(error, "errno", None) or any(f"(os error {number})" in str(error) for number in FULL):
         remedy = "free space there, or set HF_HOME to another folder"
         return name.error(f"{constants.HF_HUB_CACHE} can't be written to ({cause})", remedy)
