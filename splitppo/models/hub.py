@@ -144,6 +144,23 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
         raise
 
 
+def upload(folder: Path, repo: str, *, public: bool) -> str:
+    """Uploads a folder's files into a model repository, which is made if there is none: a private one, unless it may be
+    `public`. Returns its address. Raises UserError if the hub refuses, or the repository is public and may not be."""
+    hub = HfApi()
+    url = f"{hub.endpoint}/{repo}"
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        if not public and not hub.repo_info(repo).private:
+            raise UserError(f"{url} is public; say --public if all may read these models, or name another")
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Models trained with splitppo")
+    except FAILURES as error:
+        cause = str(error).strip().partition("\n")[0]
+        remedy = "set HF_TOKEN to a token that may write there (or run hf auth login), check OWNER/NAME and the network"
+        raise UserError(f"{url} takes no files ({type(error).__name__}: {cause}); {remedy}") from error
+    return url
+
+
 def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
     if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
