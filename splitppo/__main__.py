@@ -14,6 +14,7 @@ COMMANDS = {  # name: (module with a `main`, or with a function of that name; wh
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
     "chat": ("splitppo.tools.chat", "ask the trained policy and the one before training, with the values"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
+    "push": ("splitppo.tools.push", "upload a checkpoint's models to the Hugging Face hub"),
     "prepare": ("splitppo.tools.prepare", "write the data of the presets"),
 }
 

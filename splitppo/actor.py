@@ -55,13 +55,16 @@ class Actor:
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
-        config = context.config
-        self.validated_on = digest(
-            [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
-            config.reward.validation or (config.reward.function, config.reward.weights),
-            config.log.validate_samples,
-            config.log.validate_temperature,
-        )
+        # what that score belongs to, as this version says it and as earlier ones did
+        self.validated_on = [
+            digest(
+                [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
+                config.reward.validation or (config.reward.function, config.reward.weights),
+                config.log.validate_samples,
+                config.log.validate_temperature,
+            )
+            for config in context.configs
+        ]
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
@@ -173,14 +176,14 @@ class Actor:
         """What a checkpoint holds beside the learner."""
         return {
             "best": self.best,
-            "validated_on": self.validated_on,
+            "validated_on": self.validated_on[0],
             "open": self.streams.state(),
             "waited": self.policy.waited,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned. The best of another validation is left out."""
-        known = state.get("validated_on", self.validated_on) == self.validated_on
+        known = state.get("validated_on", self.validated_on[0]) in self.validated_on
         self.best = tuple(state["best"]) if state["best"] and known else None
         self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
         self.streams.load_state(state.get("open", ()))

@@ -1,11 +1,13 @@
 """What both roles know of a run, and the metrics that they have in common."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from splitppo.config import Config
+from splitppo.config.cli import map_paths
 from splitppo.placement import Ownership, Role
 from splitppo.rollout import Prompt, Rollout, Streams
 
@@ -40,6 +42,12 @@ class Context:
         return Streams(
             rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0, limit=rollout.max_new_tokens
         )
+
+    @property
+    def configs(self) -> tuple[Config, Config]:
+        """The configuration with names in the place of paths, and as it is. A checkpoint names what its state belongs
+        to by the first, since files may be moved; earlier versions did by the second."""
+        return map_paths(self.config, lambda _, path: os.path.basename(path)), self.config
 
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses in turn, or

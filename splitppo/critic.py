@@ -69,13 +69,17 @@ class Critic:
         self.reward_model, self.reference = reward_model, reference
         self.group, ppo = learners[0].runner.group, context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
-        self.scored_by = digest(
-            context.config.reward.function,
-            context.config.reward.weights,
-            context.config.reward.model,
-            context.config.reward.model_weight,
-            context.config.reward.model_chat,
-        )
+        # what gave the scores, as this version says it and as earlier ones did
+        self.scored_by = [
+            digest(
+                config.reward.function,
+                config.reward.weights,
+                config.reward.model,
+                config.reward.model_weight,
+                config.reward.model_chat,
+            )
+            for config in context.configs
+        ]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         self.failing: dict[str, list[int]] = {}  # reward function -> rows of each step, to the last, with no score
 
@@ -235,7 +239,7 @@ class Critic:
         return {
             "kl_coef": self.kl.coef,
             "scores": [float(part) for part in (past.count, past.mean, past.variance)],
-            "scored_by": self.scored_by,
+            "scored_by": self.scored_by[0],
             "failing": self.failing,
             "pretraining": self.pretraining.state(),
         }
@@ -245,7 +249,7 @@ class Critic:
         of another reward's scores are left out."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
-        if state.get("scored_by", self.scored_by) == self.scored_by:
+        if state.get("scored_by", self.scored_by[0]) in self.scored_by:
             self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
         self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))

@@ -86,7 +86,8 @@ def find(setting: str, given: str, *, own_code: bool = False, before: str = "", 
     elif not (commit := name.cached()):
         download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
         problem = f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
-        raise name.error(problem, f"fetch it where there is a network ({download}), or unset HF_HUB_OFFLINE")
+        remedy = f"fetch it where there is a network ({download})"
+        raise name.error(problem, remedy + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE)
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
 
 
@@ -143,6 +144,23 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
         raise
 
 
+def upload(folder: Path, repo: str, *, public: bool) -> str:
+    """Uploads a folder's files into a model repository, which is made if there is none: a private one, unless it may be
+    `public`. Returns its address. Raises UserError if the hub refuses, or the repository is public and may not be."""
+    hub = HfApi()
+    url = f"{hub.endpoint}/{repo}"
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        if not public and not hub.repo_info(repo).private:
+            raise UserError(f"{url} is public; say --public if all may read these models, or name another")
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Models trained with splitppo")
+    except FAILURES as error:
+        cause = str(error).strip().partition("\n")[0]
+        remedy = "set HF_TOKEN to a token that may write there (or run hf auth login), check OWNER/NAME and the network"
+        raise UserError(f"{url} takes no files ({type(error).__name__}: {cause}); {remedy}") from error
+    return url
+
+
 def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
     if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
@@ -158,7 +176,10 @@ def _explain(name: HubName, error: BaseException) -> UserError:
         return name.error(problem, f"check the name, or {login}")
     if isinstance(error, hf.HTTPError):
         remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or set HF_HUB_OFFLINE=1 where the cache has it"
-        return name.error(f"{hub} doesn't give it ({type(error).__name__}: {cause})", remedy)
+        return name.error(
+            f"{'' if name.file else 'no such folder, and '}{hub} doesn't give it ({type(error).__name__}: {cause})",
+            remedy,
+        )
     if getattr(error, "errno", None) or any(f"(os error {number})" in str(error) for number in FULL):
         remedy = "free space there, or set HF_HOME to another folder"
         return name.error(f"{constants.HF_HUB_CACHE} can't be written to ({cause})", remedy)

@@ -12,8 +12,8 @@ from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
-from splitppo.run.folder import check_run_folder
-from splitppo.run.resolve import Resolved
+from splitppo.run.folder import check_run_folder, inputs_of
+from splitppo.run.resolve import Resolved, model_paths
 from splitppo.run.trackers import check_trackers
 
 
@@ -51,7 +51,8 @@ def preflight(resolved: Resolved) -> None:
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        check_run_folder(config)
+        begun = config.run_dir and os.path.isfile(os.path.join(config.run_dir, "inputs.json"))
+        check_run_folder(config, inputs_of(config, model_paths(config), resolved.local) if begun else None)
     elif config.run_dir is None and config.checkpoint.every:
         needs = "needs --run-dir: each restart would begin in a folder of its own"
         raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")

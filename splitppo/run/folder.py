@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,14 +14,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from splitppo.config import Config
+from splitppo.config.cli import PATHS
 from splitppo.config.toml import GONE, leaves, to_toml, toml_value
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
 from splitppo.rollout import Prompt
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, write_whole
+from splitppo.run.sources import absolute
 
 # settings that may change when a run resumes; with a dot at the end, all of a table
 FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
@@ -88,23 +92,51 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
 
 def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
     """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if there is no run. A
-    setting that is gone from this version differs if it did something in the run."""
+    setting that is gone from this version differs if it did something in the run. Files and models are the same in any
+    place, if RUN has their hashes."""
     remedy, now, before = "fix it, or delete it to resume without comparing its contents", {}, {}
+    free = (folder / "inputs.json").is_file()
     if (path := folder / "config.toml").is_file():
-        settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(config))
-        before, now = ({name: toml_value(value) for name, value in leaves(table)} for table in settings)
+        settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(absolute(config, folder)))
+        before, now = (
+            {name: toml_value(_without_place(name, value) if free else value) for name, value in leaves(table)}
+            for table in settings
+        )
         now |= {
             name: before[name] if before[name] == toml_value(off) else "no setting of this version"
             for name, off in GONE.items()
             if name in before
         }
-    if inputs is not None and (path := folder / "inputs.json").is_file():
-        kept = read_file(path, lambda text: dict(json.loads(text)), remedy)
+    if inputs is not None and free:
+        kept = read_file(folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy)
+        # earlier versions kept no hash of the prompts, and before a run begins there is none
+        now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept}
         now |= inputs
-        # earlier versions kept no hash of the prompts
         before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
     both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]
     return [(name, was, given) for name, was, given in both if was != given]
+
+
+def _without_place(setting: str, value: Any) -> Any:
+    """What a setting says beside the place of its files: their names, and of a model nothing but that it is one."""
+    if setting not in PATHS or "." not in setting or value == "tiny":
+        return value
+    names = [os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])]
+    return "a model" if setting.endswith((".path", ".model")) else names
+
+
+def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
+    """A run's inputs `kept` under the keys that `inputs` have for the same setting and file name, wherever it lies."""
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key in inputs:
+        keys.setdefault(_name(key), []).append(key)
+    return {(keys.get(_name(key)) or [key]).pop(0): value for key, value in kept.items()}
+
+
+def _name(key: str) -> tuple[str, ...]:
+    """Setting and file name in a key of `inputs_of`."""
+    parts = re.split("[ /]", key)
+    return parts[0], parts[-1]
 
 
 def inputs_of(
@@ -170,7 +202,7 @@ def write_run_files(config: Config, folder: Path, resumed: Path | None, inputs: 
             print(f"  {name}: {was} -> {now}", flush=True)
     elif has_steps(folder):
         warn(f"{folder} holds steps without a checkpoint: they are overwritten")
-    write_whole(folder / "config.toml", to_toml(config))
+    write_whole(folder / "config.toml", to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
     versions = {"python": platform.python_version(), "command": " ".join(sys.argv)}
     versions |= {name: installed(name) for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")}

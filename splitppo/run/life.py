@@ -28,6 +28,7 @@ from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.screen import opening, summary
+from splitppo.run.sources import keep_copies
 from splitppo.run.trackers import Trackers
 
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
@@ -46,6 +47,7 @@ def _begin_folder(
         for warning in warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs)
+        keep_copies(resolved, folder)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
     if any(model.name == "tiny" for model in resolved.models.values()):

@@ -32,6 +32,7 @@ from splitppo.run.folder import check_run_folder, finished
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, pick_device, resolve
 from splitppo.run.screen import counted
+from splitppo.run.sources import with_copies
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
@@ -72,7 +73,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if launch.world > 1:
         # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config = parse(flags())
+    config = with_copies(parse(flags()))
     check(config)
     if config.dry_run:
         if launch.rank == 0:

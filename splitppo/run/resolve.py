@@ -1,6 +1,7 @@
 """The configuration, resolved before any process group or GPU is touched: what "auto" came to, every model's folder."""
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -98,7 +99,8 @@ class Resolved:
         facts |= {"compiled": self.compiled, "engine": self.engine, "vocabulary_size": self.vocabulary_size}
         facts["models"] = {}
         for name, model in self.models.items():
-            own = {"name": model.name, "folder": model.path, "type": model.config.model_type}
+            own = {"name": model.name, "folder": model.path if model.path == "tiny" else os.path.abspath(model.path)}
+            own["type"] = model.config.model_type
             own |= {"group": self.role_of(name), "parameters": model.parameters * model.number}
             own |= {"random_init": model.random_init, "packed": model.packed}
             own |= {"tensor_parallel": self.config.tensor_parallel(name), "offload": self.offload(name)}

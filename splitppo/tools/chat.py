@@ -15,7 +15,7 @@ import tyro
 
 from splitppo.config import Config
 from splitppo.errors import UserError, check_text, one_line
-from splitppo.tools.export import load_model, open_run, started_from
+from splitppo.tools.export import load_model, open_run
 from splitppo.tools.runs import curves, read_columns
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -25,20 +25,27 @@ Answer = dict[str, list[Any]]  # `text` and `value` of each token
 
 def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[Any]]:
     """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of the one before
-    training. They are on a GPU if there is one."""
+    training, unless its weights are gone; then a line says so. They are on a GPU if there is one."""
     import torch
 
     from splitppo.engine.hf import HFEngine
     from splitppo.models.tokenizer import read_tokenizer
     from splitppo.run.resolve import dtype_of
+    from splitppo.run.sources import model_folder
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype, source = dtype_of(config, device), started_from(config, run, "policy")
+    dtype, source = dtype_of(config, device), model_folder(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
     value = load_model(config, run, "value", saved).to(device, dtype)
     engines = []
     for folder in (saved, None):
-        model = load_model(config, run, "policy", folder)
+        try:
+            model = load_model(config, run, "policy", folder)
+        except UserError as error:
+            if folder:
+                raise
+            print(f"note: no answers of the policy before training: {one_line(str(error))}", file=sys.stderr)
+            break
         engine = HFEngine(model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source)
         engine.load_weights(model.state_dict().items())
         engines.append(engine)
@@ -103,7 +110,7 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
 def show(run: Path, answers: list[Answer]) -> None:
     """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to the highest."""
     if not sys.stdout.isatty():
-        for head, answer in zip(HEADS, answers, strict=True):
+        for head, answer in zip(HEADS, answers, strict=False):
             figures = [f"{json.dumps(t, ensure_ascii=False)} {v:.4g}" for t, v in zip(*answer.values(), strict=True)]
             print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
         return
@@ -111,7 +118,7 @@ def show(run: Path, answers: list[Answer]) -> None:
     low = min(series.get("critic/score/min", {0: 0.0}).values())
     high = max(series.get("critic/score/max", {0: 1.0}).values())
     width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
-    columns = [layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=True)]
+    columns = [layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=False)]
     print(*("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)), sep="\n")
     print(f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n")
 

@@ -1,6 +1,7 @@
 """`splitppo export RUN [--step N] [--out DIR]`: a checkpoint's models as Hugging Face folders."""
 
 # torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
+import os
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import parse
+from splitppo.config.cli import map_paths, parse
+from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools.runs import read_columns
 
@@ -36,6 +38,7 @@ def export(
     from transformers import logging
 
     from splitppo.models.weights import save
+    from splitppo.run.sources import model_folder
 
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
@@ -44,19 +47,10 @@ def export(
     for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
-        save(model, folder, started_from(config, run, kind), started_from(config, run, "policy"), own_code=own_code)
+        save(model, folder, model_folder(config, run, kind), model_folder(config, run, "policy"), own_code=own_code)
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
     return out
-
-
-def started_from(config: Config, run: Path, kind: str) -> Path:
-    """The folder that the run's policy or value model started from."""
-    from splitppo.models.hub import find
-    from splitppo.run.resolve import model_paths
-
-    name = model_paths(config)[kind]
-    return run / "tiny" if name == "tiny" else Path(find(f"{kind}.path", name, fetch=False)[1])
 
 
 def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
@@ -79,6 +73,8 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     """A README for the model hub: what the model is, its figures, and all settings."""
     from splitppo.run.resolve import model_paths
 
+    # the folders of this machine are nobody's business
+    config = map_paths(config, lambda _, path: os.path.basename(path) if os.path.isabs(path) else path)
     last = [column[step].metrics for column in read_columns(run) if step in column]
     figures = "\n".join(f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN)
     return f"""\
@@ -95,7 +91,7 @@ Started from {model_paths(config)[kind]}, {step} of {config.steps} steps. Figure
 Settings and versions:
 
 ```toml
-{(run / "config.toml").read_text(encoding="utf-8").strip()}
+{to_toml(config).strip()}
 ```
 
 ```json
@@ -110,18 +106,22 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     import torch
 
     from splitppo.models import build as models
-    from splitppo.models.weights import fill, materialize, read_buffers
+    from splitppo.models.weights import fill, materialize, persistent_buffers, read_buffers
     from splitppo.run.checkpoint import read_tensors
+    from splitppo.run.sources import model_folder
 
-    source, layers = str(started_from(config, run, kind)), config.value.layers if kind == "value" else None
+    source, layers = str(model_folder(config, run, kind)), config.value.layers if kind == "value" else None
     cpu = torch.device("cpu")
     found = models.read_config(source, own_code=config.policy.trust_remote_code)
     model: Any = models.build(models.shorten(found, layers, source), kind)
     if saved is None:
-        fill(model, source, cpu, random_init=config.policy.random_init, seed=config.seed)
+        drawn = config.policy.random_init
+        base = model_folder(config, run, kind, weights=not drawn)
+        fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
         return model
     materialize(model, cpu)
-    read_buffers(model, source)
+    if persistent_buffers(model):  # checkpoints don't hold them
+        read_buffers(model, str(model_folder(config, run, kind, weights=True)))
     prefix = f"{number}." if number else ""  # as in run/saver.py
     weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that

@@ -277,5 +277,6 @@ def test_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all(
-        f"usage: splitppo {name}" in done.stdout for name in ("report", "plan", "bench", "chat", "export", "prepare")
+        f"usage: splitppo {name}" in done.stdout
+        for name in ("report", "plan", "bench", "chat", "export", "push", "prepare")
     )

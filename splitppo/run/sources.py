@@ -1,0 +1,103 @@
+"""What a run is made from: its paths as RUN records them, and the copies in RUN by which it stands alone.
+
+RUN/models/NAME holds a model's configuration and tokenizer; models that share a folder are there once, under the first
+of their names. RUN/rewards/PATH holds the reward file of the absolute path PATH, and the modules that it imports.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from splitppo.config import Config
+from splitppo.config.cli import map_paths
+from splitppo.errors import UserError
+from splitppo.models.hub import find
+from splitppo.models.older import TOKENIZER
+from splitppo.run.resolve import Resolved, model_paths
+
+
+def absolute(config: Config, run: Path) -> Config:
+    """The configuration as the folder `run` records it: the paths of local files and models are absolute, and that of a
+    copy in RUN/rewards is the original's."""
+
+    def change(setting: str, name: str) -> str:
+        if ".py:" in name:
+            return os.path.abspath(name).removeprefix(os.path.abspath(run / "rewards"))
+        is_local = "." in setting and name != "tiny" and os.path.exists(name)
+        return os.path.abspath(name) if is_local else name
+
+    return map_paths(config, change)
+
+
+def with_copies(config: Config) -> Config:
+    """The configuration of a run that goes on: RUN's copies stand for reward files that are no longer there."""
+
+    def change(_: str, name: str) -> str:
+        file = name.rpartition(":")[0]
+        copy = reward_copy(Path(config.run_dir or ""), file)
+        is_gone = file.endswith(".py") and not os.path.exists(file) and copy.is_file()
+        return name.replace(file, str(copy)) if is_gone else name
+
+    return map_paths(config, change) if config.run_dir and config.resume != "never" else config
+
+
+def reward_copy(run: Path, file: str) -> Path:
+    """Where `run` keeps its copy of a reward file."""
+    return run.joinpath("rewards", *Path(os.path.abspath(file)).parts[1:])
+
+
+def keep_copies(resolved: Resolved, run: Path) -> None:
+    """Copies each model's configuration and tokenizer, and the reward files, into the run's folder."""
+    models = {model.path: name for name, model in reversed([*resolved.models.items()]) if model.path != "tiny"}
+    for source, name in models.items():
+        copy = run / "models" / name
+        if copy.resolve() != Path(source).resolve():
+            copy.mkdir(parents=True, exist_ok=True)
+            for old in _without_weights(copy):
+                old.unlink()
+            for file in _without_weights(Path(source)):
+                shutil.copyfile(file, copy / file.name)
+    functions = (*resolved.config.reward.function, *resolved.config.reward.validation)
+    for path in {name.rpartition(":")[0] for name in functions} - {""}:
+        file = Path(os.path.realpath(path))
+        copies = run.resolve() / "rewards"
+        for module in () if file.is_relative_to(copies) else _modules(file):
+            copy = reward_copy(run, path)
+            copy = copy if module == file else copy.parent / module.relative_to(file.parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(module, copy)
+
+
+def _without_weights(folder: Path) -> set[Path]:
+    """What the tools need of a model's folder beside its weights."""
+    patterns = ("config.json", "generation_config.json", *TOKENIZER, "*.py")
+    return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+
+
+def _modules(file: Path) -> set[Path]:
+    """A Python file, and those beside it that it imports, directly or not. Of a package, all files."""
+    found, waiting = set(), {file}
+    while waiting:
+        found.add(path := waiting.pop())
+        imports = re.findall(r"^\s*(?:import|from)\s(.*)", path.read_text(errors="replace"), re.MULTILINE)
+        for name in re.findall(r"\w+", " ".join(imports)):
+            beside = {file.with_name(f"{name}.py"), *file.with_name(name).rglob("*.py")}
+            waiting |= {module for module in beside - found if module.is_file()}
+    return found
+
+
+def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False) -> Path:
+    """The folder with the configuration and the tokenizer of a run's model, and with the `weights` that it started
+    from: RUN's own, or else the folder that RUN names. Raises UserError if neither has them."""
+    paths = model_paths(config)
+    name = next(name for name, path in paths.items() if path == paths[kind])
+    copy = run / ("tiny" if paths[kind] == "tiny" else f"models/{name}")
+    if any(copy.glob("*.safetensors" if weights else "config.json")):
+        return copy
+    try:
+        return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
+    except UserError as error:
+        missing = f"no such folder (from {Path.cwd()}), and not in the hub's cache"
+        remedy = f"put that model there, or its files into {copy}"
+        raise UserError(f"{kind}.path={paths[kind]}: {missing}; {remedy}") from error

@@ -1,0 +1,38 @@
+"""`splitppo push RUN OWNER/NAME`: uploads a checkpoint's models to the Hugging Face hub."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from splitppo.errors import UserError
+from splitppo.tools.export import export
+
+
+def push(
+    run: Annotated[Path, tyro.conf.Positional],
+    repo: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OWNER/NAME")],
+    step: int | None = None,
+    value: bool = False,
+    public: bool = False,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+) -> None:
+    """Write a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging Face hub, by
+    HF_TOKEN or the token of `hf auth login`.
+
+    Args:
+        run: The run's folder.
+        repo: The repository, which is made if there is none.
+        step: The checkpoint's step. Unset: the newest.
+        value: Upload the value model, too, to OWNER/NAME-value.
+        public: Let everyone read the repositories. Unset: they are private.
+        dtype: Precision of the uploaded weights.
+    """
+    from splitppo.models.hub import REPO, upload  # takes seconds, and --help must not wait for it
+
+    if not re.fullmatch(REPO, repo, re.ASCII):
+        raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
+    out = export(run, step, dtype=dtype)
+    for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
+        print(f"{kind}: {upload(out / kind, name, public=public)}")
