@@ -113,7 +113,8 @@ class LogConfig:
     samples: int = 4
     """Generations per step, written to RUN/samples."""
     validate_every: int = 0
-    """Score held-out prompts before the first step, every n steps, and after the last step. 0: never."""
+    """Score held-out prompts before the first step, every n steps, and after the last step. 0: never. Files without
+    `data.validation_files` have no held-out prompts: never."""
     validate_samples: int = 1
     """Responses per held-out prompt. Above 1: also the best's score, the majority's, and pass@k of scores in [0, 1]."""
     validate_temperature: float = 0.0

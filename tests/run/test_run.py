@@ -332,8 +332,10 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     assert "they are overwritten" in capfd.readouterr().out
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
     assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
-    assert train.main([*argv, "--checkpoint.every=1", "--resume=never"]) == 2
-    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert train.main([*argv, "--checkpoint.every=1", "--resume=never", "--dry-run"]) == 0
+    moved = f"--resume never: the run in {tmp_path}/run moves to {tmp_path}/run.1"
+    assert moved in capfd.readouterr().out.splitlines()
+    assert not (tmp_path / "run.1").exists()
     assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
     assert f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten" in capfd.readouterr().out
     (tmp_path / "other/metrics").mkdir(parents=True)
@@ -346,7 +348,10 @@ def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
     write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, None, {"data.files a": "1 bytes"})
     now = parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"])
     write_run_files(now, tmp_path, Path("step_000002"), {"data.files a": "2 bytes"})
-    told = ["going on from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
+    told = [
+        "going on from step_000002, with its settings where the command gives none",
+        "  data.files a: 1 bytes -> 2 bytes",
+    ]
     told += ["  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
     assert capsys.readouterr().out.splitlines() == told
 
