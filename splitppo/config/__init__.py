@@ -140,7 +140,8 @@ class Config:
     run_dir: str | None = None
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
-    """`auto`: go on from the newest complete checkpoint in run_dir, if any. `never`. Or the folder of a checkpoint."""
+    """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where none are given.
+    `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a checkpoint."""
     force: bool = False
     """Go on in run_dir although settings have changed that make it another run. Without a checkpoint: start again."""
     dry_run: bool = False
