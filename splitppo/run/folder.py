@@ -182,7 +182,8 @@ def write_run_files(
     if before is not None:  # a run that an earlier version began has no such file
         write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
     if resumed:
-        print(f"going on from {resumed}, with its settings where the command gives none", flush=True)
+        own = ", with its settings where the command gives none" * has_steps(folder)  # not of another run's checkpoint
+        print(f"going on from {resumed}{own}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
     elif has_steps(folder):
