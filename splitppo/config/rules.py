@@ -96,6 +96,8 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {_use(rows, unit)}"
     if rows % ppo.mini_batches:
         yield f"rollout.batch_size={rows} does not cut into {ppo.mini_batches} mini-batches; {_use(rows, unit)}"
+    if config.data.overlong != "refuse" and rollout.max_prompt_tokens is None:
+        yield f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too long? set it"
     if rollout.lengths and rollout.stop:
         yield "rollout.lengths fixes the length of responses; leave rollout.stop unset"
     if rollout.lengths and ppo.mask_truncated:

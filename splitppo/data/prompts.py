@@ -50,7 +50,7 @@ def check_files(config: DataConfig) -> None:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int, split: Split,
+    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int | None, seed: int, split: Split,
     check: Check = lambda _: {}, now: datetime | None = None,
 ) -> PromptSet:  # fmt: skip
     """The prompts of a split, a pure function of the arguments and the files: those of its files, else those of
@@ -61,8 +61,9 @@ def load_prompts(
     end of a sequence.
 
     A row that can't be used, or that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such
-    rows alone is refused. A prompt above `max_prompt_tokens` is a UserError, left out or cut (`data.overlong`). Then
-    `data.max_rows` draws training prompts at random. `data.validation_rows` takes the first held-out prompts.
+    rows alone is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
+    (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows` takes the first
+    held-out prompts.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
@@ -79,7 +80,7 @@ def load_prompts(
             raise wrong[index]
         if config.invalid == "refuse":
             raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)")
-    kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens, setting)
+    kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
     if wrong:
         left_out = f"{len(wrong)} of {len(read)} rows of {setting} can't be used and are left out"
         notes.insert(0, f"data.invalid=filter: {left_out}; the first: {wrong[min(wrong)]}")

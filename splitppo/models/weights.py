@@ -26,10 +26,23 @@ from splitppo.models.sharding import bounds, described, local
 Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
+# a model's kind -> architectures in config.json that are another kind's, what they are, what to do
+OTHERS = {
+    "policy": ("Classification|Reward", "a model that scores texts", "name a causal language model"),
+    "reward": (
+        "CausalLM|LMHead",
+        "a causal language model",
+        "name a sequence-classification model with one label, which scores texts",
+    ),
+}
 
 
 def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
     """Raises a UserError if no such model can be built or, without `random_init`, filled from its folder."""
+    made = ", ".join(config.architectures or ())
+    if kind in OTHERS and re.search(OTHERS[kind][0], made) and not random_init:
+        _, what, remedy = OTHERS[kind]
+        raise folder_error(folder, f"it is {what} by its config.json ({made})", remedy)
     check_type(config, kind, folder)
     try:
         model = build(config, kind)

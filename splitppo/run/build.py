@@ -37,19 +37,25 @@ from splitppo.rollout import Prompt
 from splitppo.run import memory
 from splitppo.run.files import read_file, write_rows
 from splitppo.run.folder import TRAINING, VALIDATION, inputs_of
-from splitppo.run.resolve import Resolved
+from splitppo.run.resolve import Resolved, check_sizes
 from splitppo.validation import Validator
 
 
-def load_data(resolved: Resolved) -> tuple[data.PromptSet, data.PromptSet]:
-    """Training prompts and held-out prompts, checked against what scores them."""
+def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
+    """The run, in which the longest prompt of the data stands for an unset `rollout.max_prompt_tokens`; training
+    prompts and held-out prompts, checked against what scores them."""
     config, reward = resolved.config, resolved.config.reward
     fixed: Any = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens, "now": resolved.now}
     read = functools.partial(data.load_prompts, resolved.data, resolved.tokenizer, **fixed)
     training = read(split="train", check=functools.partial(check_prompts, reward.function))
     setting = "reward.validation" if reward.validation else "reward.function"
     check = functools.partial(check_prompts, reward.validation or reward.function, setting=setting)
-    return training, read(split="validation", check=check)
+    validation = read(split="validation", check=check)
+    if config.rollout.max_prompt_tokens is None:
+        longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
+        check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
+        resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
+    return resolved, (training, validation)
 
 
 def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.PromptSet) -> dict[str, str]:

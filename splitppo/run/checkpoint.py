@@ -99,13 +99,11 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
 
 
 def candidates(run_dir: Path, resume: str) -> list[Path]:
-    """The checkpoints that a run may resume from, oldest first. Raises UserError if `resume` is no complete checkpoint,
-    or older than the run's newest; or `never`, and the run has some."""
-    found = complete(run_dir)
-    if resume == "auto" or (resume == "never" and not found):
+    """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError if `resume` is no
+    complete checkpoint, or older than the run's newest."""
+    found = complete(run_dir) if resume != "never" else []
+    if resume in ("auto", "never"):
         return found
-    if resume == "never":
-        raise UserError(f"--resume never, but {run_dir} holds {found[-1].name}; choose another --run-dir")
     folder = Path(resume).resolve()  # a link may have another name
     if not is_complete(folder):
         raise UserError(f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder")

@@ -1,6 +1,7 @@
 """What files, folders, functions and the engine get wrong, found before a process group or GPU is touched."""
 
 import os
+from dataclasses import replace
 
 from splitppo import data
 from splitppo.config import Config
@@ -13,8 +14,18 @@ from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder, inputs_of
-from splitppo.run.resolve import Resolved, model_paths
+from splitppo.run.resolve import Resolved
+from splitppo.run.sources import model_paths
 from splitppo.run.trackers import check_trackers
+
+
+def without_validation(config: Config) -> tuple[Config, str]:
+    """The configuration, without validation if nothing is held out of the user's own data, and then a line on that."""
+    every, files = config.log.validate_every, config.data.files
+    if every <= 0 or not files or config.data.validation_files:
+        return config, ""
+    line = f"nothing is held out (data.validation_files), so log.validate_every={every} is not used"
+    return replace(config, log=replace(config.log, validate_every=0)), line
 
 
 def check_inputs(config: Config) -> None:
@@ -24,9 +35,6 @@ def check_inputs(config: Config) -> None:
     files, held_out = config.data.files, config.data.validation_files
     if not any(file.startswith("hf://") for file in (*files, *held_out)):
         data.check_files(config.data)
-    if files and config.log.validate_every and not held_out:
-        needs = "needs held-out data.validation_files; give them, or set it to 0"
-        raise UserError(f"log.validate_every={config.log.validate_every} {needs}")
     data.read_lengths(config.rollout)
     check_trackers(config)
 

@@ -11,26 +11,28 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.config.cli import PATHS
+from splitppo.config.cli import PATHS, has_steps
 from splitppo.config.toml import GONE, leaves, to_toml, toml_value
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
 from splitppo.rollout import Prompt
 from splitppo.run import checkpoint
-from splitppo.run.files import read_file, write_whole
+from splitppo.run.files import read_file, read_if_there, write_whole
 from splitppo.run.sources import absolute
 
-# settings that may change when a run resumes; with a dot at the end, all of a table
+# settings that may change when a run resumes; with a dot at the end, all of a table. What the longest prompt changes is
+# seen in the prompts
 FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
-    reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes timeout steps"""
+    rollout.max_prompt_tokens reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes
+    timeout steps"""
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
 TRAINING, VALIDATION = "training prompts as rendered", "validation prompts as rendered"  # in inputs.json
@@ -62,11 +64,11 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
             wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
             raise UserError(f"run_dir={folder}: {wrong}")
     found = checkpoint.find(folder, config.resume)
-    begun = not found and has_steps(folder)
+    begun = not found and config.resume != "never" and has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
-    if begun and not config.force and (config.resume == "never" or not same):
+    if begun and not config.force and not same:
         held = f"run_dir={folder} holds a run without checkpoints"
-        raise UserError(f"{held}; choose another, delete it, or --force to start again in it")
+        raise UserError(f"{held}; choose another, --resume never to move it aside, or --force to start again in it")
     if begun or (found and found.parent.parent.resolve() == folder.resolve()):
         check_same_run(config, folder, inputs)
     if found and (step := checkpoint.step_of(found)) > config.steps:
@@ -189,15 +191,30 @@ def new_folder() -> Path:
     return folder
 
 
-def has_steps(folder: Path) -> bool:
-    """Whether a run in this folder has finished a step: its metrics have a line."""
-    return any(path.stat().st_size for path in folder.glob("metrics/*.jsonl"))
+def move_aside(config: Config, *, dry: bool = False) -> str:
+    """Moves the run in `run_dir` aside if `resume` is `never`: beside it, to the first free number. The folder must be
+    locked, but for a `dry` run, which moves nothing. Returns a line that says so; "" if no run is there."""
+    folder = Path(os.path.abspath(config.run_dir or ""))
+    if config.run_dir is None or config.resume != "never" or not has_steps(folder):
+        return ""
+    aside = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
+    for path in () if dry else [path for path in folder.iterdir() if path.name != "lock"]:
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    return f"--resume never: the run in {folder} moves to {aside}"
 
 
-def write_run_files(config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str]) -> None:
-    """Writes the settings, the inputs and the versions. Prints what a run `resumed` from a checkpoint changes."""
+def write_run_files(
+    config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str], given: Iterable[str] = ()
+) -> None:
+    """Writes the settings, the names of those that the user has `given`, the inputs and the versions. Prints what a run
+    `resumed` from a checkpoint changes."""
+    before = read_if_there(folder / "given.json", json.loads) if has_steps(folder) else []
+    if before is not None:  # a run that an earlier version began has no such file
+        write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
     if resumed:
-        print(f"going on from {resumed}", flush=True)
+        own = ", with its settings where the command gives none" * has_steps(folder)  # not of another run's checkpoint
+        print(f"going on from {resumed}{own}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
     elif has_steps(folder):

@@ -19,10 +19,10 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
 from splitppo.run import checkpoint, memory
-from splitppo.run.build import Builder, all_inputs, check_open_rows, load_data
+from splitppo.run.build import Builder, all_inputs, check_open_rows
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
-from splitppo.run.folder import check_run_folder, check_same_run, new_folder, write_run_files
+from splitppo.run.folder import check_run_folder, check_same_run, move_aside, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
@@ -46,8 +46,8 @@ def _begin_folder(
     if rank == 0:
         for warning in warnings(resolved):
             warn(warning)
-        write_run_files(config, folder, found, inputs)
-        keep_copies(resolved, folder)
+        write_run_files(config, folder, found, inputs, resolved.given)
+        keep_copies(config, {name: model.path for name, model in resolved.models.items()}, folder)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
     if any(model.name == "tiny" for model in resolved.models.values()):
@@ -70,6 +70,8 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
             check_same_run(config, folder, inputs)
         else:
             check_run_folder(config, inputs)
+            if moved := move_aside(config):
+                say(moved)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
         found = checkpoint.candidates(folder, resume)
@@ -93,7 +95,9 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 class Run:
     """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first step."""
 
-    def __init__(self, resolved: Resolved, runtime: Runtime, engine: Process | None = None):
+    def __init__(
+        self, resolved: Resolved, prompts: tuple[PromptSet, PromptSet], runtime: Runtime, engine: Process | None = None
+    ):
         self.config, self.runtime, self.lock = resolved.config, runtime, Lock(Peer.of_this_process(runtime.device))
         self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
@@ -102,9 +106,7 @@ class Run:
         self.links: Links | None = None
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
-        runtime.status.set_phase("reading the data")
         try:
-            prompts = load_data(resolved)
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
@@ -116,7 +118,7 @@ class Run:
                 raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
             raise
         if runtime.launch.rank == 0:
-            say(opening(resolved, self.folder, self.start, self.build.training, self.build.validation))
+            say(opening(resolved, self.folder, self.start, *prompts))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers; validates before the first

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,9 +12,10 @@ import torch
 import transformers
 
 from splitppo.config import Config
-from splitppo.config.cli import parse
+from splitppo.config.cli import given_settings, parse
 from splitppo.config.rules import check
 from splitppo.config.toml import to_toml
+from splitppo.data import PromptSet
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
@@ -27,8 +27,8 @@ from splitppo.placement import place, set_sizes
 from splitppo.run import memory
 from splitppo.run.build import all_inputs, build_context, check_open_rows, load_data
 from splitppo.run.checkpoint import find
-from splitppo.run.checks import check_inputs, preflight, warnings
-from splitppo.run.folder import check_run_folder, finished
+from splitppo.run.checks import check_inputs, preflight, warnings, without_validation
+from splitppo.run.folder import check_run_folder, finished, move_aside
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, pick_device, resolve
 from splitppo.run.screen import counted
@@ -73,8 +73,11 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if launch.world > 1:
         # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config = with_copies(parse(flags()))
+    argv = flags()
+    config, unheld = without_validation(with_copies(parse(argv)))
     check(config)
+    if unheld and launch.rank == 0:
+        say(unheld)
     if config.dry_run:
         if launch.rank == 0:
             print(dry_run(config, launch))
@@ -100,7 +103,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if runtime.status.stopped_before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
-    run = rank.run = Run(agree(resolved, runtime), runtime, engine)
+    run = rank.run = Run(*agree(replace(resolved, given=given_settings(argv)), runtime), runtime, engine)
     if LAUNCHER in os.environ:
         Path(os.environ[LAUNCHER]).write_text(str(run.folder))
     play(run)
@@ -125,8 +128,8 @@ def dry_run(config: Config, launch: Launch) -> str:
     check_inputs(config)
     resolved = resolve(config, placement, local_world, device, probe=True)
     preflight(resolved)
+    resolved, (training, validation) = load_data(resolved)  # before what takes long: most mistakes are in here
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
-    training, validation = load_data(resolved)  # before anything that takes long: most mistakes are in here
     if config.run_dir:
         check_run_folder(resolved.config, all_inputs(resolved, training, validation))
         check_open_rows(
@@ -135,25 +138,27 @@ def dry_run(config: Config, launch: Launch) -> str:
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
-    parts += [offloaded] * bool(offloaded) + [f"warning: {warning}" for warning in warnings(resolved)]
+    parts += filter(None, [move_aside(config, dry=True), offloaded])
+    parts += [f"warning: {warning}" for warning in warnings(resolved)]
     parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
     return "\n".join([*parts, *memory.table(resolved, memory.gpu_memory(resolved) or memory.GPU)])
 
 
-def agree(resolved: Resolved, runtime: Runtime) -> Resolved:
+def agree(resolved: Resolved, runtime: Runtime) -> tuple[Resolved, tuple[PromptSet, PromptSet]]:
     """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its clock when the job
-    first came here; and with what must be offloaded to fit the smallest GPU."""
+    first came here; and with what must be offloaded to fit the smallest GPU. And the data, read by that clock."""
     own = {name: model.packed for name, model in resolved.models.items()}
     packed = json.loads(runtime.broadcast("packed", lambda: json.dumps(own)))
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
     # the job's store outlives restarts: they render the same prompts
     now = runtime.broadcast("now", lambda: runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode())
-    resolved = replace(resolved, models=models, now=datetime.fromisoformat(now))
+    runtime.status.set_phase("reading the data")
+    resolved, prompts = load_data(replace(resolved, models=models, now=datetime.fromisoformat(now)))
     sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))
     resolved, line = memory.offloaded(resolved, min(map(float, sizes)))
     if line and runtime.launch.rank == 0:
         say(line)
-    return resolved
+    return resolved, prompts
 
 
 def _failed(rank: Rank, error: Exception) -> int:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from splitppo.config import Config
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm.client import BUCKET
 from splitppo.engine.vllm.plan import BLOCK, RESERVE, kv_bytes_per_token
@@ -157,7 +156,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     """The flags of each way that may need less memory, cheapest first, and the run with them."""
     config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
     engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
-    half, least = config.compute.micro_batch_tokens // 2, max(_longest(config), FEWEST)
+    half, least = config.compute.micro_batch_tokens // 2, max(config.rollout.max_row_tokens, FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
     movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
     found: list[tuple[str, str, Any]] = [("compute", "micro_batch_tokens", half)] * (half >= least)
@@ -231,11 +230,12 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     config, model, size = resolved.config, resolved.models["policy"], resolved.config.engine.tensor_parallel
     found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
     rows = min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"]))) * size
-    row = (-(-_longest(config) // BLOCK) + 1) * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
+    blocks = -(-config.rollout.max_row_tokens // BLOCK) + 1
+    row = blocks * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
     weights, embedding = model.parameters * width / size, found.vocabulary * found.hidden
     sync = {"gathered weights": 2.0 * min(model.parameters * width, max(embedding, GATHER_BYTES))}
     if resolved.engine == "hf":  # generate() runs all prompts at once
-        prompts = rows * config.rollout.max_prompt_tokens
+        prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
         return {"engine's weights": weights}, sync, {"engine's cache": rows * row, "activations of the engine": states}
     room = memory * config.engine.memory_fraction - weights - RESERVE
@@ -244,13 +244,9 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
 
-def _longest(config: Config) -> int:
-    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-
-
 def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
     """Tokens of the largest micro-batch of so many rows of full length, and how many there are."""
-    longest = _longest(resolved.config)
+    longest = resolved.config.rollout.max_row_tokens
     most = min(rows, max(resolved.config.compute.micro_batch_tokens // longest, 1))
     count = -(-rows // most)
     return (-(-rows // count) if resolved.models[name].packed else most) * longest, count
@@ -270,7 +266,7 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
 def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
     """A piece of the logits, and what is computed from it in float32, of which compiled code keeps little."""
     rollout, width = resolved.config.rollout, resolved.dtype.itemsize
-    responses = tokens * rollout.max_new_tokens // _longest(resolved.config)
+    responses = tokens * rollout.max_new_tokens // resolved.config.rollout.max_row_tokens
     numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
     ids = resolved.vocabulary_size if found.vocabulary else 0
     return min(responses, LOGIT_PIECE) * (found.vocabulary * width + ids * 4 * numbers)

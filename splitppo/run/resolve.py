@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,6 +25,8 @@ from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
 from splitppo.placement import Placement, Role
+from splitppo.run.folder import check_run_folder
+from splitppo.run.sources import model_paths
 
 KINDS: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
 
@@ -72,6 +74,7 @@ class Resolved:
     vocabulary_size: int  # ids from 0 that the policy may sample
     eos: Mapping[int, str] = field(default_factory=dict)  # ids that end its responses, and what says so
     now: datetime = field(default_factory=datetime.now)  # the time in prompts whose template shows it
+    given: Sequence[str] = ()  # the settings that the user has set
 
     @property
     def data(self) -> DataConfig:
@@ -115,6 +118,8 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
     wanted = config.compute.packing == "on"
     wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
     config, local = pin(config)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        check_run_folder(config)  # a setting that makes this another run is told before what follows from the setting
     models, own_code = {}, config.policy.trust_remote_code
     # transformers copies a model's own code to a folder that the ranks share: one rank at a time
     with WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock") if own_code else nullcontext():
@@ -138,7 +143,7 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
         tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy, own_code=own_code)
     size = vocabulary_size(tokenizer)
     eos = eos_ids(models["policy"].config, tokenizer, None if policy == "tiny" else Path(policy))
-    _check_sizes(config, models, size)
+    check_sizes(config, models, size)
     compiled = config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
     engine = engine_kind(config, device.type)
     return Resolved(
@@ -183,16 +188,6 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
     return map_paths(config, find), local
 
 
-def model_paths(config: Config) -> dict[str, str]:
-    """The models that the run loads, as the configuration names them."""
-    paths = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
-    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
-        paths["reference"] = config.reference.path or config.policy.path
-    if config.reward.model:
-        paths["reward"] = config.reward.model
-    return paths
-
-
 def _is_drawn(config: Config, name: str) -> bool:
     """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
     if name == "reward":
@@ -212,18 +207,22 @@ def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted
     return wanted and not why
 
 
-def _check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int) -> None:
-    """That each model reads the policy's token ids, and rows as long as they may become."""
-    rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+def check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int, longest: int = 1) -> None:
+    """Raises UserError if a model can't read the policy's token ids, or rows as long as they may become. `longest`:
+    tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at least 1 as long as no data are read."""
+    prompt, new = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
         most, setting = most_positions(text)
-        if longest > (most or longest):
-            given = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_new_tokens="
-            given += f"{rollout.max_new_tokens} are {longest} together, more than the {most} ({setting})"
+        if most and (prompt or longest) + new > most:
+            given = f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
+            given += f" and rollout.max_new_tokens={new} are {(prompt or longest) + new} together"
             remedy = "lower one of them, or use another model"
-            raise UserError(f"{given} that {name}.path={model.name} can read; {remedy}")
+            if not prompt:
+                remedy = "lower the latter, or set rollout.max_prompt_tokens and data.overlong to leave such rows out"
+            raise UserError(
+                f"{given}, more than the {most} ({setting}) that {name}.path={model.name} can read; {remedy}"
+            )
         if text.vocab_size < vocabulary:
             small = f"its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer ({vocabulary})"
             raise UserError(f"{name}.path={model.name}: {small}; the {name} must read the policy's token ids")

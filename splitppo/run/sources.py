@@ -7,6 +7,7 @@ of their names. RUN/rewards/PATH holds the reward file of the absolute path PATH
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from splitppo.config import Config
@@ -14,7 +15,6 @@ from splitppo.config.cli import map_paths
 from splitppo.errors import UserError
 from splitppo.models.hub import find
 from splitppo.models.older import TOKENIZER
-from splitppo.run.resolve import Resolved, model_paths
 
 
 def absolute(config: Config, run: Path) -> Config:
@@ -47,10 +47,21 @@ def reward_copy(run: Path, file: str) -> Path:
     return run.joinpath("rewards", *Path(os.path.abspath(file)).parts[1:])
 
 
-def keep_copies(resolved: Resolved, run: Path) -> None:
-    """Copies each model's configuration and tokenizer, and the reward files, into the run's folder."""
-    models = {model.path: name for name, model in reversed([*resolved.models.items()]) if model.path != "tiny"}
-    for source, name in models.items():
+def model_paths(config: Config) -> dict[str, str]:
+    """The models that the run loads, as the configuration names them."""
+    paths = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
+    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
+        paths["reference"] = config.reference.path or config.policy.path
+    if config.reward.model:
+        paths["reward"] = config.reward.model
+    return paths
+
+
+def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
+    """Copies each model's configuration and tokenizer, and the reward files, into the run's folder. `models`: model ->
+    its folder, or `tiny`."""
+    sources = {source: name for name, source in reversed([*models.items()]) if source != "tiny"}
+    for source, name in sources.items():
         copy = run / "models" / name
         if copy.resolve() != Path(source).resolve():
             copy.mkdir(parents=True, exist_ok=True)
@@ -58,7 +69,7 @@ def keep_copies(resolved: Resolved, run: Path) -> None:
                 old.unlink()
             for file in _without_weights(Path(source)):
                 shutil.copyfile(file, copy / file.name)
-    functions = (*resolved.config.reward.function, *resolved.config.reward.validation)
+    functions = (*config.reward.function, *config.reward.validation)
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
         copies = run.resolve() / "rewards"

@@ -60,6 +60,7 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
     from splitppo.models.batching import micro_batch
+    from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
     from splitppo.models.tokenizer import token_figures
     from splitppo.rollout import Request, Rollout
@@ -69,8 +70,9 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     if temperature < 0 or most < 1:
         raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
-    room = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - most  # the run has checked the models
     tokenizer, value, engines = load_models(config, run, saved)
+    positions = [most_positions(model.config)[0] for model in (value, engines[0].model)]
+    room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:

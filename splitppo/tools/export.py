@@ -71,7 +71,7 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
 
 def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     """A README for the model hub: what the model is, its figures, and all settings."""
-    from splitppo.run.resolve import model_paths
+    from splitppo.run.sources import model_paths
 
     # the folders of this machine are nobody's business
     config = map_paths(config, lambda _, path: os.path.basename(path) if os.path.isabs(path) else path)

@@ -92,7 +92,7 @@ def _work(resolved: Resolved) -> Work:
     """The seconds of a step's phases."""
     config, models = resolved.config, resolved.models
     longest = config.rollout.max_new_tokens
-    row, text = config.rollout.max_prompt_tokens + longest / MEAN, models["policy"].config
+    row, text = config.rollout.max_row_tokens - longest + longest / MEAN, models["policy"].config
     rate, engine = MFU * FLOPS, models["policy"].parameters * 2 / config.engine.tensor_parallel
 
     def forward(name: str) -> float:

@@ -33,7 +33,8 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     timelines = [build_timeline(actor, critic, step) for step in kept]
     times = [step.metrics["time"] for column in (actor, critic) for step in column.values() if "time" in step.metrics]
     settings, defaults = read_settings(run), flat(asdict(Config()))
-    changed = None if settings is None else differences([settings, defaults])
+    given = read_if_there(run / "given.json", json.loads)
+    changed = None if settings is None else differences([settings, defaults], [given])
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
     data = {

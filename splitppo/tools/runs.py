@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -44,6 +44,7 @@ class Run(NamedTuple):
     series: dict[str, dict[int, float]]  # its curves by metric
     settings: dict[str, str]  # as `flat` has them; none without config.toml
     columns: tuple[Column, Column] = ({}, {})  # the actor's and the critic's
+    given: Collection[str] | None = None  # the settings that the user set; None: not recorded
 
 
 def read_column(path: Path) -> Column:
@@ -88,7 +89,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         columns = read_columns(folder)
         if not columns[0]:
             raise UserError(f"{folder} has no step in metrics/actor.jsonl: name runs that have begun")
-        runs.append(Run(name, colour, curves(*columns), read_settings(folder) or {}, columns))
+        own = read_settings(folder) or {}, columns, read_if_there(folder / "given.json", json.loads)
+        runs.append(Run(name, colour, curves(*columns), *own))
     return runs
 
 
@@ -105,17 +107,20 @@ def flat(table: dict[str, Any]) -> dict[str, str]:
     return {n: "unset" if value is None else json.dumps(value, ensure_ascii=False) for n, value in both.items()}
 
 
-def differences(columns: Sequence[Mapping[str, str]]) -> Rows:
+def differences(columns: Sequence[Mapping[str, str]], given: Sequence[Collection[str] | None] = (None,)) -> Rows:
     """(setting, its value in each column) of each setting that isn't the same in all columns that have any; - where a
-    run of another version lacks it."""
+    run of another version lacks it. `given`: the settings that the user of each run set. Those that no user set are
+    left out, since only their defaults differ; unless a run of an earlier version (None) has no record of that."""
     names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
+    names = [name for name in names if any(own is None or name in own for own in given)]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     return [row for row in rows if len({cell for cell, column in zip(row[1:], columns, strict=True) if column}) > 1]
 
 
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
-    rows = [row for row in differences([run.settings for run in runs]) if row[0] not in ("run_dir", "log.name")]
+    rows = differences([run.settings for run in runs], [run.given for run in runs])
+    rows = [row for row in rows if row[0] not in ("run_dir", "log.name")]
     return [("setting", *(run.name for run in runs)), *rows]
 
 

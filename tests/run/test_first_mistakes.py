@@ -44,10 +44,6 @@ MISTAKES = {
         f"{TRAIN} --data.files rows.jsonl --data.validation-files rows.jsonl --data.prompt-key question",
         ["rows.jsonl", "held-out", "split"],
     ),
-    "nothing held out": (
-        f"{TRAIN} --data.files rows.jsonl --data.prompt-key question --data.answer-key answer --log.validate-every 5",
-        ["log.validate_every=5", "data.validation_files", "0"],
-    ),
     "no such reward": (f"{TRAIN} --reward.function gsm9k", ["gsm9k", "gsm8k", ".py"]),
     "no such function": (f"{TRAIN} --reward.function reward.py:scor", ["scor", "score"]),
     "a function with other arguments": (f"{TRAIN} --reward.function reward.py:two", ["two", "data_source", "define"]),

@@ -272,7 +272,7 @@ def stated_rank(rank: int, argv: list[str], sizes: tuple[float, ...]) -> None:
 
 def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     """With other memory the run resumes, and nothing that it computes is different."""
-    argv = [*SMALL, "--placement.mode=colocated", "--checkpoint.every=2"]
+    argv = [*SMALL, "--placement.mode=colocated", "--checkpoint.every=2", "--rollout.max-prompt-tokens=512"]
     placement = place(parse(argv).placement, world=2, local_world=2)
     plain = resolve(parse(argv), placement, 2, torch.device("cpu"), probe=False)
     both = memory.with_setting(memory.with_setting(plain, "policy", "offload", "optimizer"), "value", "offload", "all")

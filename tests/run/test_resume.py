@@ -98,6 +98,15 @@ def folder_for_file(path: Path) -> None:
     path.mkdir()
 
 
+def as_older(run: Path) -> None:
+    """What a version wrote that had a longest prompt by default, and kept no record of the settings given."""
+    (run / "given.json").unlink()
+    text = (run / "config.toml").read_text()
+    assert "max_prompt_tokens = 5\n" in text, "the longest prompt of the data"
+    assert "validate_every = 0\n" in text, "nothing is held out"
+    (run / "config.toml").write_text(text.replace("max_prompt_tokens = 5\n", "max_prompt_tokens = 512\n"))
+
+
 def hold(run: Path, pid: int, begun: str) -> None:
     held = {"host": "there", "pid": pid, "since": "noon", "machine": this_machine().machine, "started": begun}
     (run / "lock").write_text(json.dumps(held))
@@ -113,7 +122,8 @@ def metrics(run: Path, role: str = "actor") -> Path:
 
 # what is done to a run of two steps, and what is said of it; all of these go on as if nothing had been
 GOES_ON: dict[str, tuple[Spoil, str]] = {
-    "nothing": (lambda run, _: None, "going on from .*step_000002"),
+    "nothing": (lambda run, _: None, "going on from .*step_000002, with its settings where the command gives none"),
+    "an earlier version's": (lambda run, _: as_older(run), "nothing is held out .*log.validate_every=3 is not used"),
     "a line of metrics torn": (lambda run, _: append(metrics(run), '{"step": 3, "ti'), "from .*step_000002"),
     "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
     "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp can't be read"),
@@ -203,7 +213,7 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
     (inputs / "reward.py").write_text(REWARD)
     build_tiny(inputs / "model", seed=5)
     argv = [*FLAGS, f"--data.files={inputs / 'rows.jsonl'}", f"--reward.function={inputs / 'reward.py'}:score"]
-    argv += [f"--policy.path={inputs / 'model'}"]
+    argv += [f"--policy.path={inputs / 'model'}", "--log.validate-every=3"]
     config = parse(argv)
     found = {"whole": one_run(config, folder / "whole", 4), "two steps": one_run(config, folder / "two", 2)}
     shutil.copytree(inputs, folder / "kept")
@@ -324,11 +334,12 @@ def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_
 def test_a_restart_renders_what_the_jobs_first_start_did():
     runtime: Any = SimpleNamespace(launch=Launch(), job=dist.HashStore(), broadcast=lambda _, value: value())
     runtime.all_gather = lambda _, own: [own]
+    runtime.status = SimpleNamespace(set_phase=lambda _: None)
     config = parse(FLAGS)
     placement = place(config.placement, world=1, local_world=1)
     starts = [resolve(config, placement, 1, torch.device("cpu"), probe=False) for _ in range(2)]
     assert starts[0].now < starts[1].now
-    assert [run_main.agree(start, runtime).now for start in starts] == [starts[0].now] * 2
+    assert [run_main.agree(start, runtime)[0].now for start in starts] == [starts[0].now] * 2
 
 
 def test_a_run_of_an_earlier_version_has_no_hash_of_its_prompts(tmp_path):
@@ -463,7 +474,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
 
 def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
     """And nothing is overwritten; a restart of a start that was let in resumes from its checkpoints."""
-    job, rows = dist.HashStore(), tmp_path / "rows"
+    job, rows, run = dist.HashStore(), tmp_path / "rows", tmp_path / "run"
 
     def start(*argv: str) -> str:
         runtime: Any = {
@@ -472,28 +483,40 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
             "broadcast": lambda _, value: value(),
             "all_gather": lambda _, own: [own],
         }
-        config = parse([*FLAGS, "--steps=4", f"--run-dir={tmp_path}", f"--rollout.lengths={rows}", *argv])
+        config = parse([*FLAGS, "--steps=4", f"--run-dir={run}", f"--rollout.lengths={rows}", *argv])
         inputs = run_files.inputs_of(config, {}, {})
-        found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), tmp_path, inputs)
-        run_files.write_run_files(config, tmp_path, found, inputs)
+        found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), run, inputs)
+        run_files.write_run_files(config, run, found, inputs)
         return found.name if found else ""
 
+    def begun() -> None:
+        made_up(run, 1)
+        for role in checkpoint.ROLES:
+            metrics(run, role).parent.mkdir(exist_ok=True)
+            metrics(run, role).write_text('{"step": 1}\n')
+
     rows.write_text("1")
-    made_up(tmp_path, 1)
+    begun()
     for _ in range(2):
-        with pytest.raises(UserError, match="--resume never, but"):
-            start("--resume=never")
-    shutil.rmtree(tmp_path / "checkpoints")
+        with pytest.raises(UserError, match="no complete checkpoint there"):
+            start("--resume=nowhere")
+    (run / "lock").touch()
+    (tmp_path / "run.1").mkdir()
     assert start("--resume=never") == ""
-    made_up(tmp_path, 1)
-    (tmp_path / "metrics").mkdir()
-    for role in checkpoint.ROLES:
-        metrics(tmp_path, role).write_text('{"step": 1}\n')
-    assert start("--resume=never") == "step_000001"
+    assert names(tmp_path / "run.2") == ["step_000001"], "the first free number"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.toml",
+        "given.json",
+        "inputs.json",
+        "lock",
+        "versions.json",
+    ]
+    begun()
+    assert start("--resume=never") == "step_000001", "a restart goes on, and moves nothing"
     rows.write_text("2")
     with pytest.raises(UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: that is another run"):
         start()
     assert start("--force") == "step_000001"
-    metrics(tmp_path).write_text('{"step": \n{"step": 1}\n')
+    metrics(run).write_text('{"step": \n{"step": 1}\n')
     with pytest.raises(UserError, match=r"actor.jsonl:1: .*; fix or remove that line"):
         start()

@@ -346,7 +346,7 @@ def test_tracker_that_is_not_installed_is_named(monkeypatch, name):
     check_trackers(config)
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     check_trackers(parse([]))
-    with pytest.raises(UserError, match=rf"{name} is not installed; pip install 'splitppo\[{name}\]' or leave"):
+    with pytest.raises(UserError, match=rf"{name} is not installed; pip install {name}, or leave"):
         check_trackers(config)
 
 

@@ -248,7 +248,11 @@ EARLY = [
     (["--config={d}"], ["--config {d}: it is a folder"]),
     (["--config={d}/key.toml", "--config", "{d}/list.toml"], ["--config is given twice"]),
     (["mine.toml"], ["mine.toml: unknown word; did you mean --config mine.toml?"]),
-    (["--rollout.max-new-tokens=1000"], ["more than the 1024", "policy.path=tiny can read"]),
+    (
+        ["--rollout.max-new-tokens=1024"],
+        ["a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024", "path=tiny can"],
+    ),
+    (["--data.overlong=filter"], ["data.overlong=filter needs rollout.max_prompt_tokens", "set it"]),
     (["--config={d}/section.toml"], ["section.toml: steps = {}: --steps '{}': write INT"]),
     (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
     # placement
@@ -307,10 +311,6 @@ EARLY = [
         ["--data.files={d}/good.jsonl", "--data.validation-files={d}/model/../good.jsonl"],
         ["data.validation_files={d}/model/../good.jsonl is one of data.files, too", "split the file in two, or name"],
     ),
-    (
-        ["--data.files={d}/good.jsonl", "--data.answer-key=answer", "--log.validate-every=2"],
-        ["log.validate_every=2 needs held-out data.validation_files"],
-    ),
     # model folders
     (["--policy.path={d}/none"], ["policy.path={d}/none: no such folder", "OWNER/NAME"]),
     (["--policy.path={d}/empty"], ["model folder {d}/empty: no config.json there; give"]),
@@ -324,7 +324,7 @@ EARLY = [
     (["--policy.path={d}/config_only", "--policy.random-init"], ["config_only: no tokenizer there; save one"]),
     (
         ["--policy.path={d}/model", "--rollout.max-new-tokens=99999"],
-        ["rollout.max_new_tokens=99999 are 100511 together, more than the 1024 (max_position_embeddings) that policy."],
+        ["rollout.max_new_tokens=99999 are 100000 together, more than the 1024 (max_position_embeddings) that policy."],
     ),
     (["--policy.path={d}/unknown"], ["model folder {d}/unknown: config.json is of no model that transformers knows"]),
     (["--policy.path={d}/heads"], ["model folder {d}/heads: config.json is of no model", "attention heads"]),
@@ -372,7 +372,16 @@ EARLY = [
     # reward models
     (["--reward.model={d}/none"], ["reward.model={d}/none: no such folder"]),
     (["--reward.model={d}/no_value"], ["reward.model={d}/no_value: no sequence classification of type 'mamba'; use"]),
-    (["--reward.model={d}/model"], ["reward.model={d}/model: it gives 2 numbers a text", "num_labels 1 in its"]),
+    (
+        ["--reward.model={d}/model"],
+        ["{d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name a sequence-class"],
+    ),
+    (["--reward.model={d}/two"], ["reward.model={d}/two: it gives 2 numbers a text", "num_labels 1 in its"]),
+    (
+        ["--policy.path={d}/headless"],
+        ["headless: it is a model that scores texts by its config.json (LlamaForSequenceClassification); name a"],
+    ),
+    (["--reference.path={d}/two", "--ppo.kl-coef=0.1"], ["{d}/two: it is a model that scores texts"]),
     (["--reward.model={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
     (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; load it"]),
     (["--reward.model={d}/judge", "--reward.model-random-init"], ["model folder {d}/judge: no tokenizer there; save"]),
@@ -408,13 +417,19 @@ EARLY = [
         ["--resume={d}/nowhere", "--run-dir={d}/new"],
         ["--resume {d}/nowhere: no complete checkpoint", "name a RUN/checkpoints/step_*"],
     ),
-    (["--resume=never", "--run-dir={d}/run"], ["--resume never, but {d}/run holds step_000004; choose another"]),
     (["--run-dir={d}/run", "--steps=3"], ["steps=3, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps"]),
 ]
 
 DATA = [
     # told by the dry run, and by all ranks at once, with a process group, before a model is built
     (["--data.files={d}/third.jsonl"], ["third.jsonl row 3 has a prompt of type int", "must be a string"]),
+    (
+        ["--data.files={d}/good.jsonl", "--rollout.max-new-tokens=1020", "--reward.function=exact_match"],
+        [
+            "a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024",
+            "lower the latter",
+        ],
+    ),
     (
         ["--data.files={d}/good.jsonl", "--rollout.max-prompt-tokens=5", "--reward.function=exact_match"],
         [
@@ -608,8 +623,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "garbled" / "tokenizer.json").write_text("{}")
     for name, template in (("chat", "{{ raise_exception('no tools') }}"), ("mute", "{{ '' }}")):
         (folder / name / "chat_template.jinja").write_text(template)
-    for name in ("judge", "headless"):
-        LlamaConfig.from_pretrained(folder / "model", num_labels=1).save_pretrained(folder / name)
+    scores = ["LlamaForSequenceClassification"]
+    for name, labels in (("judge", 1), ("headless", 1), ("two", 2)):
+        made = LlamaConfig.from_pretrained(folder / "model", num_labels=labels, architectures=scores)
+        made.save_pretrained(folder / name)
     texts_of_json = pyarrow.array(['"7"'], pyarrow.string()).cast(pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts_of_json}), folder / "json.parquet")
     BertConfig().save_pretrained(folder / "encoder")
@@ -686,11 +703,11 @@ def test_every_rule_on_a_setting_has_a_row_above():
 @pytest.mark.parametrize(
     ("library", "argv", "says"),
     [
-        ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install 'splitppo["),
+        ("wandb", ["--log.trackers=wandb"], "log.trackers=wandb: wandb is not installed; pip install wandb, or"),
         (
             "tensorboard",
             ["--log.trackers", "tensorboard"],
-            "log.trackers=tensorboard: tensorboard is not installed; pip install 'splitppo[tensorboard]' or",
+            "log.trackers=tensorboard: tensorboard is not installed; pip install tensorboard, or",
         ),
         ("math_verify", ["--reward.function=math"], "reward.function=math: the rule math needs the library math-"),
         ("math_verify", ["--reward.validation=math"], "reward.validation=math: the rule math needs the library math-"),

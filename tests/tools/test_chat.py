@@ -68,10 +68,10 @@ def test_a_temperature_draws_anew_for_each_line(run: Path):
 
 
 def test_lines_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A prompt that is too long does not end the program. Its rows may have 512 tokens and 6 new ones."""
-    assert typed(monkeypatch, f"312=\n\n{'1' * 513}\n{'1' * 512}\n", run) == 2
+    """A prompt that is too long does not end the program. The models read 1,024, the training prompts had 4."""
+    assert typed(monkeypatch, f"312=\n\n{'1' * 1019}\n{'1' * 1018}\n", run) == 2
     told = capsys.readouterr()
-    assert told.err.count("\n") == told.err.count("error: a prompt of 513 tokens, but 512 fit") == 1
+    assert told.err.count("\n") == told.err.count("error: a prompt of 1019 tokens, but 1018 fit") == 1
     lines = told.out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
         *"""trained

@@ -198,6 +198,10 @@ def test_settings_that_differ_between_runs(two_runs: list[Path]):
         ("ppo.kl_target", "0.1", "unset"),
         ("older.flag", "-", "[1.0]"),
     ]
+    for run, given in zip(two_runs, (["steps"], ["ppo.kl_target", "run_dir"]), strict=True):
+        assert settings_table(read_runs(two_runs))[1:] == rows, "one of them has no record of what its user set"
+        (run / "given.json").write_text(json.dumps(given))
+    assert [row[0] for row in settings_table(read_runs(two_runs))[1:]] == ["steps", "ppo.kl_target"]
     (two_runs[1] / "config.toml").unlink()
     assert settings_table(read_runs(two_runs)) == [heads], "a run without settings differs in none"
 
