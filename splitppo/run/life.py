@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from splitppo.critic import Critic
 from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
+from splitppo.job.launch import LAUNCHER
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
@@ -53,6 +55,8 @@ def _begin_folder(
     if any(model.name == "tiny" for model in resolved.models.values()):
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
+    if LAUNCHER in os.environ:
+        Path(os.environ[LAUNCHER]).write_text(str(folder))
     form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
     logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
     logging.captureWarnings(True)

@@ -19,7 +19,7 @@ from splitppo.data import PromptSet
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
-from splitppo.job.launch import LAUNCHER, Launch
+from splitppo.job.launch import Launch
 from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
@@ -104,8 +104,6 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
     run = rank.run = Run(*agree(replace(resolved, given=given_settings(argv)), runtime), runtime, engine)
-    if LAUNCHER in os.environ:
-        Path(os.environ[LAUNCHER]).write_text(str(run.folder))
     play(run)
     run.end()
     signals.close()
