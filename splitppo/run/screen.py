@@ -4,7 +4,7 @@ import shlex
 import sys
 import textwrap
 import unicodedata
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from splitppo.run.resolve import Resolved
 WIDTH = 120  # columns of a line at most
 PAUSE = 1.0  # seconds between two lines of a role, at least
 SAMPLE_LINES = 10  # lines from one sample to the next
-# figures of a role's line: name on the screen, metric, decimals, columns; loss and score may be negative
+# figures of a role's line: name on the screen, metric, decimals, columns (six where it may be negative)
 FIGURES: dict[Role, tuple[tuple[str, str, int, int], ...]] = {
     "actor": (
         ("loss", "actor/pg_loss", 3, 6),
@@ -34,9 +34,9 @@ FIGURES: dict[Role, tuple[tuple[str, str, int, int], ...]] = {
     ),
     "critic": (
         ("score", "critic/score/mean", 3, 6),
-        ("ev", "critic/vf_explained_var", 2, 5),
+        ("ev", "critic/vf_explained_var", 2, 6),
         ("kl_row", "critic/kl_row", 3, 6),
-        ("loss", "critic/vf_loss", 3, 6),
+        ("loss", "critic/vf_loss", 3, 5),
     ),
 }
 
@@ -108,7 +108,8 @@ class Screen:
     steps are short, not every step has a line. `samples`: of the step that ends next."""
 
     def __init__(self, role: Role, start: int, steps: int):
-        self.role, self.steps = role, steps
+        self.role: Role = role
+        self.steps = steps
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
         self.since = PAUSE  # seconds since the last line
         self.lines = 0
@@ -143,24 +144,24 @@ class Screen:
         count as one."""
         figures = [f"{name} {fixed(metrics.get(metric), *size)}" for name, metric, *size in FIGURES[self.role]]
         if self.role == "actor":
-            figures.append(f"{metrics.get('tokens', 0) / took:>6.0f} tok/s")
+            figures.append(f"{metrics.get('tokens', 0) / max(took, 1e-9):>6.0f} tok/s")
         else:
             left = round((self.steps - step) * median(self.times))
             figures.append(f"ETA {left // 3600:>2}:{left // 60 % 60:02}:{left % 60:02}")
         line = "  ".join([head, *figures, f"step {fixed(took, 2, 4)} s"])
-        spent: Counter[str] = Counter()
+        spent = defaultdict[str, float](float)
         for name, seconds in spans.items():
             spent["wait" if "wait" in name else name] += seconds
-        end = "".join(f" ({name} {fixed(most, 2, 4).strip()} s)" for name, most in spent.most_common(1))
+        longest = sorted(spent.items(), key=lambda span: -span[1])[:1]
+        end = "".join(f" ({name} {fixed(seconds, 2, 4).strip()} s)" for name, seconds in longest)
         return line + end if len(line + end) <= WIDTH else line
 
 
 def _shown(sample: Mapping[str, Any]) -> list[str]:
     """A question and its answer, a line each."""
     score = f"  (score {sample['score']:g})"
-    question = cut(sample["question"], WIDTH - 19)
     return [
-        f"[critic] question  {question}",
+        f"[critic] question  {cut(str(sample['question']), WIDTH - 19)}",
         f"[critic] answer    {cut(sample['response'], WIDTH - 19 - len(score))}{score}",
     ]
 
