@@ -172,7 +172,7 @@ class Critic:
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(scored)
+        metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(step, scored)
         metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, packed_returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
@@ -208,11 +208,12 @@ class Critic:
         truncated, limit = [sample.truncated for sample in rollout.samples], config.rollout.max_new_tokens
         return shape_scores(scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit)
 
-    def _failures(self, scored: Scored) -> dict[str, float]:
+    def _failures(self, step: int, scored: Scored) -> dict[str, float]:
         """Counts the failures of the rewards, and prints them on the first rank's screen.
 
         Raises:
-            UserError: a function has failed on every row for some steps, and on enough rows.
+            UserError: a function has failed on every row for some steps, and on enough rows; or the run ends here, and
+                on every row of it.
         """
         counts, parts = zip(*self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True)
         failures = [failure for part in parts for failure in part]
@@ -221,12 +222,16 @@ class Critic:
         failed = Counter(failure.function for _, failure in failures)
         alike = [name for name, count in failed.items() if count == sum(counts)]
         self.failing = {name: [*self.failing.get(name, ()), sum(counts)] for name in alike}
+        never = step == self.context.config.steps and not self.past_scores.count  # no row of the run was scored
         for name, rows in self.failing.items():
-            if len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS:
+            if never or (len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS):
                 cause = next(failure.text for _, failure in failures if failure.function == name)
-                raise UserError(f"reward {name} failed on every row for {len(rows)} steps: {cause}; fix it")
+                steps = f"{len(rows)} step{'s' * (len(rows) > 1)}"
+                raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
         kinds = [failure.kind for _, failure in failures]
         by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
+        if failed:  # of the function that failed on the most rows
+            by_kind["critic/reward_failures/share"] = max(failed.values()) / sum(counts)
         return {"critic/reward_failures": float(len(kinds))} | by_kind
 
     def close(self) -> None:

@@ -129,8 +129,9 @@ def failing_rank(group: Group) -> list[str]:
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
         scored = Scored(rollout_of(rank), [torch.zeros(0)], torch.zeros(2), {}, failed)
         try:
-            told = critic._failures(scored)
-            said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']}")
+            told = critic._failures(step, scored)
+            share = told["critic/reward_failures/share"]
+            said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']} {share}")
         except UserError as error:
             said.append(str(error))
     return said
@@ -139,7 +140,7 @@ def failing_rank(group: Group) -> list[str]:
 def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
     said = run_threads(2, failing_rank)
     assert said[0] == said[1]
-    assert said[0][:6] == ["7.0 4.0", "7.0 4.0", "6.0 3.0", "7.0 4.0", "7.0 4.0", "7.0 4.0"]
+    assert said[0][:6] == ["7.0 4.0 1.0"] * 2 + ["6.0 3.0 0.75"] + ["7.0 4.0 1.0"] * 3
     for part in ("reward all ", "every row", "4 steps", "step 7", "fix it"):  # 12 rows of three steps say too little
         assert part in said[0][6]
     assert capfd.readouterr().out.count("[critic] rewards that failed") == 7  # told by the first rank alone

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from splitppo.run.files import write_rows, write_whole
 from splitppo.run.folder import check_run_folder, check_same_run, move_aside, new_folder, write_run_files
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
+from splitppo.run.notices import follow, silent
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.screen import opening, summary
@@ -139,10 +141,17 @@ class Run:
                     load(holder.learners, self.resumed / role, holder.load_state, group)
         if actor:
             self.build.connect_engine(actor)
-        how: Any = {"phase": self.runtime.status.set_phase, "start": self.start, "steps": self.config.steps}
-        how["remedies"] = partial(memory.remedies, self.build.resolved)
         for role, group in self.runtime.groups.items():
-            self.logs[role] = ColumnLog(role, self.folder, first=group.is_first, **how)
+            self.logs[role] = ColumnLog(
+                role,
+                self.folder,
+                first=group.is_first,
+                phase=self.runtime.status.set_phase,
+                start=self.start,
+                steps=self.config.steps,
+                remedies=partial(memory.remedies, self.build.resolved),
+                notices=partial(next, follow(self.folder, silent(self.build.resolved))),
+            )
         self.trackers = Trackers(self.config, self.folder, self.start, active=self.runtime.launch.rank == 0)
         if actor and not self.resumed:
             with self.logs["actor"].span("validate"):
@@ -190,9 +199,10 @@ class Run:
             self.trackers.update()
 
     def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Writes a step's samples; the critic group's first rank does."""
-        if self.runtime.groups["critic"].is_first and samples:
+        """Writes a step's samples, and gives them to the screen; the critic group's first rank does."""
+        if (screen := self.logs["critic"].screen) and samples:
             write_rows(self.folder / "samples", step, samples)
+            screen.samples = samples
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most
@@ -209,9 +219,11 @@ class Run:
         self.runtime.end_work()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
-            say(summary(self.folder, self.config, self.last_checkpoint()))
+            notices = next(follow(self.folder, silent(self.build.resolved)))
+            say(summary(self.folder, self.config, self.last_checkpoint(), notices))
             if why := self.stopped:
                 where = checkpoint.complete(self.folder)[-1].name
-                say(f"stopped by {why}: {where} is saved; the same command with --run-dir {self.folder} resumes")
+                folder = shlex.quote(str(self.folder))
+                say(f"stopped by {why}: {where} is saved; the same command with --run-dir {folder} resumes")
         self.runtime.wait_for_all()
         self.lock.release()

@@ -4,14 +4,14 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from splitppo.errors import say
+from splitppo.errors import say, warn
 from splitppo.placement import Role
 from splitppo.run.files import parse_record, read_lines, write_whole
 from splitppo.run.screen import Screen
@@ -31,13 +31,15 @@ def alloc_retries() -> int:
 class ColumnLog:
     """The spans and metrics of one role. Only the `first` rank of the role's group writes and prints. `phase` is called
     with the name of each span as it begins. Records after `start`, where the run resumes, are removed from the file.
-    `remedies` is called when the GPU's memory is too small for the first time: the ways to need less."""
+    `remedies` is called when the GPU's memory is too small for the first time: the ways to need less. `notices` is
+    called after each of the actor's steps: what to warn of (notices.py)."""
 
     def __init__(
         self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int,
-        remedies: Callable[[], str] = str,
+        remedies: Callable[[], str] = str, notices: Callable[[], Sequence[str]] = tuple,
     ):  # fmt: skip
         self.role, self.phase = role, phase
+        self.notices = notices
         self.screen = Screen(role, start, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step, self.spans = start, []
@@ -85,6 +87,8 @@ class ColumnLog:
                 file.flush()
                 os.fsync(file.fileno())
             self.screen.step(step, step_time, seconds, metrics)
+            for notice in self.notices() if self.role == "actor" and step else ():
+                warn(notice)
             if self.retries.total() > 1:
                 spans = ", ".join(f"{name} {count}" for name, count in self.retries.items() if count)
                 short = "too little memory: the allocator freed its cache and asked again"

@@ -1,8 +1,10 @@
 """What a run shows on the screen: some lines at its start, a line for each step and role, a summary at its end."""
 
+import shlex
 import sys
 import textwrap
-from collections import Counter, deque
+import unicodedata
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,43 +15,62 @@ from tqdm import tqdm
 
 from splitppo.config import Config
 from splitppo.data import PromptSet
-from splitppo.errors import say
+from splitppo.errors import one_line, say
 from splitppo.job.nodes import installed
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import parse_record, read_lines
 from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
-SHOWN = {  # metric: its name on the screen; the score comes first
-    "val/score/mean": "held-out", "critic/score/mean": "score", "critic/values/mean": "value",
-    "critic/vf_explained_var": "ev", "actor/pg_loss": "loss", "critic/vf_loss": "loss", "actor/ppo_kl": "ppo_kl",
-    "actor/ref_kl": "ref_kl", "actor/entropy": "entropy", "actor/grad_norm": "grad", "critic/grad_norm": "grad",
-    "response_length/mean": "len", "response_length/clip_ratio": "cut", "actor/mismatch_mean": "mismatch",
-}  # fmt: skip
+PAUSE = 1.0  # seconds between two lines of a role, at least
+SAMPLE_LINES = 10  # lines from one sample to the next
+# figures of a role's line: name on the screen, metric, decimals, columns (six where it may be negative)
+FIGURES: dict[Role, tuple[tuple[str, str, int, int], ...]] = {
+    "actor": (
+        ("loss", "actor/pg_loss", 3, 6),
+        ("entropy", "actor/entropy", 3, 5),
+        ("len", "response_length/mean", 1, 5),
+        ("cut", "response_length/clip_ratio", 2, 5),
+    ),
+    "critic": (
+        ("score", "critic/score/mean", 3, 6),
+        ("ev", "critic/vf_explained_var", 2, 6),
+        ("kl_row", "critic/kl_row", 3, 6),
+        ("loss", "critic/vf_loss", 3, 5),
+    ),
+}
 
 
 def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
     """Notes on the data, and what the run is, in about ten lines. `start`: the step that it resumes after."""
-    config, placement, dtype = resolved.config, resolved.placement, str(resolved.dtype).removeprefix("torch.")
-    facts = f"ranks {placement.world}, {resolved.device.type}, {dtype}, engine {resolved.engine}"
-    source = ", ".join(config.data.files) or f"the generated task {config.data.task}"
-    lines = {"splitppo": f"{installed('splitppo')}: {facts}"}
-    lines["data"] = f"{source}: {counted(training, validation)}"
-    lines["reward"] = ", ".join(filter(None, [*config.reward.function, config.reward.model]))
-    for name, model in resolved.models.items():
-        drawn = ", random weights" if model.random_init else ""
-        lines[name] = f"{model.name}, {model.parameters:,} parameters{drawn}, on {resolved.role_of(name)} ranks"
-    sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
-    lines["placement"] = f"{placement.mode}: {sizes}"
-    rollout, rows = config.rollout, f"{config.rollout.batch_size} rows"
-    if rollout.window:
-        rows = f"{rollout.window} tokens of each of {rollout.batch_size} slots,"
-    rows += f" ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens"
-    lines["one step"] = f"{rows}; epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}"
+    config = resolved.config
+    rollout = config.rollout
+    groups = resolved.placement.groups
+    rows = (
+        f"{rollout.window} tokens of each of {rollout.batch_size} slots,"
+        if rollout.window
+        else f"{rollout.batch_size} rows"
+    )
     due = {"held-out score": config.log.validate_every, "checkpoint": config.checkpoint.every}
-    steps = [f"{start} to {config.steps}", *(f"{name} every {every}" for name, every in due.items() if every)]
-    lines["steps"] = ", ".join(steps)
-    lines["run folder"] = f"{folder} (messages of libraries and engines: logs/)"
+    lines = {
+        "splitppo": f"{installed('splitppo')}: ranks {resolved.placement.world}, {resolved.device.type}, "
+        f"{str(resolved.dtype).removeprefix('torch.')}, engine {resolved.engine}",
+        "data": f"{', '.join(config.data.files) or f'the generated task {config.data.task}'}: "
+        f"{counted(training, validation)}",
+        "reward": ", ".join(filter(None, [*config.reward.function, config.reward.model])),
+        **{
+            name: f"{model.name}, {model.parameters:,} parameters{', random weights' * model.random_init}, "
+            f"on {resolved.role_of(name)} ranks"
+            for name, model in resolved.models.items()
+        },
+        "placement": f"{resolved.placement.mode}: "
+        f"{', '.join(f'{len(ranks)} {role}' for role, ranks in groups.items())}",
+        "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens; "
+        f"epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}",
+        "steps": f"{start} to {config.steps}"
+        f"{''.join(f', {name} every {every}' for name, every in due.items() if every)}",
+        "run folder": f"{folder} (messages of libraries and engines: logs/)",
+    }
     return "\n".join([*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())])
 
 
@@ -64,36 +85,90 @@ def _titled(title: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"{title:<12} ", subsequent_indent=" " * 13)
 
 
+def fixed(value: float | None, decimals: int, columns: int) -> str:
+    """A number in so many columns, with fewer decimals where it is large; `-` for none. What is not 0 does not look
+    like 0: it is shown as 4e-05."""
+    if value is None:
+        return "-".rjust(columns)
+    texts = [*(f"{value:.{places}f}" for places in range(decimals, -1, -1)), f"{value:.0e}"]
+    fitting = (text for text in texts if len(text) <= columns and (float(text) or not value))
+    return next(fitting, texts[-1]).rjust(columns)
+
+
+def cut(text: str, columns: int) -> str:
+    """The text as a line of so many columns at most: its beginning and its end."""
+    line = one_line(text)
+    size = 1 + any(unicodedata.east_asian_width(char) in "WF" for char in line)
+    half = (columns - 5) // 2 // size
+    return line if size * len(line) <= columns else f"{line[:half]} ... {line[-half:]}"
+
+
 class Screen:
-    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them."""
+    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them. Where
+    steps are short, not every step has a line. `samples`: of the step that ends next."""
 
     def __init__(self, role: Role, start: int, steps: int):
-        self.role, self.steps = role, steps
+        self.role: Role = role
+        self.steps = steps
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
+        self.since = PAUSE  # seconds since the last line
+        self.lines = 0
+        self.samples: Sequence[Mapping[str, Any]] = ()
         quiet = role != "actor" or not sys.stdout.isatty()
         self.bar = tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True, disable=quiet)
 
     def step(self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
-        """A step has ended: it took so many seconds, of which so many in each span. Prints its score and figures, as
-        many as fit, its two longest spans and the time that is left."""
+        """A step has ended: it took so many seconds, of which so many in each span. Prints its line, if one is due. The
+        first and the last step have one, and those with a validation or skipped updates."""
         self.times.append(took)
-        longest = sorted((pair for pair in spans.items() if pair[1] >= 0.05 * took), key=lambda pair: -pair[1])[:2]
-        end = "".join(f"  {name} {seconds:.2f} s" for name, seconds in longest)
-        if step < self.steps:
-            end += f"  ETA {timedelta(seconds=round((self.steps - step) * median(self.times)))}"
-        line = f"{f'[{self.role}]':<8} step {step:>4}/{self.steps}"
-        for figure in (f"  {short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics):
-            if len(line) + len(figure) + len(end) + 3 > WIDTH:
-                break
-            line += figure
-        say(f"{line}  |{end}")
+        self.since += took
+        head = f"{f'[{self.role}]':<8} step {step:>{len(str(self.steps))}}/{self.steps}"
+        extra = []
+        if "val/score/mean" in metrics:
+            best = f"best {metrics['val/best_so_far']:.3f} at step {metrics['val/best_step']:.0f}"
+            extra.append(f"{head}  held-out score {metrics['val/score/mean']:.3f}, {best}")
         if skipped := metrics.get(f"{self.role}/skipped"):
-            say(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
+            extra.append(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
+        if step and (extra or self.since >= PAUSE or step == self.steps):
+            say(self._line(head, step, took, spans, metrics))
+            if self.samples and self.lines % SAMPLE_LINES == 0:
+                extra += _shown(self.samples[self.lines // SAMPLE_LINES % len(self.samples)])
+            self.since = 0.0
+            self.lines += 1
+        for line in extra:
+            say(line)
         self.bar.update(step - self.bar.n)
 
+    def _line(self, head: str, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
+        """Figures, speed or time left, seconds. The longest span is last, and left out if there is no room; all waits
+        count as one."""
+        figures = [f"{name} {fixed(metrics.get(metric), *size)}" for name, metric, *size in FIGURES[self.role]]
+        if self.role == "actor":
+            figures.append(f"{metrics.get('tokens', 0) / max(took, 1e-9):>6.0f} tok/s")
+        else:
+            left = round((self.steps - step) * median(self.times))
+            figures.append(f"ETA {left // 3600:>2}:{left // 60 % 60:02}:{left % 60:02}")
+        line = "  ".join([head, *figures, f"step {fixed(took, 2, 4)} s"])
+        spent = defaultdict[str, float](float)
+        for name, seconds in spans.items():
+            spent["wait" if "wait" in name else name] += seconds
+        longest = sorted(spent.items(), key=lambda span: -span[1])[:1]
+        end = "".join(f" ({name} {fixed(seconds, 2, 4).strip()} s)" for name, seconds in longest)
+        return line + end if len(line + end) <= WIDTH else line
 
-def summary(folder: Path, config: Config, saved: Path | None) -> str:
-    """What a run that has ended came to, from its metrics, and what to type next. `saved`: its newest checkpoint."""
+
+def _shown(sample: Mapping[str, Any]) -> list[str]:
+    """A question and its answer, a line each."""
+    score = f"  (score {sample['score']:g})"
+    return [
+        f"[critic] question  {cut(str(sample['question']), WIDTH - 19)}",
+        f"[critic] answer    {cut(sample['response'], WIDTH - 19 - len(score))}{score}",
+    ]
+
+
+def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[str] = ()) -> str:
+    """What a run that has ended came to, from its metrics, and what to type next. `saved`: its newest checkpoint;
+    `notices`: why it may have learned nothing."""
     files = {role: folder / "metrics" / f"{role}.jsonl" for role in ROLES}
     steps = {role: list(read_lines(file, parse_record)) if file.is_file() else [] for role, file in files.items()}
     took = timedelta(seconds=round(sum(step["timing_s/step"] for step in steps["actor"])))
@@ -106,8 +181,11 @@ def summary(folder: Path, config: Config, saved: Path | None) -> str:
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
     lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
-    lines += zip(("next", "", ""), (f"splitppo {tool} {folder}" for tool in ("report", "chat", "export")), strict=True)
-    return "\n".join(_titled(*line) for line in lines)
+    lines += [("warning", notice) for notice in notices]
+    tools = (("next", "report"), ("", "chat"), ("", "export"))
+    # commands are not wrapped: they are to be copied
+    commands = [f"{title:<12} splitppo {tool} {shlex.quote(str(folder))}" for title, tool in tools]
+    return "\n".join([*(_titled(*line) for line in lines), *commands])
 
 
 def _shares(steps: Sequence[Mapping[str, Any]]) -> str:

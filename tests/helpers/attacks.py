@@ -293,14 +293,9 @@ def rewards(_: random.Random) -> Iterator[Attack]:
     """Whatever a reward does costs its row, is counted and named, and ends the run in one line if all rows fail."""
     argv = [*BASE, "--run-dir=run", "--steps=1", "--log.samples=4", "--reward.timeout=2"]
 
-    def failures(count: int) -> Callable[[Path, str], str]:
-        def check(folder: Path, said: str) -> str:
-            (line,) = (folder / "run/metrics/critic.jsonl").read_text().splitlines()
-            found = json.loads(line)["critic/reward_failures"]
-            named = ("rewards that failed: score" in said) == bool(count)
-            return "" if found == count and named else f"{found} failures, named: {named}"
-
-        return check
+    def failures(folder: Path, said: str) -> str:
+        named = all(text in said for text in ("rewards that failed: score: 4 x", "error: reward score failed on every"))
+        return "" if named else "not named"
 
     bodies = {
         "raises a half character": "raise ValueError('\\ud800\\x1b[2J\\0')",
@@ -318,7 +313,7 @@ def rewards(_: random.Random) -> Iterator[Attack]:
         "raises what cannot be pickled": "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})",
     }
     for name, body in bodies.items():
-        yield Attack(f"reward {name}", argv, FINE, do=score(body), check=failures(4))
+        yield Attack(f"reward {name}", argv, REFUSED, do=score(body), check=failures)
     fine = {
         "writes escapes": "print('\\x1b[2J\\ud800'.encode('utf-8', 'replace')); return 1",
         "has odd keys": "return {'score': 1, 'a\\nb\\ud800/': 2.0, '': 3, 4: 5}",
@@ -330,7 +325,7 @@ def rewards(_: random.Random) -> Iterator[Attack]:
     for name, body in fine.items():
         yield Attack(f"reward {name}", argv, {0, 2} if "edge" in name else FINE, do=score(body))
     yield Attack("reward fails always", [*argv, "--steps=9"], REFUSED, do=score("raise ValueError('\\ud800 always')"))
-    yield Attack("reward kills itself", argv, FINE, do=score("import os; os.kill(os.getpid(), 9)"), check=failures(4))
+    yield Attack("reward kills itself", argv, REFUSED, do=score("import os; os.kill(os.getpid(), 9)"), check=failures)
     yield Attack("a reward file of no UTF-8", argv, REFUSED,
                  do=copied(0, lambda f: (f / "reward.py").write_bytes(b"x = '\xe9'\n")))  # fmt: skip
     yield Attack(
@@ -351,10 +346,10 @@ def rewards(_: random.Random) -> Iterator[Attack]:
         (folder / "judge/config.json").write_text(json.dumps(config))
 
     for number in (float("nan"), float("inf"), 3e38):
-        for steps, wants in ((1, FINE), (9, REFUSED)):
+        for steps in (1, 9):
             yield Attack(f"a reward model of {number}, {steps} steps",
                          [*argv, "--reward.model=judge", "--reward.function=none", f"--steps={steps}",
-                          "--reward.normalize=batch"], wants,
+                          "--reward.normalize=batch"], REFUSED,
                          do=copied(0, functools.partial(lambda number, f: judge(f, number), number)),
                          check=lambda f, said: "" if "reward_model: 4 x invalid" in said else "not named")  # fmt: skip
 
@@ -514,7 +509,8 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
     yield Attack("nobody reads a run", run, {2, 141}, do=copied(0), inside=no_reader)
     yield Attack("a full disk under the screen", run, REFUSED, do=copied(0), inside=full_screen)
     yield Attack("ascii for an error", [*BASE, "--data.files=é.jsonl"], REFUSED, do=copied(0), inside=ascii_screen)
-    yield Attack("ascii for a failing reward", run, FINE, do=score("raise ValueError('é\\ud800')"), inside=ascii_screen)
+    failing = score("raise ValueError('é\\ud800')")
+    yield Attack("ascii for a failing reward", run, REFUSED, do=failing, inside=ascii_screen)
     for kilobytes in (1, 10, 100, 400):
         limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024 * kilobytes, -1))
         for command, argv in (("train", [*RESUME, "--run-dir=new"]), ("export", ["run"]), ("report", ["run"])):

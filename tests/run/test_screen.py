@@ -1,6 +1,9 @@
-"""What the screen shows: the score first, no line over 120 columns, the way on at the end."""
+"""What the screen shows: fixed columns, no line over 120 columns, the way on at the end."""
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +17,99 @@ from splitppo.errors import say
 from splitppo.placement import place
 from splitppo.rollout import Prompt
 from splitppo.run.resolve import resolve
-from splitppo.run.screen import SHOWN, WIDTH, Screen, opening, summary
+from splitppo.run.screen import FIGURES, WIDTH, Screen, cut, fixed, opening, summary
 
-FIGURES = dict.fromkeys(SHOWN, 1234.5678) | {"critic/score/mean": 0.6251}
-
-
-def line_of(role: Any, step: int, steps: int, took: float, spans: Any, metrics: Any, capsys: Any) -> str:
-    """What the screen shows of one step."""
-    Screen(role, 0, steps).step(step, took, spans, metrics)
-    return capsys.readouterr().out.rstrip("\n")
+VALIDATION = {"val/score/mean": 0.5, "val/best_so_far": 0.75, "val/best_step": 2.0}
 
 
-def test_a_steps_line_has_the_score_first_and_its_two_longest_spans(capsys) -> None:
-    spans = {"wait_logprobs": 1.0, "update": 5.25, "score": 3.0}
-    line = line_of("critic", 7, 13, 10.0, spans, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys)
-    head, tail = line.split("|")
-    assert head.split() == ["[critic]", "step", "7/13", "score", "0.625", "loss", "2"]
-    assert tail.split("  ")[1:] == ["update 5.25 s", "score 3.00 s", "ETA 0:01:00"]
+def lines_of(role: Any, steps: int, *each: dict[str, Any], capsys: Any, took: float = 2.0, start: int = 0) -> list[str]:
+    """What the screen shows of some steps with these metrics."""
+    screen = Screen(role, start, steps)
+    for step, metrics in enumerate(each, start + 1):
+        screen.step(step, took, {"update": 0.625 * took, "wait_rollouts": 0.2 * took, "wait_critic": 0.1}, metrics)
+    return capsys.readouterr().out.splitlines()
 
 
-def test_a_span_that_took_next_to_nothing_is_left_out(capsys) -> None:
-    line = line_of("actor", 2, 2, 10.0, {"sync": 0.49, "rollout": 0.5}, {}, capsys)
-    assert "sync" not in line
-    assert line.endswith("|  rollout 0.50 s")
+def test_a_steps_line_names_its_figures_and_its_seconds(capsys) -> None:
+    (line,) = lines_of("critic", 13, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys=capsys, start=6)
+    expected = "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s (update 1.25 s)"
+    assert " ".join(line.split()) == expected
+    (line,) = lines_of("actor", 13, {"actor/entropy": 1.25, "tokens": 300}, capsys=capsys)
+    expected = "[actor] step 1/13 loss - entropy 1.250 len - cut - 150 tok/s step 2.00 s (update 1.25 s)"
+    assert " ".join(line.split()) == expected
 
 
-def test_no_line_is_too_wide_and_figures_go_before_spans_do(capsys) -> None:
-    spans = {"wait_advantages": 1000.0, "wait_rollouts": 1000.0}
-    line = line_of("critic", 1000, 1400, 2000.0, spans, FIGURES, capsys)
-    assert len(line) <= WIDTH
-    assert line.endswith("ETA 9 days, 6:13:20")
-    assert "wait_advantages" in line
-    assert "wait_rollouts" in line
-    assert "held-out" in line  # as many as fit, from the first
-    assert "mismatch" not in line
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_columns_do_not_jump(role: Any, capsys) -> None:
+    values = [0.0, 1.0, -0.2345, -4e-5, 12.345, -98.76, 12345.6, -1e-9, None]  # of the narrow columns, not negative
+    signed = [{m: v if size == 6 else v and min(abs(v), 99999) for _, m, _, size in FIGURES[role]} for v in values]
+    each = [{m: v for m, v in one.items() if v is not None} | {"tokens": 1e5} for one in signed]
+    lines = lines_of(role, 1234, *each, capsys=capsys, took=75.0)
+    names = r" (loss|entropy|len|cut|score|ev|kl_row|step|s) "
+    starts = [[found.start() for found in re.finditer(names, line)] for line in lines]
+    assert len(lines) == len(values)
+    assert len({*map(tuple, starts)}) == 1
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[0].endswith(" step 75.0 s (update 46.9 s)")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, " 0.000"), (-0.23456, "-0.235"), (-12.345, "-12.35"), (12345.6, " 12346"), (0.00004, " 4e-05"),
+        (-0.00004, "-4e-05"), (1e9, " 1e+09"), (float("nan"), "   nan"), (None, "     -"),
+    ],
+)  # fmt: skip
+def test_a_number_in_six_columns(value: float | None, text: str) -> None:
+    assert fixed(value, 3, 6) == text
+
+
+def test_waits_count_as_one_and_a_long_line_loses_its_longest_span(capsys) -> None:
+    spans = {"wait_rollouts": 3.0, "wait_logprobs": 2.0, "update": 4.0}
+    for steps, shown in ((100, True), (10**7, False)):
+        Screen("critic", 0, steps).step(1, 10.0, spans, {})
+        line = capsys.readouterr().out.rstrip("\n")
+        assert line.endswith("  step 10.0 s" + " (wait 5.00 s)" * shown)
+        assert len(line) <= WIDTH
+
+
+def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(capsys) -> None:
+    each: list[dict[str, Any]] = [{} for _ in range(40)]
+    each[7] = {"actor/skipped": 1.0}
+    each[9] = VALIDATION
+    lines = lines_of("actor", 40, *each, capsys=capsys, took=0.125)
+    shown = [int(line.split()[2].split("/")[0]) for line in lines if "tok/s" in line]
+    assert shown == [1, 8, 10, 18, 26, 34, 40]
+    assert "SKIPPED 1 " in lines[2]
+    assert lines[4] == "[actor]  step 10/40  held-out score 0.500, best 0.750 at step 2"
+    Screen("actor", 0, 40).step(0, 1.0, {}, VALIDATION)
+    assert capsys.readouterr().out.splitlines() == ["[actor]  step  0/40  held-out score 0.500, best 0.750 at step 2"]
+
+
+def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
+    screen = Screen("critic", 0, 50)
+    for step in range(1, 22):
+        samples = [{"question": f"q{step}\nnext", "response": "\x1b[2J" + "7" * 500, "score": 0.25}]
+        screen.samples = [*samples, {"question": "weit: \u6c34" * 90, "response": "", "score": 1}]
+        screen.step(step, 2.0, {}, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [n for n, line in enumerate(lines) if "question" in line] == [1, 13, 25]
+    assert lines[1] == "[critic] question  q1 next"
+    assert lines[2].startswith("[critic] answer    \\x1b[2J7777")
+    assert lines[2].endswith("7777  (score 0.25)")
+    assert lines[14].endswith("(score 1)")
+    assert max(map(len, lines)) <= WIDTH
+    wide = cut("\u6c34" * 200, 100)
+    assert 90 <= len(wide) + wide.count("\u6c34") <= 100
+    assert cut("12345678901234567890", 20) == "12345678901234567890"
+    assert cut("12345678901234567890x", 20) == "1234567 ... 567890x"
 
 
 def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("actor", 0, 10)
+    screen = Screen("critic", 0, 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
         screen.step(step, took, {}, {})
-    assert "ETA 0:00:14" in capsys.readouterr().out.splitlines()[-1]
-    screen.step(10, 2.0, {}, {"actor/skipped": 1.0})
-    last, skipped = capsys.readouterr().out.splitlines()
-    assert "ETA" not in last
-    assert "SKIPPED 1 " in skipped
+    assert "ETA  0:00:14" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_on_a_terminal_a_line_takes_the_place_of_the_progress_bar(monkeypatch, capsys) -> None:
@@ -103,18 +154,23 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     actor = [{"step": step, "timing_s/step": 10.0, "timing_s/update": 4.0, "timing_s/sync": 0.1} for step in range(4)]
     for step, score in ((0, 0.25), (2, 0.75), (3, 0.5)):
         actor[step]["val/score/mean"] = score
-    write(tmp_path, "actor", *actor)
+    write(tmp_path / "run", "actor", *actor)
     scores = [{"step": step, "timing_s/step": 5.0, "timing_s/score": 5.0} for step in (1, 2, 3)]
-    write(tmp_path, "critic", *({**line, "critic/score/mean": line["step"] / 10} for line in scores))
-    lines = summary(tmp_path, parse(["--steps=3"]), tmp_path / "checkpoints" / "step_000003").splitlines()
+    write(tmp_path / "run", "critic", *({**line, "critic/score/mean": line["step"] / 10} for line in scores))
+    folder = tmp_path / "a run; of 'mine'"
+    shutil.move(tmp_path / "run", folder)
+    saved = folder / "checkpoints" / "step_000003"
+    lines = summary(folder, parse(["--steps=3"]), saved, ["step 2: all rows"]).splitlines()
     assert lines[0].split() == ["done", "3", "of", "3", "steps", "in", "0:00:40"]
     assert "score 0.250 at step 0, 0.500 at step 3; best 0.750 at step 2" in lines[1]
     assert "score 0.100 at step 1, 0.300 at step 3; best 0.300 at step 3" in lines[2]
     assert lines[3].endswith("update 40%")  # sync's 1 % is left out
     assert lines[4].endswith("score 100%")
     assert lines[5].endswith("step_000003")
-    assert [line.split()[-2] for line in lines[6:]] == ["report", "chat", "export"]
-    assert all(line.endswith(str(tmp_path)) for line in lines[6:])
+    assert lines[6] == "warning      step 2: all rows"
+    assert lines[7].startswith("next ")
+    commands = [shlex.split(line.removeprefix("next")) for line in lines[7:]]
+    assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 
 def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(tmp_path: Path, capfd: Any) -> None:

@@ -1,0 +1,145 @@
+"""What a run says once when nothing can be learned: rules over its metrics, and a sentence for each (docs/failures.md).
+
+The thresholds are such that healthy runs keep silent: tests/run/test_notices.py plays 20 of them.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from operator import sub
+from pathlib import Path
+from statistics import fmean
+
+from splitppo.placement import ROLES, Role
+from splitppo.run.resolve import Resolved
+
+STEPS = 5  # that a rule looks at, at least
+ROWS = 300  # in them, where a few rows could look the same by chance
+READ = (  # by the rules
+    "step", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/vf_explained_var", "critic/vf_loss",
+    "critic/kl_row", "critic/reward_failures", "critic/reward_failures/share", "actor/pg_loss", "actor/grad_norm",
+    "actor/lr", "actor/entropy", "response_length/mean", "response_length/clip_ratio", "prompt_length/mean", "tokens",
+    "val/score/mean", "val/best_so_far", "val/best_step", "val/rows", "val/failures",
+)  # fmt: skip
+SENTENCES = {
+    "failing": "a reward fails on every row: it has a bug, or its service is down (docs/rewards.md)",
+    "nothing": "score, loss and gradient are 0: the reward pays for no answer (docs/rewards.md)",
+    "flat": "all rows have one score: can the reward read these answers? (docs/rewards.md)",
+    "cut": "every row is cut: rollout.max_new_tokens is too small, or no turn ends (docs/training.md)",
+    "critic": "the values are far worse than a constant: lower value.optim.lr (docs/critic.md)",
+    "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef (docs/failures.md)",
+    "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr (docs/failures.md)",
+    "held-out": "held-out scores fall while training's rise: stop earlier, or more data (docs/failures.md)",
+}
+
+
+def last(steps: Sequence[Mapping[str, float]], name: str, count: int = STEPS) -> list[float]:
+    """A metric in the last steps; NaN alone, which no rule holds for, if one lacks it or there are fewer steps."""
+    found = [step[name] for step in steps[-count:] if name in step]
+    return found if len(found) == count else [math.nan]
+
+
+def true_of(
+    actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]], lowest: float, highest: float
+) -> dict[str, bool]:
+    """Which `SENTENCES` are true of a run.
+
+    Args:
+        actor: its steps so far, oldest first.
+        critic: the same, of those in which rows have ended.
+        lowest: score of a row so far.
+        highest: score of a row so far.
+    """
+    spread = highest - lowest
+    tokens = last(actor, "response_length/mean", 1)[0] + last(actor, "prompt_length/mean", 1)[0]
+    rows = last(actor, "tokens", 1)[0] / tokens
+    many = max(STEPS, math.ceil(ROWS / rows)) if rows > 0 else STEPS
+    long = 4 * many if spread else many  # a rare reward that was seen before may stay away for a while
+    best = last(critic, "critic/score/max", long)
+    spreads = map(sub, best, last(critic, "critic/score/min", long))
+    flat = max(spreads) == 0 and not any(last(critic, "critic/reward_failures", long))
+    moves = [*best, *last(actor, "actor/pg_loss"), *last(actor, "actor/grad_norm")]
+    nothing = flat and not any(moves) and min(last(actor, "actor/lr")) > 0
+    explained = last(critic, "critic/vf_explained_var", 2 * STEPS)
+    scores = last(critic, "critic/score/mean", 4 * STEPS)
+    before = fmean(scores[: 2 * STEPS])
+    low = min(before + 0.01 * spread, highest - 0.1 * spread)
+    return {
+        "failing": last(critic, "critic/reward_failures/share", 1) == [1]
+        or last(actor, "val/failures", 1)[0] == last(actor, "val/rows", 1)[0],
+        "nothing": nothing,
+        # a run that has solved its task has one score, too: the highest
+        "flat": flat and not nothing and (spread == 0 or best[-1] < highest),
+        "cut": min(last(actor, "response_length/clip_ratio", many)) == 1,
+        "critic": max(explained) < -1
+        and min(last(critic, "critic/vf_loss", 2 * STEPS)) > 0.01 * spread**2
+        and sum(explained[STEPS:]) < 0.5 * sum(explained[:STEPS]),
+        "kl": min(last(critic, "critic/kl_row")) > 10,
+        "entropy": max(last(actor, "actor/entropy")) < 0.01 and sum(scores[2 * STEPS :]) / (2 * STEPS) < low,
+        "held-out": last(actor, "val/best_step", 1)[0] >= 0 and _overfits(actor, critic, spread),
+    }
+
+
+def _overfits(actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]], spread: float) -> bool:
+    """Whether the last three held-out scores are below the best by more than chance and by a quarter of what was
+    gained, and training's score has risen since."""
+    validations = [step for step in actor if "val/score/mean" in step]
+    best = actor[-1]["val/best_so_far"]
+    lost = best - max(step["val/score/mean"] for step in validations[-3:])
+    gained = best - validations[0]["val/score/mean"]
+    chance = 2 * spread / math.sqrt(actor[-1]["val/rows"])  # four standard deviations at most
+    since = [step["critic/score/mean"] for step in critic if step["step"] > actor[-1]["val/best_step"]]
+    part = max(1, len(since) // 3)
+    risen = sum(since[-part:]) - sum(since[:part]) > 0.05 * spread * part
+    return risen and lost > max(chance, gained / 4)
+
+
+def silent(resolved: Resolved) -> set[str]:
+    """The sentences that say nothing of this run: its settings ask for what they warn of."""
+    config = resolved.config
+    unscored = config.reward.function == ("none",) and not config.reward.model
+    reference = resolved.models.get("reference")
+    found = {
+        "nothing": unscored,
+        "flat": unscored,
+        "cut": not config.data.chat and not config.rollout.stop,  # texts go on to the limit
+        "kl": bool(reference) and (reference.name == "tiny" or reference.random_init),
+    }
+    return {name for name, holds in found.items() if holds}
+
+
+def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
+    """Each `next` reads the steps that were written to RUN/metrics since the last one, and returns the sentences that
+    became true with them. Each sentence comes once, and those of `said` never."""
+    steps: dict[Role, list[dict[str, float]]] = {role: [] for role in ROLES}
+    read = dict.fromkeys(ROLES, 0)  # bytes of each file
+    lowest = math.inf  # score of a row
+    highest = -math.inf
+    while True:
+        fresh = []
+        for role in ROLES:
+            whole = _lines_after(run_dir / "metrics" / f"{role}.jsonl", read[role])
+            read[role] += len(whole)
+            records = map(json.loads, whole.splitlines())
+            fresh += [(role, {name: one[name] for name in READ if name in one}) for one in records]
+        found = []
+        for role, step in sorted(fresh, key=lambda one: one[1]["step"]):
+            if role == "critic" and "critic/score/mean" not in step:
+                continue  # no row has ended
+            steps[role].append(step)
+            lowest = min(lowest, step.get("critic/score/min", math.inf))
+            highest = max(highest, step.get("critic/score/max", -math.inf))
+            true = true_of(steps["actor"], steps["critic"], lowest, highest)
+            new = [name for name, holds in true.items() if holds and name not in said]
+            said = {*said, *new}
+            found += [f"step {step['step']}: {SENTENCES[name]}" for name in new]
+        yield found
+
+
+def _lines_after(path: Path, start: int) -> bytes:
+    """The whole lines of a file from a byte on; another rank may be writing the last one."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(start)
+        return b"".join(line for line in file if line.endswith(b"\n"))
