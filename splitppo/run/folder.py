@@ -112,8 +112,7 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
     if inputs is not None and free:
         kept = read_file(folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy)
         # earlier versions kept no hash of the prompts, and before a run begins there is none
-        now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept}
-        now |= inputs
+        now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept} | dict(inputs)
         before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
     both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]
     return [(name, was, given) for name, was, given in both if was != given]
@@ -129,16 +128,9 @@ def _without_place(setting: str, value: Any) -> Any:
 
 def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
     """A run's inputs `kept` under the keys that `inputs` have for the same setting and file name, wherever it lies."""
-    keys: dict[tuple[str, ...], list[str]] = {}
-    for key in inputs:
-        keys.setdefault(_name(key), []).append(key)
-    return {(keys.get(_name(key)) or [key]).pop(0): value for key, value in kept.items()}
-
-
-def _name(key: str) -> tuple[str, ...]:
-    """Setting and file name in a key of `inputs_of`."""
-    parts = re.split("[ /]", key)
-    return parts[0], parts[-1]
+    names = {key: re.sub(r" .*[ /]", " ", key) for key in (*kept, *inputs)}
+    keys = {name: [key for key in inputs if names[key] == name] for name in names.values()}
+    return {(keys[names[key]] or [key]).pop(0): value for key, value in kept.items()}
 
 
 def inputs_of(

@@ -72,12 +72,11 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
     functions = (*config.reward.function, *config.reward.validation)
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
-        copies = run.resolve() / "rewards"
-        for module in () if file.is_relative_to(copies) else _modules(file):
-            copy = reward_copy(run, path)
-            copy = copy if module == file else copy.parent / module.relative_to(file.parent)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(module, copy)
+        copy = reward_copy(run, path)
+        for module in () if file.is_relative_to(run.resolve() / "rewards") else _modules(file):
+            beside = copy.parent / module.relative_to(file.parent)
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(module, copy if module == file else beside)
 
 
 def _without_weights(folder: Path) -> set[Path]:
@@ -109,6 +108,5 @@ def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False)
     try:
         return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
     except UserError as error:
-        missing = f"no such folder (from {Path.cwd()}), and not in the hub's cache"
-        remedy = f"put that model there, or its files into {copy}"
-        raise UserError(f"{kind}.path={paths[kind]}: {missing}; {remedy}") from error
+        missing = f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's cache"
+        raise UserError(f"{missing}; put that model there, or its files into {copy}") from error

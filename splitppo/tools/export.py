@@ -115,9 +115,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     found = models.read_config(source, own_code=config.policy.trust_remote_code)
     model: Any = models.build(models.shorten(found, layers, source), kind)
     if saved is None:
-        drawn = config.policy.random_init
-        base = model_folder(config, run, kind, weights=not drawn)
-        fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
+        base = model_folder(config, run, kind, weights=not config.policy.random_init)
+        fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)
         return model
     materialize(model, cpu)
     if persistent_buffers(model):  # checkpoints don't hold them
