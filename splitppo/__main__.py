@@ -5,9 +5,10 @@ import sys
 
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
+from splitppo.run import launcher
 
 COMMANDS = {  # name: (module with a `main`, or with a function of that name; what it does)
-    "train": ("splitppo.train", "train on this process alone; several ranks: torchrun -m splitppo.train"),
+    "train": ("splitppo.train", "train on one process, or on N ranks: --nproc_per_node N, and torchrun's other flags"),
     "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
     "plan": ("splitppo.tools.plan", "predict which placements fit, and which is the fastest"),
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
@@ -30,6 +31,9 @@ def main() -> int:
     sys.argv = [f"splitppo {name}", *arguments]
     if name == "train" and {"-h", "--help"} & set(arguments):
         parse(arguments)  # without torch, which takes seconds to import
+    flags, own = launcher.split(arguments)
+    if name == "train" and flags:
+        return launcher.launch(flags, own)
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "main"):
         return module.main()

@@ -23,10 +23,12 @@ class WireError(RuntimeError):
     """A wait for another rank ran out of time, or a message is not what was due."""
 
 
-def say(line: str) -> None:
-    """Prints a line; on a terminal in the place of a progress bar, which another rank may have drawn there."""
+def say(line: str, *, error: bool = False) -> None:
+    """Prints a line, an error to standard error; on a terminal in the place of a progress bar, which another rank may
+    have drawn there."""
+    stream = sys.stderr if error else sys.stdout
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
-    print(f"{CLEAR if sys.stdout.isatty() else ''}{line}\n", end="", flush=True)
+    print(f"{CLEAR if stream.isatty() else ''}{line}\n", end="", flush=True, file=stream)
 
 
 def warn(message: str) -> None:

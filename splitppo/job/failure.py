@@ -2,15 +2,14 @@
 
 import os
 import re
-import sys
 import time
 import traceback
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from splitppo.errors import UserError, WireError, one_line
-from splitppo.job.launch import ERROR_FILE, Launch, record_error
+from splitppo.errors import UserError, WireError, one_line, say
+from splitppo.job.launch import ERROR_FILE, Launch, ends_quietly, record_error
 from splitppo.job.runtime import Runtime
 
 DIED = "died without an error message: killed, perhaps because memory ran out"
@@ -20,34 +19,33 @@ DYING = 1.0  # a killed process closes its connections at most so many seconds b
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
     """Prints an error, with a traceback if this rank failed first and no user can fix it. Returns the exit status.
     `runtime` is None if the rank had not joined the others."""
+    if runtime is None and launch.local_rank:
+        # Most of these errors are the same on all ranks. torchrun ends the job as soon as one rank has printed it and
+        # ended. So this rank waits: if it still lives then, the ranks before it had no such error.
+        time.sleep(2 + launch.local_rank)
     if isinstance(error, UserError):
-        return _report_user_error(error, runtime, launch)
+        text = one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
+        if runtime is None or runtime.status.report_failure():
+            say(f"error: {text}", error=True)
+        record_error(UserError(text))
+        return 2
     if runtime is not None:
         causes = causes_of(error, runtime)  # before `report_failure`, which wakes suspended ranks
-        if not runtime.status.report_failure():
-            why = "; ".join([str(error) if isinstance(error, WireError) else type(error).__name__, *causes])
-            print(f"rank {launch.rank} stops: another rank failed ({why})", file=sys.stderr, flush=True)
+        killed = any(DIED in cause for cause in causes)  # then a traceback from here says nothing
+        if not runtime.status.report_failure() or killed:
+            what = str(error) if isinstance(error, WireError) else type(error).__name__
+            why = "; ".join([what, *causes, *(getattr(error, "__notes__", []) if killed else [])])
+            if not ends_quietly():
+                say(f"rank {launch.rank} stops: another rank failed ({why})", error=True)
             if ERROR_FILE in os.environ:
                 time.sleep(2)  # torchrun reports the rank that ends first: let the failed rank be that rank
             return 1
         error.add_note(f"on {runtime.status.describe(launch.rank)}")
         for cause in causes:
             error.add_note(f"it follows from this: {cause}")
-    traceback.print_exception(error)
+    say("".join(traceback.format_exception(error)).rstrip(), error=True)
     record_error(error)
     return 1
-
-
-def _report_user_error(error: UserError, runtime: Runtime | None, launch: Launch) -> int:
-    text = one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
-    if runtime is None and launch.local_rank:
-        # Most of these errors are the same on all ranks. torchrun ends the job as soon as one rank has printed it and
-        # ended. So this rank waits: if it still lives then, the ranks before it had no such error.
-        time.sleep(2 + launch.local_rank)
-    if runtime is None or runtime.status.report_failure():
-        print(f"error: {text}", file=sys.stderr, flush=True)
-    record_error(UserError(text))
-    return 2
 
 
 def causes_of(error: BaseException, runtime: Runtime) -> list[str]:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from splitppo.errors import UserError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: the file where torchrun looks for a rank's error
+LAUNCHER = "SPLITPPO_LAUNCHER"  # environment variable: the file where run/launcher.py looks for the run's folder
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,19 @@ class Launch:
             raise UserError(f"{found}: all nodes need the same number; give every torchrun the same --nproc_per_node")
 
 
+def ends_quietly() -> bool:
+    """Whether run/launcher.py started this rank and will say how the job ended, for it starts the ranks no more."""
+    return LAUNCHER in os.environ and (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    )
+
+
 def record_error(error: BaseException) -> None:
     """Writes the error to the file that torchrun prints last, if there is one: a user's error without a traceback."""
     if ERROR_FILE in os.environ and isinstance(error, UserError):
-        Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+        # what torchrun's own handler writes, but for the "py_callstack"
+        found = {"message": {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}}
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps(found))
     elif ERROR_FILE in os.environ:
         get_error_handler().record_exception(error)
 

@@ -3,13 +3,14 @@
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from splitppo.errors import say
 from splitppo.job.failure import DIED
+from splitppo.job.launch import ends_quietly
 from splitppo.job.runtime import Runtime
 
 RESUMABLE = 75  # exit status after such a stop: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -64,9 +65,9 @@ class StopSignals:
             status.request_stop(number.name)
         while number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None:
             time.sleep(0.1)
-        if dead:
+        if dead and not ends_quietly():
             suspended, saved = status.suspended_ranks(), self.runtime.last_checkpoint()
             parts = [f"{dead} {DIED}", suspended, f"the last good checkpoint is {saved}" if saved else ""]
-            print("; ".join(part for part in parts if part), file=sys.stderr, flush=True)
+            say("; ".join(part for part in parts if part), error=True)
         if dead is not None and not done.is_set():
             os._exit(1)

@@ -19,7 +19,7 @@ from splitppo.config.toml import to_toml
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
-from splitppo.job.launch import Launch
+from splitppo.job.launch import LAUNCHER, Launch
 from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
@@ -55,7 +55,7 @@ def run_rank(play: Callable[[Run], None], argv: Sequence[str] | None = None) -> 
     except KeyboardInterrupt:
         saved = rank.run and rank.run.last_checkpoint(PATIENCE)
         state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
-        print(f"interrupted: {state if rank.run else 'before the run began'}", file=sys.stderr)
+        say(f"interrupted: {state if rank.run else 'before the run began'}", error=True)
         return 128 + signal.SIGINT
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # from here on an engine that ends is a consequence
@@ -75,7 +75,8 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
     config = parse(argv)
     check(config)
     if config.dry_run:
-        print(dry_run(config, launch))
+        if launch.rank == 0:
+            print(dry_run(config, launch))
         return 0
     launch.check_nodes()
     device = pick_device(config, launch)
@@ -99,6 +100,8 @@ def _run(rank: Rank, play: Callable[[Run], None], argv: Sequence[str]) -> int:
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
     run = rank.run = Run(agree(resolved, runtime), runtime, engine)
+    if LAUNCHER in os.environ:
+        Path(os.environ[LAUNCHER]).write_text(str(run.folder))
     play(run)
     run.end()
     signals.close()

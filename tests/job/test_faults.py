@@ -15,12 +15,13 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, main_rank, names
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from splitppo import algo, train
-from splitppo.errors import WireError
+from splitppo.errors import UserError, WireError
 from splitppo.job import signals as stopping
 from splitppo.job.failure import DIED, causes_of, report_failure
-from splitppo.job.launch import Launch
+from splitppo.job.launch import ERROR_FILE, Launch, record_error
 from splitppo.run import checkpoint
 from splitppo.run.metrics import ColumnLog
 
@@ -139,6 +140,27 @@ def test_a_killed_rank_is_named_although_its_connections_close_before_it_ends():
     status = SimpleNamespace(dead_rank=lambda: next(states), phases=str, suspended_ranks=str)
     runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
     assert causes_of(RuntimeError("Connection closed by peer [::1]:5"), runtime)[0] == f"critic rank 1 {DIED}"
+
+
+def test_the_error_that_follows_from_a_killed_rank_is_a_line(capsys):
+    status = SimpleNamespace(dead_rank=lambda: "critic rank 1", report_failure=lambda: True)
+    status.phases, status.suspended_ranks = str, str
+    runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
+    error = RuntimeError("Connection closed by peer [::1]:5")
+    error.add_note("the last good checkpoint is RUN")
+    assert report_failure(error, runtime, Launch(rank=0, world=2)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"critic rank 1 {DIED}; " in line
+    assert "; the last good checkpoint is RUN)" in line
+
+
+def test_torchrun_shows_the_users_error_in_its_own_form(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    record_error(UserError("steps=0 must be at least 1"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert isinstance(failure.message, dict)  # torchrun warns of any other
+    assert "traceback : steps=0 must be at least 1\n" in str(ChildFailedError("ranks", {0: failure}))
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:

@@ -610,7 +610,7 @@ def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
 
 def crash_rank(argv: list[str]) -> int:
     """The critic raises in its second step. The other ranks fail in its wake, as over NCCL, and sooner."""
-    advantages, recv, show = Critic.advantages, Wire.recv, traceback.print_exception
+    advantages, recv, show = Critic.advantages, Wire.recv, traceback.format_exception
 
     def crash(self: Critic, *scored: Any) -> Any:
         if self.learners[0].updates == 1:
@@ -623,12 +623,12 @@ def crash_rank(argv: list[str]) -> int:
                 raise ConnectionError("closed by the peer")
         return recv(self, hop, *rest)
 
-    def slowly(error: BaseException) -> None:
+    def slowly(*error: Any, **how: Any) -> list[str]:
         time.sleep(0.5)
-        show(error)
+        return show(*error, **how)
 
     owners: Any = (Critic, Wire, traceback)
-    owners[0].advantages, owners[1].recv, owners[2].print_exception = crash, follow, slowly
+    owners[0].advantages, owners[1].recv, owners[2].format_exception = crash, follow, slowly
     return train.main(argv)
 
 

@@ -1,0 +1,98 @@
+"""`splitppo train --nproc_per_node N ...`: torchrun in this process, and a screen that shows what a person needs."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
+from splitppo.errors import UserError, one_line, say
+
+# torchrun's flags that make sense here; an underscore may stand for a dash
+FLAGS = (
+    "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr",
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval",
+    "--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--role", "--numa-binding", "--signals-to-handle",
+    "--shutdown-timeout",
+)  # fmt: skip
+RANK = (  # SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    "import runpy; runpy.run_module('splitppo.train', run_name='__main__')"
+)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """torchrun's flags of a command line, each with its value in one word; and the trainer's flags."""
+    flags: list[str] = []
+    own: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in FLAGS and name != "--standalone" and "=" not in word:
+            word += f"={next(words, '')}"
+        (flags if name in FLAGS else own).append(word)
+    return flags, own
+
+
+def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
+    """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns 0, or the exit
+    status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them, else 1. Raises UserError for wrong
+    flags before a rank starts."""
+    config = parse(argv)
+    check(config)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
+    from torch.distributed import run as torchrun  # takes seconds
+    from torch.distributed.elastic.multiprocessing import SignalException, errors
+
+    from splitppo.job.launch import LAUNCHER
+    from splitppo.job.signals import RESUMABLE
+
+    logging.disable()  # torchrun's messages; the ranks are other processes
+    parser = torchrun.get_args_parser()
+    parser.exit_on_error = False
+    with tempfile.TemporaryDirectory(prefix="splitppo_") as temporary:
+        run = Path(temporary, "folder")
+        run.write_text(config.run_dir or "")
+        os.environ[LAUNCHER] = str(run)
+        os.environ.setdefault("SPLITPPO_STOPPED", f"{temporary}/saved")
+        try:
+            torchrun.run(parser.parse_args([*flags, "--no-python", sys.executable, "-u", "-c", RANK, *argv]))
+            return 0
+        except errors.ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            status = failure.exitcode
+            if status in (2, RESUMABLE) or (status == 1 and Path(failure.error_file).exists()):
+                return status  # the rank has said why
+            who = f"rank {rank} on {os.uname().nodename}"
+        except SignalException as error:
+            status = -error.sigval
+            who = "the job"
+        except Exception as error:
+            cause = error.__cause__ if "See inner exception" in str(error) else error
+            problem = one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
+            raise UserError(f"{' '.join(flags)}: {problem}; see torchrun --help") from error
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
+        if status < 0 and Path(os.environ["SPLITPPO_STOPPED"]).exists():
+            return RESUMABLE
+        say(f"{_what(status, who)}; {_state(run.read_text())}", error=True)
+    return 130 if status == -signal.SIGINT else 1
+
+
+def _what(status: int, who: str) -> str:
+    if status > 0:
+        return f"{who} ended with exit status {status}: another rank failed, or it died without an error message"
+    number = signal.Signals(-status)
+    why = ", perhaps because memory ran out" * (number == signal.SIGKILL)
+    return "interrupted" if number == signal.SIGINT else f"{who} was killed by {number.name}{why}"
+
+
+def _state(run: str) -> str:
+    """What is saved in a run's folder ("": it has none yet), and how to go on."""
+    from splitppo.run.checkpoint import complete
+
+    saved = complete(Path(run)) if run else []
+    return f"{saved[-1]} is saved; the same command with --run-dir {run} resumes" if saved else "nothing is saved"
