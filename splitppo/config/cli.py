@@ -82,7 +82,8 @@ def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_message_of(box.getvalue())) from stop
+        # without the colours that tyro writes for a terminal
+        raise UserError(_message_of(re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()))) from stop
 
 
 def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Callable[[], Any]:

