@@ -72,9 +72,8 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             status = -error.sigval
             who = "the job"
         except Exception as error:
-            problem = (
-                one_line(str(error.__cause__ or error).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
-            )
+            cause = error.__cause__ if "See inner exception" in str(error) else error
+            problem = one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
             raise UserError(f"{' '.join(flags)}: {problem}; see torchrun --help") from error
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
         if status < 0 and Path(os.environ["SPLITPPO_STOPPED"]).exists():
