@@ -1,4 +1,4 @@
-"""Records the figures of 20 healthy runs: `python tests/helpers/healthy.py`, some 10 minutes on two cores.
+"""Records the figures of 21 healthy runs: `python tests/helpers/healthy.py`, some 10 minutes on two cores.
 
 They are in tests/run/healthy.json: a list of runs, each with its flags and, by role, the values of each metric that
 the notices read: a list with a value a step, or one for all. tests/run/test_notices.py plays them again.
@@ -44,6 +44,8 @@ RUNS = [  # ranks and flags
     (1, f"--seed=17 {ADDITION}"),
     (1, f"--seed=18 {ADDITION} --log.validate-every=5 --rollout.batch-size=64"),
     (1, "--seed=19 --reward.normalize=running --ppo.epochs=3 --steps=40"),
+    # after `python configs/smollm2/prepare_smollm2.py`; two minutes a step where the cores are shared
+    (2, "--config=configs/smollm2/addition.toml --steps=10"),
 ]
 
 
