@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics
-from splitppo.engine import WHOLE, RolloutEngine, Window
+from splitppo.engine import RolloutEngine
 from splitppo.errors import UserError, say, warn
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.rollout import Rollout, Sample, digest
+from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -43,6 +44,7 @@ class Actor:
         outputs: PolicyOutputs,
         reference: Reference | None,
         engine: RolloutEngine,
+        sampler: Sampler,
         *,
         engine_dtype: torch.dtype,
         validator: Validator,
@@ -50,7 +52,7 @@ class Actor:
         self.context, self.policy, self.reference, self.engine = context, policy, reference, engine
         self.group, self.learners = policy.runner.group, [policy]
         self.engine_dtype, self.validator = engine_dtype, validator
-        self._outputs, self.streams = outputs, context.streams
+        self._outputs, self.sampler = outputs, sampler
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -65,7 +67,7 @@ class Actor:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        given = ["old", "ref", "advantages", *["sampled", "age"] * self.streams.windows]
+        given = ["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)]
         self.policy.warm_up(partial(self._outputs, entropy=True), self._objective, fields=2, given=given)
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -81,13 +83,10 @@ class Actor:
 
     def generate(self, step: int) -> Iterator[list[Sample]]:
         """The rows of this rank's slots as they end; empty lists in between. Prints its progress if it takes long."""
-        rollout, streams = self.context.config.rollout, self.streams
+        config = self.context.config
         slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
-        requests = [streams.request(step, slot) for slot in slots]
-        window = Window(rollout.window, streams.slots, streams.following) if rollout.window else WHOLE
-        done, printed, seed = 0, time.monotonic(), self.context.config.seed
-        for stopped in self.engine.generate(requests, rollout, seed=seed, window=window):
-            ended = streams.take(step, stopped)
+        done, printed = 0, time.monotonic()
+        for ended in self.sampler.generate(self.engine, step, slots, config.rollout, config.seed, self.group):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
                 say(f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots")
@@ -103,7 +102,7 @@ class Actor:
         if it is here. Also returns the rollout's metrics."""
         sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        slots = self.streams.share(self.group.all_gather)
+        slots = self.sampler.share(self.group.all_gather)
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
@@ -142,7 +141,7 @@ class Actor:
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
         names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
-        if self.streams.windows:
+        if self.sampler.window:
             sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
             fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
         weights, found = self._importance(rollout, old)
@@ -158,7 +157,7 @@ class Actor:
         if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
-        if figures and self.streams.windows:  # of the first optimizer step alone: before the update
+        if figures and self.sampler.window:  # of the first optimizer step alone: before the update
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
@@ -174,7 +173,7 @@ class Actor:
         return {
             "best": self.best,
             "validated_on": self.validated_on,
-            "open": self.streams.state(),
+            "open": self.sampler.state(),
             "waited": self.policy.waited,
         }
 
@@ -183,7 +182,7 @@ class Actor:
         known = state.get("validated_on", self.validated_on) == self.validated_on
         self.best = tuple(state["best"]) if state["best"] and known else None
         self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
-        self.streams.load_state(state.get("open", ()))
+        self.sampler.load_state(state.get("open", ()))
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The field `weights`, if it is asked for, and its metrics."""
@@ -275,16 +274,16 @@ class Actor:
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
             "perf/engine_step_ms/max": max(step_ms),
         }
-        if self.streams.windows:
-            now += sum(row.stretches[-1][1] for row in self.streams.open.values() if row.stretches)
-            lengths = [row.tokens for row in self.streams.open.values()]
+        if self.sampler.window:
+            now += sum(row.stretches[-1][1] for row in self.sampler.open.values() if row.stretches)
+            lengths = [row.tokens for row in self.sampler.open.values()]
             found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
             found |= {"window/open_length/mean": sum(lengths) / len(lengths), "window/open_length/max": max(lengths)}
         if not rows:
             return found
         found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}
         found |= {"actor/mismatch_max": max(worsts)} if "actor/mismatch_mean" in found else {}
-        found |= {"window/age/mean": age / tokens} if self.streams.windows else {}
+        found |= {"window/age/mean": age / tokens} if self.sampler.window else {}
         return found | {
             "response_length/mean": tokens / rows,
             "response_length/max": max(longest),

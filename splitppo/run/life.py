@@ -107,7 +107,7 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
-            check_open_rows(self.build.context, self.resumed)
+            check_open_rows(self.build.sampler, self.resumed)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
