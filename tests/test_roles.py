@@ -182,8 +182,17 @@ def act_rank(group: Group) -> tuple:
     context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
     owned = own(seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2})
     context = replace(context, ownership=lambda _: replace(owned, mini_batches=((0, 1, 2, 3),)))
-    actor = Actor(context, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
-                  validator=validator)  # fmt: skip
+    sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
+    actor = Actor(
+        context,
+        policy,
+        cast(Any, max),
+        reference,
+        cast(Any, engine),
+        sampler,
+        engine_dtype=torch.bfloat16,
+        validator=validator,
+    )
     rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's
     actor.sync()  # neither engine has weights
     actor.sync()

@@ -71,7 +71,9 @@ class Decoder:
     """Attributes: steps: forward passes for one token of each row; prefills: those in which rows enter; computed: ids
     that went through the model."""
 
-    def __init__(self, model: Any, device: torch.device, pad: int, eos: set[int], max_rows: int, *, plain: bool | None = None):
+    def __init__(
+        self, model: Any, device: torch.device, pad: int, eos: set[int], max_rows: int, *, plain: bool | None = None
+    ):
         self.model, self.device, self.pad, self.eos, self.max_rows = model, device, pad, eos, max_rows
         self.plain = is_plain(model.config) if plain is None else plain
         accepts = inspect.signature(model.forward).parameters

@@ -2,23 +2,23 @@
 
     python tests/gpu/decode_steps.py [--slots 128] [--lengths lognormal:62:256] [--windows 0 32 64 128] [--steps 8]
 
-A decode step is one token of each row alive. The embedded engine makes its batch anew when a quarter of the slots wait;
-vLLM fills a slot at once, which takes W steps a window.
+A decode step is one token of each row alive. The embedded engine fills a place when waiting has cost as much as a
+prefill; vLLM fills it at once, which takes W steps a window.
 """
 
 import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import WHOLE, Window, hf
+from splitppo.engine import hf
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
-from splitppo.rollout import Prompt, Streams
+from splitppo.rollout import Prompt
+from splitppo.sampler import Sampler
 from splitppo.tools.bench import lengths_of
 
 PROMPT = Prompt("", [5, 6, 7], "", "", {})
@@ -26,25 +26,15 @@ PROMPT = Prompt("", [5, 6, 7], "", "", {})
 
 def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
     """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
-    streams = Streams(slots, lambda _: PROMPT, lengths, windows=window > 0)
-    drawn, made, trained, draw = 0, 0, 0, hf._Batch.draw
-
-    def counted(self: Any, *args: Any) -> Any:
-        nonlocal drawn
-        drawn += 1
-        return draw(self, *args)
-
-    hf._Batch.draw = counted  # type: ignore[method-assign]
+    sampler = Sampler(slots, lambda _: PROMPT, limit=max(lengths), window=window, lengths=lengths)
+    trained = 0
+    before = engine.decoder.steps
     for step in range(1, steps + 1):
-        requests = [streams.request(step, slot) for slot in range(slots)]
-        held = {request.row: len(request.response) for request in requests}
-        how = Window(window, streams.slots, streams.following) if window else WHOLE
-        for stopped in engine.generate(requests, RolloutConfig(max_new_tokens=max(lengths)), seed=0, window=how):
-            made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
-            trained += sum(sample.tokens for sample in streams.take(step, stopped))
-        streams.share(lambda part: [part])
-    hf._Batch.draw = draw  # type: ignore[method-assign]
-    return drawn, made, trained
+        for ended in sampler.generate(engine, step, range(slots), RolloutConfig(), 0):
+            trained += sum(sample.tokens for sample in ended)
+        sampler.share(lambda part: [part])
+    goes_on = sum(row.tokens for row in sampler.open.values())
+    return engine.decoder.steps - before, trained + goes_on, trained
 
 
 def main() -> None:
