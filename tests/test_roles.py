@@ -20,8 +20,9 @@ from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import End, Rollout, Sample
+from splitppo.rollout import End, Prompt, Rollout, Sample
 from splitppo.run.life import Run
+from splitppo.sampler import Sampler
 
 CPU = torch.device("cpu")
 HELD = [[0, 1], [2, 3]]  # rows of each rank
