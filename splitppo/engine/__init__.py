@@ -28,6 +28,35 @@ class Window:
     following: Callable[[int], Request] | None = None
 
 
+@dataclass(frozen=True)
+class Ask:
+    """Tokens to draw for a row.
+
+    Attributes:
+        row: its number in the data order; seeds its noise.
+        ids: the prompt and all that the row has so far.
+        begun: response tokens among them.
+        tokens: to draw at most.
+        free: whether an end token or stop string ends the row; if not, it gets all `tokens`.
+    """
+
+    row: int
+    ids: Sequence[int]
+    begun: int
+    tokens: int
+    free: bool = True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What was drawn for an `Ask`. `end`: `eos`, `stop`, or `limit`: it has all tokens that were asked for."""
+
+    row: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    end: End
+
+
 WHOLE = Window()  # no window: rows are generated to their end
 
 

@@ -1,7 +1,6 @@
 """The engine contract, run for every engine that is installed, on a tiny model whose plain forward is the judge."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
-from splitppo.engine import RolloutEngine
-from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
+from splitppo.engine import RolloutEngine, decoder
+from splitppo.engine.hf import HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process, visible_device
@@ -225,10 +224,6 @@ def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
 def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
     """[T, V] logits of one row, without padding (of rows or of the vocabulary) and without a cache."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, :, :VOCAB]
-
-
-def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -497,53 +492,39 @@ def test_bad_requests_are_refused(case: Case) -> None:
         run(case.engine, [Request(4, [])])
 
 
-# What follows reaches into the embedded engine: it slows down or breaks the model that the thread runs.
+# What follows reaches into the embedded engine: it counts or breaks its model's forward passes.
 
 
 @pytest.fixture
-def slow(hf_case: Case) -> Case:
-    """The engine's model takes 20 ms more a token; `calls` counts its forward passes."""
-    hf_case.engine.calls = 0
+def shapes(hf_case: Case) -> list[tuple[int, ...]]:
+    """Rows and tokens of each forward pass of the engine's model."""
+    found: list[tuple[int, ...]] = []
 
-    def hook(*_: Any) -> None:
-        hf_case.engine.calls += 1
-        time.sleep(0.02)
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        found.append(tuple(kwargs["input_ids"].shape))
 
-    hf_case.engine.model.register_forward_hook(hook)
-    return hf_case
+    hf_case.engine.model.register_forward_pre_hook(note, with_kwargs=True)
+    return found
 
 
-def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
-    taken = threading.Event()
-
-    def wait_for_the_consumer(*_: Any) -> None:  # however busy the cores are, it sees every step
-        taken.clear()
-        taken.wait()
-
-    slow.engine.model.register_forward_hook(wait_for_the_consumer)
+def test_rows_come_out_at_the_step_they_finish(hf_case: Case, shapes: list[tuple[int, ...]]) -> None:
     arrivals: list[tuple[int, Sample]] = []
-    ticks = 0
-    for samples in slow.engine.generate(some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
-        taken.set()
-        ticks += not samples
-        arrivals += [(slow.engine.calls, sample) for sample in samples]
+    for samples in hf_case.engine.generate(some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
+        arrivals += [(len(shapes), sample) for sample in samples]
     assert len(arrivals) == 24
     assert arrivals[0][0] < 15  # long before the batch's 30 steps
-    assert slow.engine.calls == 30
-    for calls, sample in arrivals:
-        assert len(sample.response) <= calls <= len(sample.response) + 3
-    assert ticks > 5
+    assert [len(sample.response) for _, sample in arrivals] == [passes for passes, _ in arrivals]
+    assert len(shapes) == 30
 
 
-def test_prompts_of_like_length_share_a_batch(hf_case: Case) -> None:
-    shapes: list[tuple[int, ...]] = []
-    hf_case.engine.model.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    hf_case.engine.max_rows = 2
-    requests = [Request(row, [FIRST] * length) for row, length in enumerate([9, 2, 8, 3, 5])]
+def test_prompts_of_like_length_enter_together(
+    hf_case: Case, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest first, and no more in a pass than fit it, or one row."""
+    monkeypatch.setattr(decoder, "PREFILL", 16)
+    requests = [Request(row, [FIRST] * length) for row, length in enumerate([20, 2, 8, 3, 5, 8])]
     run(hf_case.engine, requests, max_new_tokens=1)
-    assert shapes == [(2, 3), (2, 8), (1, 9)]
+    assert shapes == [(1, 20), (2, 8), (3, 5)]
 
 
 def fail_at_once(stream: Iterable[list[Sample]]) -> None:
@@ -551,31 +532,25 @@ def fail_at_once(stream: Iterable[list[Sample]]) -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("way", ["close", "exception", "between batches"])
-def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
-    engine, endless = slow.engine, RolloutConfig(max_new_tokens=1000)
-    engine.eos = engine.eos[:0]  # nothing ends: 20 s of work a batch
-    engine.max_rows = 1 if way == "between batches" else 64
-    start = time.monotonic()
+@pytest.mark.parametrize("way", ["close", "exception"])
+def test_a_consumer_that_leaves_ends_the_work(hf_case: Case, shapes: list[tuple[int, ...]], way: str) -> None:
+    engine, endless = hf_case.engine, RolloutConfig(max_new_tokens=10**6)
+    requests = [replace(request, length=10**6) for request in some_requests(4)]
     if way == "exception":
         with pytest.raises(ZeroDivisionError):
-            fail_at_once(engine.generate(some_requests(4), endless, seed=0))
+            fail_at_once(engine.generate(requests, endless, seed=0))
     else:
-        stream = engine.generate(some_requests(4), endless, seed=0)
+        stream = engine.generate(requests, endless, seed=0)
         assert next(stream) == []
-        assert len(generating()) == 1
         with pytest.raises(RuntimeError, match="being generated"):
             engine.load_weights([])
         with pytest.raises(RuntimeError, match="being generated"):
-            next(engine.generate(some_requests(4), endless, seed=0))
+            next(engine.generate(requests, endless, seed=0))
         stream.close()
-    assert not generating()
-    calls = engine.calls
-    assert calls < 100  # of 1,000: the step it was in, and no other batch
-    time.sleep(0.1)
-    assert engine.calls == calls
-    assert time.monotonic() - start < 10
+    assert not engine.decoder.busy
+    passes = len(shapes)
     assert collect(engine.generate(some_requests(1), RolloutConfig(max_new_tokens=2), seed=0))  # and it can go on
+    assert passes < len(shapes) <= passes + 2
 
 
 def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:
@@ -591,7 +566,6 @@ def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) ->
     with pytest.raises(ArithmeticError, match="the third token") as caught:
         run(hf_case.engine, some_requests(3))
     assert "explode" in [entry.name for entry in caught.traceback]
-    assert not generating()
     handle.remove()
     assert len(run(hf_case.engine, some_requests(3))) == 3
 

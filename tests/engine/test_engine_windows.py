@@ -11,7 +11,7 @@ from test_engine import CLOSE, FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import WHOLE, Window, hf, row_seed
+from splitppo.engine import WHOLE, Window, row_seed
 from splitppo.engine.vllm.client import AHEAD, first_rows, more_rows
 from splitppo.engine.vllm.rows import Rows
 from splitppo.rollout import Prompt, Request, Sample, Streams
@@ -128,13 +128,11 @@ def test_the_engine_has_rows_ahead() -> None:
     assert more_rows([Sample(0, [], [], [], "eos")], WHOLE) == []
 
 
-def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: Case, monkeypatch: Any) -> None:
-    """One slot has a row of the whole window, three have rows of five tokens."""
-    steps, draw = [], hf._Batch.draw
-    monkeypatch.setattr(hf._Batch, "draw", lambda self, *args: steps.append(1) or draw(self, *args))
+def test_the_embedded_engine_fills_its_slots_while_a_long_row_goes_on(hf_case: Case) -> None:
+    """One slot has a row of the whole window, three have rows of five tokens, which wait for a step when they end."""
     streams = Streams(4, prompt, [30, 5, 5, 5], windows=True)
     requests = [streams.request(1, slot) for slot in range(4)]
     window = Window(30, 4, streams.following)
     lists = hf_case.engine.generate(requests, RolloutConfig(max_new_tokens=40), seed=3, window=window)
     assert len([sample for samples in lists for sample in samples]) == 1 + 3 * 6
-    assert len(steps) == 30
+    assert 30 < hf_case.engine.decoder.steps <= 36
