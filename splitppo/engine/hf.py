@@ -1,36 +1,28 @@
-"""The embedded engine: an unsharded replica of the policy and the transformers library's generate(), in a thread.
+"""The embedded engine: an unsharded replica of the policy in the trainer's own process, and what draws its tokens.
 
-Two hooks are ours: a logits processor draws the token, so that a row's noise depends on the row alone, and a stopping
-criterion hands each row over when it ends. The library can't fill a row's place. With windows a call ends when a
-quarter of its slots wait, and the next one computes prefixes again.
+A row's noise depends on the row alone, so neither on the rows beside it nor on where windows cut it.
 """
 
 import copy
 import functools
 import math
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.initialization import no_init_weights
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import TICK, Ask, Piece, RolloutEngine, check_weights, weight_names
-from splitppo.engine.decoder import Decoder, Row
+from splitppo.engine import Ask, Piece, RolloutEngine, check_weights, weight_names
+from splitppo.engine.decoder import Decoder
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import eos_ids, vocabulary_size
-from splitppo.rollout import End
 
-# cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch 2.11: 0.9 ms a call).
-# Applies to the process during `generate`.
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
 
 
@@ -83,8 +75,8 @@ class HFEngine(RolloutEngine):
     """An unsharded replica of the policy on this rank. Its memory belongs to the trainer's own allocator.
 
     Args:
-        config: the policy's. Its attention implementation is ignored: generate() needs one of the library's.
-        max_rows: rows generated at once. More rows run as several batches, shortest prompts first.
+        config: the policy's. Its attention implementation is ignored: the cache needs one of the library's.
+        max_rows: rows decoded at once. Others wait until one has ended.
         folder: the model's, for the end ids in generation_config.json. Its other settings are ignored.
     """
 
@@ -98,17 +90,18 @@ class HFEngine(RolloutEngine):
             options: Any = {"attn_implementation": None, "trust_remote_code": bool(code_of(config))}
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
         self.model.tie_weights()  # no_init_weights leaves this out, too
-        self.model.generation_config = GenerationConfig()  # the defaults of every call
-        eos = eos_ids(config, tokenizer, folder)
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
-        self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
-        self.device, self.max_rows = device, max_rows
+        eos = set(eos_ids(config, tokenizer, folder))
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
+        self.decoder = Decoder(self.model, device=device, pad=pad, eos=eos, max_rows=max_rows)
+        self.device = device
         self.vocabulary = vocabulary_size(tokenizer)
-        self.decoder = Decoder(self.model, device, self.pad, set(eos), max_rows)
         self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
 
     def connect(self) -> str:
-        return "generate() of the transformers library"
+        kept = (
+            "rows enter and leave one by one" if self.decoder.movable else "all rows are computed again as some enter"
+        )
+        return f"transformers, in this process; {kept}"
 
     def close(self) -> None:
         self.loaded = False
@@ -126,43 +119,25 @@ class HFEngine(RolloutEngine):
         """The cache is the trainer's allocator's, and gone when no row is open."""
 
     def _begin(self, sampling: RolloutConfig, seed: int) -> None:
-        self._sampling, self._seed = sampling, seed
-        self._stop = self.stop_criteria(sampling.stop) if sampling.stop else None
-        self.decoder.eos = set(self.eos.tolist())
-        self.decoder.max_rows = self.max_rows
-        self._seconds = 0.0
-        self._steps = 0
+        stop = self.stop_criteria(sampling.stop) if sampling.stop else None
+        self.decoder.begin(functools.partial(self._draw, sampling, seed), stop)
 
     def _submit(self, asks: Sequence[Ask]) -> None:
-        self.decoder.queue.extend(Row(ask.row, list(ask.ids), ask.begun, ask.tokens, ask.free) for ask in asks)
+        self.decoder.submit(asks)
 
     def _poll(self) -> list[Piece]:
-        start, before = time.monotonic(), self.decoder.steps + self.decoder.prefills
-        ended: list[Row] = []
-        with torch.inference_mode(), sdpa_kernel(ATTENTION):
-            while self.decoder.busy and not ended:
-                ended = self.decoder.step(self._draw)
-                if time.monotonic() > start + TICK:
-                    break
-        self._steps += self.decoder.steps + self.decoder.prefills - before
-        self._seconds += time.monotonic() - start
-        self.step_ms = 1e3 * self._seconds / self._steps if self._steps else 0.0
-        return [Piece(row.key, row.tokens, row.logprobs, cast(End, row.end)) for row in ended]
+        ended = self.decoder.poll()
+        self.step_ms = 1e3 * self.decoder.seconds / max(1, self.decoder.steps)
+        return ended
 
     def _abort(self) -> None:
-        self.decoder.clear()  # the cache's memory too
+        self.decoder.abort()
 
-    def _draw(self, logits: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
-        """A token for each row, with its log-prob; sets the `end` of rows that a stop string ends."""
-        numbers = np.asarray([row.key for row in rows])
-        places = np.asarray([row.begun + len(row.tokens) for row in rows])
-        noise = torch.from_numpy(uniforms(self._seed, numbers, places)).to(logits.device, non_blocking=True)
+    def _draw(
+        self, sampling: RolloutConfig, seed: int, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        noise = torch.from_numpy(uniforms(seed, rows, positions))
+        noise = noise.to(logits.device, non_blocking=True)  # else the copy waits for the forward pass
         parts = zip(logits[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
-        drawn, logprobs = zip(*(draw(some, own, self._sampling) for some, own in parts), strict=True)
-        tokens, found = torch.stack([torch.cat(drawn).double(), torch.cat(logprobs).double()]).tolist()
-        tokens = [int(token) for token in tokens]
-        if self._stop is not None:
-            for row, token in zip(rows, tokens, strict=True):
-                if row.free and bool(self._stop(torch.tensor([[*row.tokens, token]]), None)[0]):
-                    row.end = "stop"
-        return tokens, found
+        tokens, logprobs = zip(*(draw(some, own, sampling) for some, own in parts), strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
-from splitppo.engine import Ask, RolloutEngine
+from splitppo.engine import Ask, RolloutEngine, decoder
 from splitppo.engine.hf import HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
@@ -554,7 +554,39 @@ def test_rows_enter_while_others_are_open(case: Case) -> None:
     assert found == due
 
 
-# What follows reaches into the embedded engine: it breaks its model.
+# What follows reaches into the embedded engine: it counts or breaks its model's forward passes.
+
+
+@pytest.fixture
+def shapes(hf_case: Case) -> list[tuple[int, ...]]:
+    """Rows and tokens of each forward pass of the engine's model."""
+    found: list[tuple[int, ...]] = []
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        found.append(tuple(kwargs["input_ids"].shape))
+
+    hf_case.engine.model.register_forward_pre_hook(note, with_kwargs=True)
+    return found
+
+
+def test_rows_come_out_at_the_step_they_finish(hf_case: Case, shapes: list[tuple[int, ...]]) -> None:
+    arrivals: list[tuple[int, Sample]] = []
+    for samples in stream(hf_case.engine, some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
+        arrivals += [(len(shapes), sample) for sample in samples]
+    assert len(arrivals) == 24
+    assert arrivals[0][0] < 15  # long before the batch's 30 steps
+    assert [len(sample.response) for _, sample in arrivals] == [passes for passes, _ in arrivals]
+    assert len(shapes) == 30
+
+
+def test_prompts_of_like_length_enter_together(
+    hf_case: Case, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest first, and no more in a pass than fit it, or one row."""
+    monkeypatch.setattr(decoder, "PREFILL", 16)
+    requests = [Request(row, [FIRST] * length) for row, length in enumerate([20, 2, 8, 3, 5, 8])]
+    run(hf_case.engine, requests, max_new_tokens=1)
+    assert shapes == [(1, 20), (2, 8), (3, 5)]
 
 
 def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:
