@@ -27,14 +27,14 @@ PROMPT = Prompt("", [5, 6, 7], "", "", {})
 def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
     """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
     sampler = Sampler(slots, lambda _: PROMPT, limit=max(lengths), window=window, lengths=lengths)
-    trained = 0
-    before = engine.decoder.steps
+    drawn = trained = 0
     for step in range(1, steps + 1):
         for ended in sampler.generate(engine, step, range(slots), RolloutConfig(), 0):
             trained += sum(sample.tokens for sample in ended)
+        drawn += engine.decoder.steps
         sampler.share(lambda part: [part])
     goes_on = sum(row.tokens for row in sampler.open.values())
-    return engine.decoder.steps - before, trained + goes_on, trained
+    return drawn, trained + goes_on, trained
 
 
 def main() -> None:
