@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ranks import run_ranks, run_threads
+from ranks import ALONE, run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
 from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
@@ -26,7 +26,7 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Sample, Streams
+from splitppo.rollout import OpenRow, Prompt, Rollout, Sample, Streams
 from splitppo.run import memory
 from splitppo.run.build import build_context
 from splitppo.run.checks import warnings
@@ -178,29 +178,37 @@ def stop(row: int, tokens: int, end: Any) -> Sample:
 
 
 def shared(group: Group) -> list[Any]:
-    """Three slots; rank 0 has the first two."""
+    """Three slots; rank 0 has the first two, and then the last two."""
     streams = Streams(3, prompt, [7, 8, 9, 10], windows=True)
     mine = [[stop(0, 2, "eos"), stop(3, 3, "window"), stop(1, 5, "limit")], [stop(2, 5, "window")]][group.dp_rank]
     ended = streams.take(1, mine)
     before = len(streams.open)
-    streams.share(group.all_gather)
-    return [ended, before, streams.state(), [streams.request(2, slot) for slot in range(3)]]
+    following = [[1, 2], [0]]
+    found = streams.share(group, lambda: following)
+    requests = [streams.request(2, slot) for slot in following[group.dp_rank]]
+    assert streams.held.keys() == {*following[group.dp_rank]}, "contents stay with the slot's owner"
+    return [ended, before, streams.state(group), requests, streams.open, found]
 
 
 def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
-    assert first[2:] == second[2:]
+    assert first[4:] == second[4:]
+    assert first[4] == {0: OpenRow(3, ((1, 3),)), 1: OpenRow(4), 2: OpenRow(2, ((1, 5),))}
+    assert first[5] == [[(0, 2), (3, 3)], [(1, 5)], [(2, 5)]]
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
-    assert second[0] == []
+    assert (second[0], second[2]) == ([], [])
     rows = [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
-    assert [entry[:-1] for entry in first[2]] == rows
     assert len({asked for *_, asked in first[2]}) == 3
-    asked = [(r.row, r.prompt, r.length, len(r.response), len(r.logprobs)) for r in first[3]]
-    assert asked == [(3, [3, 3], 10, 3, 3), (4, [4, 4], 7, 0, 0), (2, [2, 2], 9, 5, 5)]
-    goes_on = Streams(3, prompt, [], windows=True, limit=6)
-    goes_on.load_state(json.loads(json.dumps(rows)))  # of an earlier version, without hashes
+    requests = second[3] + first[3]
+    asked = [(r.row, list(r.prompt), r.length, list(r.response), list(r.logprobs)) for r in requests]
+    due = [(3, [3, 3], 10), (4, [4, 4], 7), (2, [2, 2], 9)]
+    assert asked == [(*known, ids, sampled) for known, (_, ids, sampled, _) in zip(due, rows, strict=True)]
+    for state in (rows, first[2]):  # an earlier version's without hashes, with lists
+        goes_on = Streams(3, prompt, [7, 8, 9, 10], windows=True)
+        goes_on.load_state(json.loads(json.dumps(state)))
+        assert [goes_on.request(2, slot) for slot in range(3)] == requests
     (row,) = goes_on.take(2, [stop(2, 9, "eos")])
-    assert (row.stretches, row.ages) == (((1, 5), (2, 4)), [1] * 5 + [0] * 4)
+    assert (row.stretches, Rollout([row]).ages().tolist()) == (((1, 5), (2, 4)), [1] * 5 + [0] * 4)
     assert goes_on.following(2).row == 5
     for slots, windows in ((4, True), (3, False)):
         with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
@@ -218,8 +226,8 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
 
     given = streams([])
     given.take(1, [stop(3, 3, "window"), stop(1, 5, "limit"), stop(2, 5, "window")])
-    given.share(lambda part: [part])
-    state = json.loads(json.dumps(given.state()))
+    given.share(ALONE, lambda: [range(3)])
+    state = json.loads(json.dumps(given.state(ALONE)))
     others.add(4)  # it has no token yet
     streams([]).load_state(state)
     with pytest.raises(UserError, match=r"new_tokens=5, and row 2 of .* goes on after 5 tokens; set it to 6 at least"):
@@ -234,29 +242,29 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
     placement = place(PlacementConfig(actor=2), world=3, local_world=3)
     for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
         config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
-        said: dict[str, str] = {"contexts/3": ""}
+        said: dict[str, str] = {"contexts/2": ""}
         store = SimpleNamespace(delete_key=said.pop)
         broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
         runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
         tokenizer, training = SimpleNamespace(decode=str), SimpleNamespace(prompts=[prompt(row) for row in range(9)])
         known = {"config": config, "placement": actors, "tokenizer": tokenizer, "vocabulary_size": 9}
         context = build_context(cast(Any, SimpleNamespace(**known)), runtime, cast(Any, training), [])
-        context.streams.open = {1: stop(1, 9, "window"), 3: stop(7, 4, "window")}
+        context.streams.open = {1: OpenRow(1, ((3, 5), (4, 4))), 3: OpenRow(7, ((4, 4),))}
         owned = context.ownership(5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}
             assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
             assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
         else:
-            assert (said, owned.orders) == ({"contexts/3": ""}, ())
+            assert (said, owned.orders) == ({"contexts/2": ""}, ())
 
 
 def test_without_windows_a_slot_has_one_row_a_step():
     streams = Streams(3, prompt, [], windows=False)
     assert [streams.request(3, slot).row for slot in range(3)] == [6, 7, 8]
     assert [row.row for row in streams.take(3, [stop(7, 2, "eos")])] == [7]
-    streams.share(lambda part: [part])
-    assert (streams.state(), streams.request(4, 1).row) == ([], 10)
+    streams.share(ALONE, list)
+    assert (streams.state(ALONE), streams.request(4, 1).row) == ([], 10)
 
 
 def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
@@ -316,7 +324,7 @@ def test_how_far_the_policy_has_moved_by_age():
 
 def test_a_step_without_rows_says_nothing_of_pretraining():
     pretraining = Pretraining(Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None)
-    nothing = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))
+    nothing = algo.moments(torch.zeros(0))
     pretraining.finish(1, nothing, nothing)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 

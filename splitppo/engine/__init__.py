@@ -1,7 +1,6 @@
 """The rollout engine: it takes the policy's weights, generates rows in the background and yields each when it ends."""
 
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
-from splitppo.rollout import End, Request, Sample
+from splitppo.rollout import IDS, LOGPROBS, End, Request, Sample, numbers, tensor_of
 
 TICK = 0.005  # seconds between two empty lists of `generate`
 
@@ -39,10 +38,11 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
 
 def extend(request: Request, tokens: Sequence[int], logprobs: Sequence[float], end: End) -> Sample:
     """A request's row with its new tokens. Raises FloatingPointError if one of their log-probs is NaN or infinite."""
-    if not all(map(math.isfinite, logprobs)):
+    new = numbers(logprobs, LOGPROBS)
+    if not tensor_of(new, LOGPROBS).isfinite().all():
         raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-    response, all_logprobs = [*request.response, *tokens], [*request.logprobs, *logprobs]
-    return Sample(request.row, request.prompt, response, all_logprobs, end)
+    response = numbers(request.response, IDS) + numbers(tokens, IDS)
+    return Sample(request.row, request.prompt, response, numbers(request.logprobs, LOGPROBS) + new, end)
 
 
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:

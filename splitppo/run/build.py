@@ -76,7 +76,8 @@ def build_context(
         if runtime and rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
             found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(context.streams.contexts()))
             contexts = json.loads(found)
-            runtime.store.delete_key(f"contexts/{step - 2}")  # all ranks have read it: rank 0 is no step ahead
+            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the step before
+            runtime.store.delete_key(f"contexts/{step - 3}")
         return own(
             seed=config.seed,
             step=step,
@@ -92,7 +93,7 @@ def build_context(
         owned,
         prompt,
         held_out,
-        functools.partial(resolved.tokenizer.decode, skip_special_tokens=True),
+        lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
         resolved.vocabulary_size,
         data.read_lengths(rollout),
     )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ranks import ALONE
 from test_engine import CLOSE, FIRST, Case, case, hf_case, tokenizer
 from test_vllm_rows import SAMPLING, Engine, core
 
@@ -44,13 +45,13 @@ def decode(
             rows = streams.take(step, stopped)
             assert not ended.keys() & {row.row for row in rows}, "a row has ended twice"
             ended |= {row.row: row for row in rows}
-        streams.share(lambda part: [part])
+        streams.share(ALONE, lambda: [range(SLOTS)])
         assert not window or [sampled[slot] for slot in range(SLOTS)] == [window] * SLOTS
     return ended
 
 
 def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str]]:
-    return {row: (sample.response, sample.end) for row, sample in rows.items()}
+    return {row: (list(sample.response), sample.end) for row, sample in rows.items()}
 
 
 def check(engine: Any, temperature: float) -> None:
@@ -62,7 +63,7 @@ def check(engine: Any, temperature: float) -> None:
         assert len(both) >= 2 * SLOTS
         assert {row: told(found)[row] for row in both} == {row: told(whole)[row] for row in both}
         for row in both:
-            assert found[row].logprobs == pytest.approx(whole[row].logprobs, abs=max(CLOSE, 1e-3))
+            assert list(found[row].logprobs) == pytest.approx(list(whole[row].logprobs), abs=max(CLOSE, 1e-3))
 
 
 def test_a_greedy_row_depends_neither_on_the_window_nor_on_the_rank(case: Case) -> None:

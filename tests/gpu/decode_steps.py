@@ -10,6 +10,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ PROMPT = Prompt("", [5, 6, 7], "", "", {})
 def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
     """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
     streams = Streams(slots, lambda _: PROMPT, lengths, windows=window > 0)
+    alone = SimpleNamespace(dp_rank=0, all_gather=lambda value: [value], all_to_all=list)
     drawn, made, trained, draw = 0, 0, 0, hf._Batch.draw
 
     def counted(self: Any, *args: Any) -> Any:
@@ -42,7 +44,7 @@ def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, 
         for stopped in engine.generate(requests, RolloutConfig(max_new_tokens=max(lengths)), seed=0, window=how):
             made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
             trained += sum(sample.tokens for sample in streams.take(step, stopped))
-        streams.share(lambda part: [part])
+        streams.share(alone, lambda: [range(slots)])
     hf._Batch.draw = draw  # type: ignore[method-assign]
     return drawn, made, trained
 
