@@ -97,17 +97,17 @@ class Actor:
         """The trainer needs the GPU now: the engine gives back the memory that an update will need."""
         self.engine.release_memory(trained=self.trained)
 
-    def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
+    def logprobs(self, step: int, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own; `[N]` the reference's,
         if it is here. Also returns the rollout's metrics."""
-        sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
+        sampled = rollout.logprobs()
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        slots = self.sampler.share(self.group.all_gather)
+        slots = self.sampler.share(self.group, lambda: self.context.ownership(step + 1).of_ranks("actor"))
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
             if not self.compared:
-                fresh = torch.tensor(self._ages(rollout)) == 0
+                fresh = rollout.ages() == 0
                 self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
@@ -142,8 +142,7 @@ class Actor:
         names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         if self.sampler.window:
-            sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
-            fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
+            fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
         weights, found = self._importance(rollout, old)
         waits = self.group.all_max([bool(advantages.isnan().any())])[0]
         mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
@@ -169,11 +168,11 @@ class Actor:
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the learner."""
+        """What a checkpoint holds beside the learner; all ranks of the group call it, and the first one's is whole."""
         return {
             "best": self.best,
             "validated_on": self.validated_on,
-            "open": self.sampler.state(),
+            "open": self.sampler.state(self.group),
             "waited": self.policy.waited,
         }
 
@@ -189,7 +188,7 @@ class Actor:
         ppo = self.context.config.ppo
         if ppo.importance == "off":
             return {}, {}
-        engine = [torch.tensor(sample.logprobs) for sample in rollout.samples]
+        engine = rollout.split(rollout.logprobs())
         weights, sums = algo.importance_weights(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
         *totals, tokens = self.group.all_sum(torch.tensor([*sums.values(), float(rollout.tokens)])).tolist()
         metrics = {f"actor/{name}": total / max(tokens, 1) for name, total in zip(sums, totals, strict=True)}
@@ -234,10 +233,6 @@ class Actor:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
 
-    def _ages(self, rollout: Rollout) -> list[int]:
-        """For each response token of the rows, how many steps ago it was sampled."""
-        return [age for sample in rollout.samples for age in sample.ages]
-
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
         """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
         Raises UserError on all of them if rounding does not explain the difference."""
@@ -262,13 +257,15 @@ class Actor:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows and
         tokens are left out if no row has ended."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
-        cut, ages = sum(sample.truncated for sample in rollout.samples), self._ages(rollout)
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), sum(ages), ages.count(0)]
+        cut = sum(sample.truncated for sample in rollout.samples)
+        ages = rollout.ages()
+        fresh = int((ages == 0).sum())
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), int(ages.sum()), fresh]
         summed = self.group.all_sum(torch.tensor([float(part) for part in (*counts, *sums.values())])).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
         worst = float(difference.max()) if len(difference) else 0.0
-        most = [max(numbers, default=0) for numbers in (rollout.lengths, ages)]
-        longest, oldest, worsts, step_ms = zip(*self.group.all_gather((*most, worst, self.engine.step_ms)), strict=True)
+        own = (max(rollout.lengths, default=0), int(ages.max()) if len(ages) else 0, worst, self.engine.step_ms)
+        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(own), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),

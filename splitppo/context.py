@@ -27,7 +27,7 @@ class Context:
     ownership: Callable[[int], Ownership]
     prompt: Callable[[int], Prompt]
     held_out: Sequence[Prompt]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[Sequence[int]], str]
     vocabulary_size: int
 
     def value_model(self, row: int) -> int:

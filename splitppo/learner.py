@@ -182,8 +182,8 @@ class Learner:
         plans = [[[rows[i] for i in micro] for micro in cut] for rows, cut in zip(owned, cuts, strict=True)]
         sums = []
         for rows in owned:
-            mask = pad_rows([torch.ones(rollout.lengths[i]) for i in rows]) if rows else torch.zeros(1, 1)
-            sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
+            lengths = torch.tensor([rollout.lengths[i] for i in rows], dtype=torch.int64)
+            sums.append([float(algo.aggregate_weight(lengths, self.aggregate)), float(lengths.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # a mini-batch may be without rows
         return [plans[i] for i in kept], [totals[i] for i in kept]
@@ -213,9 +213,10 @@ class Learner:
             packed = {name: [tensors[i] for i in rows] or [torch.zeros(1)] for name, tensors in by_row.items()}
             padded = {name: to_device(pad_rows(tensors), self.runner.device) for name, tensors in packed.items()}
             loss, metrics = objective(self.model, batch, padded)
-            loss = loss * (algo.aggregate_weight(batch.mask, self.aggregate) / total[0])
+            lengths = batch.mask.sum(dim=1)
+            loss = loss * (algo.aggregate_weight(lengths, self.aggregate) / total[0])
             loss.backward()
-            fraction = batch.mask.sum() / total[1]
+            fraction = lengths.sum() / total[1]
             parts = {name: value * fraction for name, value in metrics.items()} | {"loss": loss.detach()}
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         if self.gather_once:

@@ -6,6 +6,7 @@ The *response tokens* are those that the policy sampled. Losses, GAE and KL are 
 """
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
@@ -16,6 +17,8 @@ from torch import Tensor
 End = Literal["eos", "stop", "limit", "environment"]
 ENDS: tuple[End, ...] = get_args(End)
 HEADER = 6  # numbers that describe a row in `pack_rows`
+IDS = "i"  # the kind of an array of token ids: int32
+LOGPROBS = "f"  # of log-probs: float32
 
 
 def digest(*things: object) -> str:
@@ -48,7 +51,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row while it is open, and when it has ended.
+    """One row while it is open, and when it has ended. Its ids and log-probs are arrays, four bytes a number, whatever
+    sequences they are given as: they are copied, sent and pickled as bytes.
 
     Attributes:
         row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
@@ -63,20 +67,24 @@ class Sample:
     """
 
     row: int
-    prompt: list[int]
-    response: list[int]
-    logprobs: list[float]
+    prompt: Sequence[int]
+    response: Sequence[int]
+    logprobs: Sequence[float]
     end: End | None = None
     mask: list[bool] | None = None
     turns: tuple[int, ...] = ()
     stretches: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self):
+        for name, kind in (("prompt", IDS), ("response", IDS), ("logprobs", LOGPROBS)):
+            object.__setattr__(self, name, numbers(getattr(self, name), kind))
+
     def extended(self, step: int, tokens: Sequence[int], logprobs: Sequence[float], end: End | None) -> "Sample":
         """The row with tokens that a step's weights have sampled behind the others."""
         return replace(
             self,
-            response=[*self.response, *tokens],
-            logprobs=[*self.logprobs, *logprobs],
+            response=numbers(self.response, IDS) + numbers(tokens, IDS),
+            logprobs=numbers(self.logprobs, LOGPROBS) + numbers(logprobs, LOGPROBS),
             end=end,
             stretches=(*self.stretches, (step, len(tokens))),
         )
@@ -92,9 +100,9 @@ class Sample:
         return len(self.response) if self.mask is None else sum(self.mask)
 
     @property
-    def ages(self) -> list[int]:
-        """For each response token, how many steps before the row's last one it was sampled."""
-        return [self.stretches[-1][0] - step for step, tokens in self.stretches for _ in range(tokens)]
+    def ids(self) -> Tensor:
+        """Prompt and response, `[n]` int32."""
+        return torch.cat([tensor_of(self.prompt, IDS), tensor_of(self.response, IDS)])
 
     @property
     def places(self) -> Tensor:
@@ -102,14 +110,32 @@ class Sample:
         return torch.arange(len(self.response)) if self.mask is None else torch.tensor(self.mask).nonzero()[:, 0]
 
 
-def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Rows, without log-probs and stretches, as two lists of integers: `HEADER` numbers for each row, and all ids."""
-    header, ids = [], []
+def numbers(values: Sequence[float], kind: str) -> array:
+    """Ids (`IDS`) or log-probs (`LOGPROBS`) as an array; an array as it is."""
+    return values if isinstance(values, array) else array(kind, values)
+
+
+def tensor_of(values: Sequence[float], kind: str) -> Tensor:
+    """`[n]` int32 ids or float32 log-probs, in the array's memory."""
+    dtype = torch.int32 if kind == IDS else torch.float32
+    held = numbers(values, kind)
+    return torch.frombuffer(held, dtype=dtype) if held else torch.zeros(0, dtype=dtype)
+
+
+def array_of(tensor: Tensor, kind: str) -> array:
+    """A copy of an int32 or float32 tensor `[n]`."""
+    return array(kind, tensor.numpy().tobytes())
+
+
+def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], Tensor]:
+    """Rows, without log-probs and stretches: `HEADER` integers for each row, and all ids, `[n]` int32."""
+    header, ids = [], array(IDS)
     for sample in samples:
         masked, end = sample.mask is not None, ENDS.index(cast(End, sample.end))  # open rows do not travel
         header += [sample.row, len(sample.prompt), len(sample.response), end, len(sample.turns), masked]
-        ids += [*sample.prompt, *sample.response, *map(int, sample.mask or ()), *sample.turns]
-    return [int(number) for number in header], ids
+        for part in (sample.prompt, sample.response, sample.mask or (), sample.turns):
+            ids += numbers(part, IDS)
+    return [int(number) for number in header], tensor_of(ids, IDS)
 
 
 def packed_sizes(header: Sequence[int]) -> list[int]:
@@ -118,18 +144,27 @@ def packed_sizes(header: Sequence[int]) -> list[int]:
     return [prompt + response * (1 + masked) + turns for prompt, response, turns, masked in parts]
 
 
-def unpack_rows(header: Sequence[int], ids: Sequence[int]) -> list[Sample]:
+def unpack_rows(header: Sequence[int], ids: Tensor) -> list[Sample]:
     """The rows of `pack_rows`; their log-probs are empty."""
-    samples, at = [], 0
-    for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
+    samples = []
+    sizes = packed_sizes(header)
+    for first, part in zip(range(0, len(header), HEADER), ids.split(sizes), strict=True):
         row, prompt, response, end, _, masked = header[first : first + HEADER]
-        own = list(ids[at : at + size])
+        own = array_of(part, IDS)
         both = prompt + response
         mask = [bool(flag) for flag in own[both : both + response]] if masked else None
         turns = tuple(own[both + response * masked :])
         samples.append(Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns))
-        at += size
     return samples
+
+
+def exchange_rows(group: Any, parts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here, without log-probs."""
+    packed = [pack_rows(part) for part in parts]
+    headers = group.all_to_all([torch.tensor(header, dtype=torch.int64) for header, _ in packed])
+    ids = group.all_to_all([ids for _, ids in packed])
+    pairs = zip(headers, ids, strict=True)
+    return [sample for header, part in pairs for sample in unpack_rows(header.tolist(), part)]
 
 
 class Rollout:
@@ -169,17 +204,21 @@ class Rollout:
         """row -> `[T_i]`, for each row held here, to the packed `[N]`."""
         return torch.cat([by_row[row] for row in self.rows]) if self.rows else torch.zeros(0)
 
-    def pad(self, packed: Tensor) -> Tensor:
-        """`[N]` -> `[B, T]`, right-padded with 0."""
-        return pad_rows(self.split(packed)) if self.rows else packed.new_zeros(0, 0)
+    def sums(self, packed: Tensor) -> Tensor:
+        """`[N]` -> `[B]`, the sum of each row."""
+        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        wide = torch.zeros(len(self.rows), dtype=torch.float64).index_add_(0, row_of, packed.double())
+        return wide.to(packed.dtype)
 
-    def mask(self) -> Tensor:
-        """`[B, T]` bool: True at response tokens."""
-        return self.pad(torch.ones(self.tokens)).bool()
+    def logprobs(self) -> Tensor:
+        """`[N]` float32, the engine's log-probs of the response tokens."""
+        return torch.cat([torch.zeros(0), *(tensor_of(sample.logprobs, LOGPROBS) for sample in self.samples)])
 
-    def unpad(self, padded: Tensor) -> Tensor:
-        """`[B, T]` -> `[N]`."""
-        return padded[self.mask()]
+    def ages(self) -> Tensor:
+        """`[N]` int64: for each response token, how many steps before its row's last one it was sampled."""
+        parts = [(s.stretches[-1][0] - step, tokens) for s in self.samples for step, tokens in s.stretches]
+        ages, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
+        return ages.repeat_interleave(tokens)
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -203,7 +203,7 @@ def act_rank(group: Group) -> tuple:
     with pytest.raises(FloatingPointError):
         actor.sync()
     calls, bad[:] = list(engine.calls), []
-    logprobs, noted = actor.logprobs(rollout)
+    logprobs, noted = actor.logprobs(1, rollout)
     given_up = packed(OLD, rank).mul(torch.nan)  # the critic has none to give yet
     told = [
         noted | actor.update(step, rollout, logprobs, sent) for step, sent in ((1, given_up), (2, packed(OLD, rank)))
@@ -273,7 +273,7 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     log = SimpleNamespace(first=False, finish=lambda step, metrics: done.append(("line", step, metrics)))
     run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
     run.links = SimpleNamespace(wire=wire)
-    run.config, run.start = parse([]), 0
+    run.config, run.start, run.written = parse([]), 0, None
     run.savers, run.bad = {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))}, {}
     run.finish("critic", 3, {"x": 1.0})
     assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
@@ -290,7 +290,7 @@ def test_the_critics_state_goes_through_json():
         due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
         assert before.state() == due | {"scored_by": before.scored_by}
         before.kl.coef = 0.37
-        before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
+        before.past_scores = algo.moments(torch.tensor([1.0, 3.0, -5.0, 1.0]))
         state = json.loads(json.dumps(before.state()))
         after.load_state(state)
         assert after.kl.coef == 0.37

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ranks import run_ranks, run_threads
+from ranks import ALONE, run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
 from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
@@ -26,12 +26,12 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Prompt, Rollout, Sample
 from splitppo.run import memory
 from splitppo.run.build import build_context, build_sampler
 from splitppo.run.checks import warnings
 from splitppo.run.main import dry_run
-from splitppo.sampler import Sampler
+from splitppo.sampler import OpenRow, Sampler
 
 __all__ = ["inputs"]  # the fixture
 
@@ -213,26 +213,33 @@ OF_ROWS = [2, 5, 9, 10]  # their lengths; from row 4 on again
 
 
 def shared(group: Group) -> list[Any]:
-    """Three slots; rank 0 has the first two."""
+    """Three slots; rank 0 has the first two, and then the last two."""
     sampler = sampler_of(OF_ROWS)
     ended, _ = drawn(sampler, 1, [[0, 1], [2]][group.dp_rank])
     before = len(sampler.open)
-    decoded = sampler.share(group.all_gather)
-    return [ended, before, decoded, sampler.state(), [sampler.row(2, slot).row for slot in range(3)]]
+    following = [[1, 2], [0]]
+    decoded = sampler.share(group, lambda: following)
+    begun = [sampler.row(2, slot) for slot in following[group.dp_rank]]
+    assert sampler.held.keys() == {*following[group.dp_rank]}, "contents stay with the slot's owner"
+    return [ended, before, sampler.state(group), begun, decoded, sampler.open]
 
 
 def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
-    assert first[2:] == second[2:]
+    assert first[4:] == second[4:]
+    assert first[5] == {0: OpenRow(3, ((1, 3),)), 1: OpenRow(4), 2: OpenRow(2, ((1, 5),))}
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
-    assert second[0] == []
-    assert first[2] == [[(0, 2), (3, 3)], [(1, 5)], [(2, 5)]]
+    assert (second[0], second[2]) == ([], [])
+    assert first[4] == [[(0, 2), (3, 3)], [(1, 5)], [(2, 5)]]
     rows = [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
-    assert [entry[:-1] for entry in first[3]] == rows
-    assert len({asked for *_, asked in first[3]}) == 3
-    assert first[4] == [3, 4, 2]
+    assert len({asked for *_, asked in first[2]}) == 3
+    begun = second[3] + first[3]
+    assert [[row.row, [*row.response], [*row.logprobs], [*row.stretches]] for row in begun] == rows
     goes_on = sampler_of(OF_ROWS)
-    goes_on.load_state(json.loads(json.dumps(rows)))  # of an earlier version, without hashes
+    for state in (rows, first[2]):  # an earlier version's without hashes, with lists
+        goes_on = sampler_of(OF_ROWS)
+        goes_on.load_state(json.loads(json.dumps(state)))
+        assert [goes_on.row(2, slot) for slot in range(3)] == begun
     assert goes_on.contexts() == [5, 2, 7]
     ended, asked = drawn(goes_on, 2, [2, 1, 0])
     # those with the fewest tokens come first; a slot that has ended a row asks for the next one at once
@@ -243,14 +250,15 @@ def test_every_rank_knows_the_rows_that_go_on():
         (7, [7, 7], 0, 3, False),
         (5, [5, 5], 0, 1, False),
     ]
-    assert [(row.row, row.end, row.stretches, row.ages) for row in ended] == [
-        (4, "limit", ((2, 2),), [0, 0]),
-        (2, "limit", ((1, 5), (2, 4)), [1] * 5 + [0] * 4),
+    assert [(row.row, row.end, row.stretches) for row in ended] == [
+        (4, "limit", ((2, 2),)),
+        (2, "limit", ((1, 5), (2, 4))),
     ]
-    assert ended[1].response == [*range(9)]
+    assert [*ended[1].response] == [*range(9)]
+    assert Rollout(ended).ages().tolist() == [1] * 5 + [0] * 4 + [0, 0]
     for slots, window in ((4, 5), (3, 0)):
         with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
-            sampler_of([], slots=slots, window=window).load_state(first[3])
+            sampler_of([], slots=slots, window=window).load_state(first[2])
 
 
 def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
@@ -261,8 +269,8 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
 
     given = sampler_of([], asked=asked_for, limit=6)
     drawn(given, 1, range(3))
-    given.share(lambda part: [part])
-    state = json.loads(json.dumps(given.state()))
+    given.share(ALONE, lambda: [range(3)])
+    state = json.loads(json.dumps(given.state(ALONE)))
     sampler_of([], asked=asked_for, limit=6).load_state(state)
     with pytest.raises(UserError, match=r"new_tokens=5, and row 0 of .* goes on after 5 tokens; set it to 6 at least"):
         sampler_of([], asked=asked_for, limit=5).load_state(state)
@@ -276,7 +284,7 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
     placement = place(PlacementConfig(actor=2), world=3, local_world=3)
     for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
         config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
-        said: dict[str, str] = {"contexts/3": ""}
+        said: dict[str, str] = {"contexts/2": ""}
         store = SimpleNamespace(delete_key=said.pop)
         broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
         runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
@@ -285,14 +293,14 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
         context = build_context(resolved, runtime, sampler, [])
-        sampler.open = {slot: Sample(row, [row, row], [5] * size, []) for slot, row, size in ((1, 1, 9), (3, 7, 4))}
+        sampler.open = {1: OpenRow(1, ((3, 5), (4, 4))), 3: OpenRow(7, ((4, 4),))}
         owned = context.ownership(5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}
             assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
             assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
         else:
-            assert (said, owned.orders) == ({"contexts/3": ""}, ())
+            assert (said, owned.orders) == ({"contexts/2": ""}, ())
 
 
 def test_without_windows_a_slot_has_one_row_a_step():
@@ -300,8 +308,8 @@ def test_without_windows_a_slot_has_one_row_a_step():
     ended, asked = drawn(sampler, 3, [0, 2])
     assert [(row.row, row.end, row.tokens) for row in ended] == [(6, "limit", 4), (8, "limit", 4)]
     assert [ask.free for ask in asked] == [True, True]
-    sampler.share(lambda part: [part])
-    assert (sampler.state(), sampler.row(4, 1).row) == ([], 10)
+    sampler.share(ALONE, list)
+    assert (sampler.state(ALONE), sampler.row(4, 1).row) == ([], 10)
 
 
 def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
@@ -361,7 +369,7 @@ def test_how_far_the_policy_has_moved_by_age():
 
 def test_a_step_without_rows_says_nothing_of_pretraining():
     pretraining = Pretraining(Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None)
-    nothing = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))
+    nothing = algo.moments(torch.zeros(0))
     pretraining.finish(1, nothing, nothing)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 

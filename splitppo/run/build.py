@@ -88,7 +88,8 @@ def build_context(resolved: Resolved, runtime: Runtime, sampler: Sampler, held_o
         contexts: list[int] = []
         if rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
             contexts = json.loads(runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts())))
-            runtime.store.delete_key(f"contexts/{step - 2}")  # all ranks have read it: rank 0 is no step ahead
+            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the step before
+            runtime.store.delete_key(f"contexts/{step - 3}")
         return own(
             seed=config.seed,
             step=step,
@@ -99,7 +100,9 @@ def build_context(resolved: Resolved, runtime: Runtime, sampler: Sampler, held_o
             contexts=contexts,
         )
 
-    decode = functools.partial(resolved.tokenizer.decode, skip_special_tokens=True)
+    def decode(ids: Sequence[int]) -> str:
+        return resolved.tokenizer.decode(list(ids), skip_special_tokens=True)
+
     return Context(config, owned, sampler.prompt, held_out, decode, resolved.vocabulary_size)
 
 

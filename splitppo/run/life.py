@@ -2,7 +2,8 @@
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ class Run:
         self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
         self.logs: dict[Role, ColumnLog] = {}
         self.links: Links | None = None
+        self.writer = ThreadPoolExecutor(1, "samples")
+        self.written: Future[None] | None = None  # the step's samples
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
         runtime.status.set_phase("reading the data")
@@ -166,6 +169,8 @@ class Run:
         """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run has the metrics of all
         steps before. Raises FloatingPointError if no update of the last `BAD_STEPS` steps had a finite gradient."""
         log = self.logs[role]
+        if role == "critic" and self.written:
+            self.written.result()
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.barrier(f"barrier of step {step}")
@@ -181,10 +186,10 @@ class Run:
         if role == "actor":
             self.trackers.update()
 
-    def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Writes a step's samples; the critic group's first rank does."""
-        if self.runtime.groups["critic"].is_first and samples:
-            write_rows(self.folder / "samples", step, samples)
+    def write_samples(self, step: int, samples: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """Starts a thread that writes a step's samples, on the critic group's first rank; `finish` waits for it."""
+        if self.runtime.groups["critic"].is_first:
+            self.written = self.writer.submit(lambda: write_rows(self.folder / "samples", step, samples()))
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most

@@ -23,7 +23,6 @@ from splitppo.engine.hf import HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
 GPUS = min(gpus(), 1)  # vLLM's part runs on one, if there is one
@@ -84,6 +83,21 @@ class Request:
     row: int
     prompt: list[int]
     length: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What an engine has drawn for a request."""
+
+    row: int
+    prompt: list[int]
+    response: list[int]
+    logprobs: list[float]
+    end: str
+
+    @property
+    def truncated(self) -> bool:
+        return self.end == "limit"
 
 
 @dataclass
@@ -216,20 +230,20 @@ def some_requests(count: int = 24) -> list[Request]:
     return [Request(3 * index + 1, prompt) for index, prompt in enumerate(draws)]
 
 
-def stream(engine: Any, requests: list[Request], sampling: RolloutConfig, *, seed: int) -> Iterator[list[Sample]]:
+def stream(engine: Any, requests: list[Request], sampling: RolloutConfig, *, seed: int) -> Iterator[list[Drawn]]:
     """The rows as they end; empty lists in between."""
     prompts, most = {request.row: request.prompt for request in requests}, sampling.max_new_tokens
     engine.begin(sampling, seed)
     try:
         engine.submit([Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests])
         while engine.open:
-            yield [Sample(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end) for p in engine.poll()]
+            yield [Drawn(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end) for p in engine.poll()]
     finally:
         engine.abort()
 
 
-def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
-    rows: dict[int, Sample] = {}
+def collect(lists: Iterable[list[Drawn]]) -> dict[int, Drawn]:
+    rows: dict[int, Drawn] = {}
     for samples in lists:
         for sample in samples:
             assert sample.row not in rows, f"row {sample.row} came out twice"
@@ -237,12 +251,12 @@ def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
     return rows
 
 
-def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Sample]:
+def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Drawn]:
     settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
     return collect(stream(engine, requests, RolloutConfig(**settings), seed=seed))
 
 
-def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
+def responses(rows: dict[int, Drawn]) -> dict[int, list[int]]:
     return {row: sample.response for row, sample in sorted(rows.items())}
 
 
@@ -570,7 +584,7 @@ def shapes(hf_case: Case) -> list[tuple[int, ...]]:
 
 
 def test_rows_come_out_at_the_step_they_finish(hf_case: Case, shapes: list[tuple[int, ...]]) -> None:
-    arrivals: list[tuple[int, Sample]] = []
+    arrivals: list[tuple[int, Drawn]] = []
     for samples in stream(hf_case.engine, some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
         arrivals += [(len(shapes), sample) for sample in samples]
     assert len(arrivals) == 24

@@ -26,6 +26,7 @@ from test_engine import (
     FIRST,
     GPUS,
     VOCAB,
+    Drawn,
     Request,
     collect,
     llama_config,
@@ -55,7 +56,6 @@ from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.tiny import model_config
 from splitppo.placement import Placement
-from splitppo.rollout import Sample
 from splitppo.tools import export
 
 ROOT = Path(__file__).parents[2]
@@ -690,7 +690,7 @@ def engine(vllm_pool: Any) -> Any:
     return engine
 
 
-def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
+def differences(rows: dict[int, Drawn], model: LlamaForCausalLM) -> Tensor:
     """Of the engine's log-probs and those of a plain forward."""
     found = []
     for sample in rows.values():

@@ -10,6 +10,8 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,12 +29,13 @@ PROMPT = Prompt("", [5, 6, 7], "", "", {})
 def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
     """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
     sampler = Sampler(slots, lambda _: PROMPT, limit=max(lengths), window=window, lengths=lengths)
+    alone: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
     drawn = trained = 0
     for step in range(1, steps + 1):
         for ended in sampler.generate(engine, step, range(slots), RolloutConfig(), 0):
             trained += sum(sample.tokens for sample in ended)
         drawn += engine.decoder.steps
-        sampler.share(lambda part: [part])
+        sampler.share(alone, lambda: [range(slots)])
     goes_on = sum(row.tokens for row in sampler.open.values())
     return drawn, trained + goes_on, trained
 

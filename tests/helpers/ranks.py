@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -170,6 +171,10 @@ class ThreadGroup:
         found = list(self.line.shown)
         self.line.barrier.wait()
         return found
+
+
+# A `Group` of one rank, as far as what only gathers and exchanges asks.
+ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
 
 
 class ThreadMesh:
