@@ -6,13 +6,12 @@ which. Rows that enter run through the model alone; their keys and values are co
 one. A key may lie in any column, since it was rotated by its place in the row.
 
 Models whose cache holds more than keys and values by column (linear attention, convolutions) can't take single rows
-in. When rows enter there, all rows are computed again.
+in. When rows enter there, all rows are computed again; where there is no cache at all, at each token.
 """
 
 import inspect
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +62,12 @@ class _Columns(DynamicLayer):
     """A layer's keys and values `[P, H, C, D]` of P places, with room for more columns: those of open rows begin at
     `first`, the next token's is `at`. Only the new column is written, where the library's layer copies all of them."""
 
+    first = at = 0
+
     def __init__(self, like: DynamicLayer, places: int, columns: int):
         super().__init__()
         self.is_initialized = True
-        self.first = self.at = 0
-        if like.keys is not None:  # None: the layer reads another one's
+        if like.keys is not None and like.values is not None:  # if not, the layer reads another one's
             self.keys = like.keys.new_zeros(places, like.keys.shape[1], columns, like.keys.shape[3])
             self.values = like.values.new_zeros(places, like.values.shape[1], columns, like.values.shape[3])
 
@@ -100,16 +100,14 @@ class Decoder:
     def __init__(self, model: Any, *, device: torch.device, pad: int, eos: set[int], max_rows: int):
         self.model, self.device = model, device
         self.pad, self.eos, self.max_rows = pad, eos, max_rows
-        accepts = inspect.signature(model.forward).parameters
-        self._cache_name = next(name for name in CACHES if name in accepts)
-        self._takes_positions = "position_ids" in accepts
-        self._takes_keep = "logits_to_keep" in accepts
-        self.movable = is_movable(model.config)
+        self._accepts = inspect.signature(model.forward).parameters
+        self._cached = any(name in self._accepts for name in CACHES)
+        self.movable = self._cached and is_movable(model.config)
         self.abort()
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or any(self._places)
+        return bool(self._queue or self._rows)
 
     def begin(self, draw: Draw, stop: StopStringCriteria | None = None) -> None:
         """How tokens are drawn for the rows to come. `stop` gets what was drawn for a row, never the prompt."""
@@ -118,9 +116,9 @@ class Decoder:
         self.steps = 0
         self.seconds = 0.0
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Iterable[Ask]) -> None:
         """Rows to decode, in this order if they are more than there are places."""
-        self._queue.extend(_Row(ask) for ask in asks)
+        self._queue += [_Row(ask) for ask in asks]
 
     def poll(self) -> list[Piece]:
         """Decodes until rows end, but no longer than `TICK` and a step. Returns those rows."""
@@ -131,13 +129,13 @@ class Decoder:
                 ended = self._step()
         self.seconds += time.monotonic() - start
         if not self.busy:
-            self.abort()
+            self.abort()  # frees the cache
         return ended
 
     def abort(self) -> None:
         """Drops all rows, and the cache."""
-        self._queue: deque[_Row] = deque()
-        self._places: list[_Row | None] = []
+        self._queue: list[_Row] = []
+        self._rows: dict[int, _Row] = {}  # by place
         self._cache: Any = None
         self._mask = torch.zeros(0, 1, 0, 1, dtype=torch.long, device=self.device)  # as the keys, `[P, 1, C, 1]`
         self._at = 0  # the column of the next token
@@ -146,152 +144,133 @@ class Decoder:
     def _step(self) -> list[Piece]:
         """A token for each row in a place, or for those that enter: once idle places have lost as much as that costs.
         So the sum of both is at most twice the least possible, whatever lengths the rows have."""
-        live = len(self._live())
-        count = min(self.max_rows - live, len(self._queue))
-        if count or self.movable:
-            self._idle += max(len(self._places) - live, count)
-            if not live or self._idle >= self._cost(count) * len(self._places):
-                return self._enter([self._queue.popleft() for _ in range(count)])
+        entering = self._queue[: self.max_rows - len(self._rows)]
+        places = self._mask.shape[0]
+        idle = max(places - len(self._rows) if self.movable else 0, len(entering))
+        self._idle += idle
+        cost = 1.0  # in decode steps: of a forward pass beside what its tokens take, which waiting does not save
+        if not self.movable:
+            cost += sum(row.length for row in [*self._rows.values(), *entering]) / RECOMPUTED
+        if not self._cached or (idle and (not self._rows or self._idle >= cost * places)):
+            del self._queue[: len(entering)]
+            return self._enter(entering)
         return self._decode()
 
-    def _cost(self, count: int) -> float:
-        """What it costs, in decode steps, that so many rows enter: what a prefill costs beside its tokens."""
-        if self.movable:
-            return 1.0
-        rows = [row for row in self._places if row] + [self._queue[index] for index in range(count)]
-        return 1.0 + sum(row.length for row in rows) / RECOMPUTED
-
-    def _live(self) -> list[int]:
-        return [place for place, row in enumerate(self._places) if row]
-
     def _decode(self) -> list[Piece]:
-        live = self._live()
         if self._at == self._mask.shape[2]:
-            live = self._arrange([])
-        first = self._at + 1 - max(self._places[place].length for place in live)  # type: ignore[union-attr]
-        self._mask[:, :, self._at] = 1
+            self._arrange([])
+        first = self._at + 1 - max(row.length for row in self._rows.values()) if self.movable else 0
         for layer in self._cache.layers if self.movable else ():
             layer.first = first
             layer.at = self._at
+        self._mask[:, :, self._at] = 1
         self._at += 1
         self.steps += 1
-        newest = [(row.tokens[-1], row.length - 1) if row else (self.pad, 0) for row in self._places]
-        ids, positions = torch.tensor(newest, device=self.device).T.unsqueeze(-1)
-        mask = self._mask[:, 0, first if self.movable else 0 : self._at, 0]
-        logits = self._forward(ids, mask, positions)
-        return self._take(logits if len(live) == len(self._places) else logits[live], live)
+        newest = [(self.pad, 0)] * self._mask.shape[0]
+        for place, row in self._rows.items():
+            newest[place] = row.tokens[-1], row.length - 1
+        ids, positions = torch.tensor(newest, device=self.device).T[:, :, None]
+        logits = self._forward(ids, self._mask[:, 0, first : self._at, 0], positions, self._cache)
+        return self._take(logits[list(self._rows)], dict(self._rows))
 
     def _enter(self, rows: list[_Row]) -> list[Piece]:
-        """Rows get places and their first token."""
+        """Rows get places and their first token. Without any, the places are as many as the open rows."""
         self._idle = 0
-        ended: list[Piece] = []
         if not self.movable:
-            rows = [row for row in self._places if row] + rows
-            self._places = []
-        rows.sort(key=lambda row: row.length, reverse=True)
-        taken = self._live()
-        free = len(self._places) - len(taken)
-        if free != len(rows) or (rows and rows[0].length > self._at):
-            taken = self._arrange(rows)
-        places = [place for place in range(len(self._places)) if place not in set(taken)]
+            rows = [*self._rows.values(), *rows]
+            self._rows = {}
+            self._at = 0  # a new cache
         self.steps += bool(rows)
+        rows.sort(key=lambda row: row.length, reverse=True)
+        if len(self._rows) + len(rows) != self._mask.shape[0] or rows[0].length > self._at:
+            self._arrange(rows)
+        places = [place for place in range(self._mask.shape[0]) if place not in self._rows]
+        ended: list[Piece] = []
         while rows:  # the longest first: a pass is as wide as its first row
             count = max(1, PREFILL // rows[0].length) if self.movable else len(rows)
-            ended += self._prefill(rows[:count], places[:count])
+            ended += self._prefill(dict(zip(places, rows[:count], strict=False)))
             rows, places = rows[count:], places[count:]
         return ended
 
-    def _prefill(self, rows: list[_Row], places: list[int]) -> list[Piece]:
-        """One forward pass of rows alone, and a token for each."""
-        contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows]
+    def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
+        """One forward pass of rows alone, by place, and a token for each."""
+        contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
         ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = (ids >= 0).long()
-        kept, self._cache = self._cache, DynamicCache() if self.movable else None
-        logits = self._forward(ids.where(ids >= 0, self.pad), mask, (mask.cumsum(-1) - 1).clamp(min=0))
-        columns = slice(self._at - ids.shape[1], self._at)
+        cache = DynamicCache(config=None if self.movable else self.model.config)
+        logits = self._forward(ids.where(ids >= 0, self.pad), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        places, columns = list(rows), slice(self._at - ids.shape[1], self._at)
         self._mask[places] = 0
         self._mask[places, :, columns] = mask[:, None, :, None]
-        if self.movable:
-            alone, shape = self._cache, self._mask.shape
-            self._cache = kept or Cache(layers=[_Columns(layer, shape[0], shape[2]) for layer in alone.layers])
-            for layer, given in zip(self._cache.layers, alone.layers, strict=True):
-                if given.keys is not None:
-                    layer.keys[places, :, columns] = given.keys
-                    layer.values[places, :, columns] = given.values
-        for place, row in zip(places, rows, strict=True):
-            self._places[place] = row
-        return self._take(logits, places)
+        if not self.movable:
+            self._cache = cache
+        elif not self._cache:
+            size = self._mask.shape
+            self._cache = Cache(layers=[_Columns(layer, size[0], size[2]) for layer in cache.layers])
+        for layer, alone in zip(self._cache.layers, cache.layers, strict=True):
+            if self.movable and alone.keys is not None:
+                layer.keys[places, :, columns] = alone.keys
+                layer.values[places, :, columns] = alone.values
+        self._rows |= rows
+        return self._take(logits, rows)
 
-    def _arrange(self, entering: list[_Row]) -> list[int]:
-        """Makes the batch anew: places for open rows and for those that enter, columns for the longest and room for
-        more. Returns the places of open rows, the first ones."""
-        live = self._live()
-        rows = [row for row in self._places if row]
+    def _arrange(self, entering: list[_Row]) -> None:
+        """Makes the batch anew: places for open rows, the first ones, and for those that enter; columns for the
+        longest, and room for more."""
+        rows, live, end = list(self._rows.values()), list(self._rows), self._at
         used = max((row.length - 1 for row in rows), default=0)
-        at = max([used, *(row.length for row in entering)])
-        room = max(row.left for row in rows + entering)
-        columns = at + (min(room, at // 4 + ROOM) if self.movable else room)
+        self._at = max([used, *(row.length for row in entering)])
+        room = max(row.left for row in [*rows, *entering])
+        columns = self._at + (min(room, self._at // 4 + ROOM) if self.movable else room)
 
         def moved(given: Tensor) -> Tensor:
             new = given.new_zeros(len(rows) + len(entering), given.shape[1], columns, given.shape[3])
-            new[: len(live), :, at - used : at] = given[live, :, self._at - used : self._at]
+            new[: len(rows), :, self._at - used : self._at] = given[live, :, end - used : end]
             return new
 
+        self._rows = dict(enumerate(rows))
         self._mask = moved(self._mask)
+        self._cache = self._cache if rows else None
         for layer in self._cache.layers if rows else ():
             if layer.keys is not None:
-                layer.keys = moved(layer.keys)
-                layer.values = moved(layer.values)
-        if not rows:
-            self._cache = None
-        self._at = at
-        self._places = rows + [None] * len(entering)
-        return list(range(len(rows)))
+                layer.keys, layer.values = moved(layer.keys), moved(layer.values)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask `[R, C + T]`
-        of both. Returns the logits of the last ones, `[R, V]` float32."""
-        given: dict[str, Any] = {self._cache_name: self._cache}
-        if self._takes_positions:
-            given["position_ids"] = positions
-        if self._takes_keep:
-            given["logits_to_keep"] = 1
-        out = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
-        self._cache = out[self._cache_name]
-        return out.logits[:, -1].float()
+        of both. Returns the logits of the last ones, `[R, V]`."""
+        given = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
+        known: Any = {name: value for name, value in given.items() if name in self._accepts}
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, attention_mask=mask, use_cache=True, is_first_iteration=ids.shape == mask.shape, **known
+        )
+        return self.model(**inputs).logits[:, -1]
 
-    def _take(self, logits: Tensor, places: list[int]) -> list[Piece]:
-        """Draws a token for the rows in these places, from logits `[R, V]`. Rows that end leave."""
-        rows: list[_Row] = [row for place in places if (row := self._places[place])]
-        numbers = np.asarray([row.ask.row for row in rows])
-        positions = np.asarray([row.ask.begun + len(row.tokens) for row in rows])
-        drawn = [part.double() for part in self._draw(logits, numbers, positions)]
+    def _take(self, logits: Tensor, rows: dict[int, _Row]) -> list[Piece]:
+        """Draws a token for each row, by place, from logits `[R, V]`. Rows that end leave."""
+        numbers = np.asarray([row.ask.row for row in rows.values()])
+        positions = np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()])
+        drawn = [part.double() for part in self._draw(logits.float(), numbers, positions)]
         tokens, logprobs = torch.stack(drawn).tolist()  # the only wait for the device in a step
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for row, token, logprob in zip(rows.values(), tokens, logprobs, strict=True):
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
         ended = []
-        for place, row, stopped in zip(places, rows, self._stopped(rows), strict=True):
-            if end := self._end(row, stopped=stopped):
-                self._places[place] = None
+        for (place, row), stopped in zip(rows.items(), self._stopped(list(rows.values())), strict=True):
+            found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
+            end: End | None = (found if row.ask.free else None) or (None if row.left else "limit")
+            if end:
+                del self._rows[place]
                 ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))
         return ended
 
-    def _end(self, row: _Row, *, stopped: bool) -> End | None:
-        if row.ask.free and row.tokens[-1] in self.eos:
-            return "eos"
-        if row.ask.free and stopped:
-            return "stop"
-        return None if row.left else "limit"
-
     def _stopped(self, rows: list[_Row]) -> list[bool]:
         """For each row, whether a stop string ends in its last token."""
-        if self._stop is None:
+        if not self._stop:
             return [False] * len(rows)
         most = self._stop.maximum_token_len  # it looks at so many tokens
-        ends = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
+        last = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
         scores: Any = None
-        return self._stop(torch.tensor(ends), scores).tolist()
+        return self._stop(torch.tensor(last), scores).tolist()
 
 
 def is_movable(config: PretrainedConfig) -> bool:
