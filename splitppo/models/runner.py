@@ -67,25 +67,27 @@ class Runner:
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
-        own = [[(row, rollout.totals[rollout.index[row]]) for row in rows] for rows in mini_batches]
+        own = [{row: rollout.totals[rollout.index[row]] for row in rows} for rows in mini_batches]
         kept: list[list[int]] = []
         sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
-        for parts in zip(*group.all_gather(own), strict=True):  # what each rank has of a mini-batch
-            rows = sorted(row for part in parts for row in part)
-            bins = partition(work(model, [tokens for _, tokens in rows]), group.dp_size) or []
-            places = {rows[i][0]: rank for rank, part in enumerate(bins) for i in part}
-            kept.append([rows[i][0] for i in bins[group.dp_rank]])
-            for row, _ in parts[group.dp_rank]:
-                sent[places[row]].append(row)
+        for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
+            every: dict[int, int] = {}  # row of the mini-batch -> its tokens
+            for part in parts:
+                every |= part
+            rows = sorted(every)
+            bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
+            kept.append([rows[i] for i in bins[group.dp_rank]])
+            for rank, places in enumerate(bins):
+                sent[rank] += [rows[i] for i in places if rows[i] in mine]
         samples = exchange_rows(group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent])
         # a token's values side by side, so that one row's part follows another's
         stacked = torch.stack(list(fields.values()))
         values = torch.cat(group.all_to_all([rollout.select(stacked, rows).T.flatten() for rows in sent]))
         pieces = values.view(-1, len(fields)).split([sample.tokens for sample in samples])
         by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
-        mine = Rollout(samples)
-        packed = torch.cat([stacked.T[:0], *(by_row[row] for row in mine.rows)])
-        return mine, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
+        got = Rollout(samples)
+        packed = torch.cat([stacked.T[:0], *(by_row[row] for row in got.rows)])
+        return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 
     def gather(self, samples: Sequence[Sample], group: Group) -> list[Sample]:
         """The samples of all ranks of a group, in their order, without log-probs; all of them call it."""

@@ -238,10 +238,10 @@ def test_logprobs_match_an_unpadded_forward(case: Case, temperature: float) -> N
     assert len({len(request.prompt) for request in requests}) > 4  # so there is padding on the left
     for request in requests:
         sample = rows[request.row]
-        assert sample.prompt == request.prompt
-        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        assert list(sample.prompt) == request.prompt
+        logits = plain_logits(case.model, sample.ids.tolist())[len(sample.prompt) - 1 : -1]
         logits = logits / (temperature or 1.0)
-        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), list(sample.response)]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=CLOSE, rtol=0)
 
 
@@ -251,7 +251,7 @@ def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k
     if GPUS and top_k and top_p < 1:
         pytest.xfail("vLLM 0.26 on GPUs keeps other tokens where both are set: docs/vllm.md")
     for sample in run(case.engine, some_requests(), temperature=2.0, top_k=top_k, top_p=top_p).values():
-        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1] / 2.0
+        logits = plain_logits(case.model, sample.ids.tolist())[len(sample.prompt) - 1 : -1] / 2.0
         for line, token, logprob in zip(logits, sample.response, sample.logprobs, strict=True):
             probs, order = line.softmax(-1).sort(descending=True)
             likely = len(probs) if top_k == 0 else top_k
@@ -297,7 +297,7 @@ def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:
         tokens = list(sample.prompt)
         while len(tokens) < len(sample.prompt) + 12 and tokens[-1] not in (EOS, OTHER_EOS):
             tokens.append(int(plain_logits(case.model, tokens)[-1].argmax()))
-        assert tokens[len(sample.prompt) :] == sample.response, row
+        assert tokens[len(sample.prompt) :] == list(sample.response), row
 
 
 def test_a_row_ends_at_an_end_token_or_at_the_length(case: Case) -> None:
@@ -328,12 +328,12 @@ def test_an_end_on_the_last_allowed_token_is_finished(case: Case) -> None:
 def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokenizerFast) -> None:
     requests = some_requests(48)
     free = run(case.engine, requests, max_new_tokens=20)
-    texts = {row: tokenizer.decode(sample.response) for row, sample in free.items()}
+    texts = {row: tokenizer.decode(list(sample.response)) for row, sample in free.items()}
     # A pair from inside a response, and one that a prompt begins and its response ends: the latter must not count.
     long = next(sample for sample in free.values() if len(sample.response) == 20)
     across = next(sample for sample in free.values() if min(sample.response[0], sample.prompt[-1]) >= FIRST)
     pairs = long.response[9:11], [across.prompt[-1], across.response[0]]
-    stops = tuple(str(tokenizer.decode(pair)) for pair in pairs)
+    stops = tuple(str(tokenizer.decode(list(pair))) for pair in pairs)
     stopped = run(case.engine, requests, max_new_tokens=20, stop=stops)
     cut = 0
     for row, sample in stopped.items():
@@ -343,7 +343,7 @@ def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokeni
         length = ends[0] if ends else len(letters)
         assert sample.response == free[row].response[:length], (texts[row], stops)
         assert sample.end == ("stop" if ends else free[row].end)
-        assert sample.logprobs == pytest.approx(free[row].logprobs[:length], abs=CLOSE / 10)
+        assert list(sample.logprobs) == pytest.approx(list(free[row].logprobs[:length]), abs=CLOSE / 10)
         cut += length < len(letters)
     assert cut >= 1
     assert len(stopped[across.row].response) > 1
@@ -431,8 +431,8 @@ def test_new_weights_change_the_output_and_old_ones_restore_it(case: Case) -> No
     case.engine.load_weights((name, tensor.to(torch.float64)) for name, tensor in other.state_dict().items())
     after = run(case.engine, requests)
     for sample in after.values():
-        logits = plain_logits(other, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
+        logits = plain_logits(other, sample.ids.tolist())[len(sample.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), list(sample.response)]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=CLOSE, rtol=0)
     assert responses(after) != responses(before)
     case.engine.load_weights(case.model.state_dict().items())
@@ -480,8 +480,8 @@ def test_tied_weights_may_come_by_either_name(case: Case, left_out: tuple[str, .
     engine = case.make(load=False, config=config)
     engine.load_weights((name, tensor) for name, tensor in model.state_dict().items() if name not in left_out)
     for sample in run(engine, some_requests(4)).values():
-        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
+        logits = plain_logits(model, sample.ids.tolist())[len(sample.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(sample.response)), list(sample.response)]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=CLOSE, rtol=0)
     with pytest.raises(ValueError, match="missing"):
         engine.load_weights(

@@ -79,9 +79,14 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     assert rows.ranks() == {0, 1}
     assert rows.step() == rows.step() == []
     (rank, mine), (other, cut) = rows.step()
-    assert (rank, mine.row, mine.prompt, mine.response) == (0, 3, [11, 12], [7, 5, 6])
-    assert (mine.logprobs, mine.end) == ([-0.5, -4.0, -6.0], "eos")
-    assert (other, cut.response, cut.logprobs, cut.end) == (1, [8, 9, 4, 2], [-1.0, -2.0, -3.0, -7.0], "limit")
+    assert (rank, mine.row, list(mine.prompt), list(mine.response)) == (0, 3, [11, 12], [7, 5, 6])
+    assert (list(mine.logprobs), mine.end) == ([-0.5, -4.0, -6.0], "eos")
+    assert (other, list(cut.response), list(cut.logprobs), cut.end) == (
+        1,
+        [8, 9, 4, 2],
+        [-1.0, -2.0, -3.0, -7.0],
+        "limit",
+    )
     assert rows.ranks() == set()
 
 
@@ -93,7 +98,7 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
-    assert [(rank, sample.response) for rank, sample in rows.step()] == [(1, [6])]  # what comes late is dropped
+    assert [(rank, list(sample.response)) for rank, sample in rows.step()] == [(1, [6])]  # what comes late is dropped
 
 
 def test_rows_that_strings_may_end_go_through_the_front_end():
@@ -107,7 +112,7 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     rows.add(0, {r.row: [r] for r in requests}, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
     assert engine.aborted == []
     assert rows.step() == []
-    told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]
+    told = [(rank, s.row, list(s.response), list(s.logprobs), s.end) for rank, s in rows.step()]
     assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
     assert [sample.end for _, sample in rows.step()] == ["eos"]  # by a token, whose number is the reason
     rows.abort(0)
