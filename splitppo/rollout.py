@@ -10,7 +10,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -241,8 +241,7 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-@dataclass(frozen=True)
-class OpenRow:
+class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, and (step, tokens) for each step that sampled some."""
 
     row: int
