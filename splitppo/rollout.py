@@ -64,7 +64,7 @@ class Request:
     """
 
     row: int
-    prompt: list[int]
+    prompt: Sequence[int]
     length: int | None = None
     response: Sequence[int] = ()
     logprobs: Sequence[float] = ()

@@ -80,7 +80,7 @@ def old_gae(rewards: Tensor, values: Tensor, mask: Tensor, lam: float) -> tuple[
     return advantages, advantages + torch.where(mask, values, 0.0)
 
 
-def old_advantages(lengths: list[int], old: Tensor, ref: Tensor, values: Tensor, scores: Tensor) -> list[Tensor]:
+def old_advantages(lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor) -> list[Tensor]:
     def pad(packed: Tensor) -> Tensor:
         return pad_sequence(list(packed.split(lengths)), batch_first=True)
 
@@ -161,7 +161,7 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
     ids = torch.zeros(sum(lengths) + len(PROMPT) * len(lengths), dtype=torch.int64)
     values = torch.zeros(sum(lengths), FIELDS)
     mini = [list(range(i, len(lengths), MINI)) for i in range(MINI)]
-    clock("before", "advantages", lambda: old_advantages(own_lengths, *packed, torch.zeros(count)))
+    clock("before", "advantages", lambda: old_advantages(own_lengths, torch.zeros(count), *packed))
     clock("before", "tensors", lambda: torch.tensor([x for row in mine for x in row.logprobs]), 2)
     ages = lambda: torch.tensor([age for n in own_lengths for age in (0, 1) for _ in range(n // 2)])  # noqa: E731
     clock("before", "ages", ages, 2)
@@ -192,7 +192,7 @@ def now(clock: Clock, lengths: list[int], ranks: int) -> None:
     samples = [[sample_of(row, lengths[row]) for row in range(rank, len(lengths), ranks)] for rank in range(ranks)]
     rollout = Rollout(samples[0])
     packed = [torch.randn(rollout.tokens) for _ in range(3)]
-    clock("now", "advantages", lambda: new_advantages(rollout.lengths, *packed, torch.zeros(len(rollout.rows))))
+    clock("now", "advantages", lambda: new_advantages(rollout.lengths, torch.zeros(len(rollout.rows)), *packed))
     clock("now", "tensors", rollout.logprobs, 2)
     clock("now", "ages", rollout.ages, 2)
     message = clock("now", "wire", lambda: pack_rows(samples[0]))
@@ -207,7 +207,7 @@ def now(clock: Clock, lengths: list[int], ranks: int) -> None:
     run_threads(ranks, exchange, clock, samples, owned)
 
 
-def new_advantages(lengths: list[int], old: Tensor, ref: Tensor, values: Tensor, scores: Tensor) -> list[Tensor]:
+def new_advantages(lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor) -> list[Tensor]:
     rewards = algo.token_rewards(scores, algo.kl_estimate(old, ref, "k1"), lengths, kl_coef=0.1)
     advantages, returns = algo.gae(rewards, values, lengths, gamma=1.0, lam=0.95)
     return [algo.whiten(advantages), returns, advantages, rewards]
@@ -236,11 +236,11 @@ def long_row() -> None:
     lengths = [32_768] + [20] * 1000
     packed = [torch.randn(sum(lengths)) for _ in range(3)]
     scores = torch.zeros(len(lengths))
-    new_advantages([3, 2], *(torch.zeros(5) for _ in range(3)), torch.zeros(2))
+    new_advantages([3, 2], torch.zeros(2), *(torch.zeros(5) for _ in range(3)))
     for side, work in (("now", new_advantages), ("before", old_advantages)):
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.thread_time()
-        found = work(lengths, *packed, scores)
+        found = work(lengths, scores, *packed)
         spent = time.thread_time() - start
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 2**20
         print(f"one row of 32k among 1,000 of 20, advantages {side}: {spent:.2f} s, {grown:.2f} GiB", flush=True)
