@@ -12,8 +12,7 @@ from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from splitppo.rollout import IDS, LOGPROBS, Prompt, Sample, array_of, digest, nu
 RECORDED = 32  # slots, the first, whose rows the metrics have
 
 
-@dataclass(frozen=True)
-class OpenRow:
+class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, and (step, tokens) for each step that sampled some."""
 
     row: int

@@ -8,7 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -106,8 +106,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         for finished in generate(self, step):
             for s in finished if odd != "exact" else ():
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
+                logprobs = cast(Any, s.logprobs)
                 for i, change in enumerate(off):
-                    s.logprobs[i] += change
+                    logprobs[i] += change
             by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
             yield [
                 replace(s, end="eos" if by_itself[s.row] and s.row % BATCH not in cut else "limit") for s in finished

@@ -96,7 +96,7 @@ def partition(
     filled = [0] * count
     sizes = sizes or [0] * len(costs)
     cheapest = [(0.0, k) for k in range(count)]  # a heap
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones, the first comes first
         full = []  # cheaper bins, without room for the item
         while cheapest and bins[k := cheapest[0][1]] and filled[k] + sizes[i] > room:
             full.append(heappop(cheapest))

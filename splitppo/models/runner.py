@@ -13,9 +13,8 @@ from splitppo.models.attention import is_packed
 from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
-from splitppo.models.sharding import all_gather
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import Rollout, Sample, exchange_rows, pack_rows, unpack_rows
+from splitppo.rollout import Rollout, Sample, exchange_rows
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -67,39 +66,29 @@ class Runner:
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
-        own = [[(row, rollout.totals[rollout.index[row]]) for row in rows] for rows in mini_batches]
+        own = [{row: rollout.totals[rollout.index[row]] for row in rows} for rows in mini_batches]
         kept: list[list[int]] = []
         sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
-        for parts in zip(*group.all_gather(own), strict=True):  # what each rank has of a mini-batch
-            rows = sorted(row for part in parts for row in part)
-            bins = partition(work(model, [tokens for _, tokens in rows]), group.dp_size) or []
-            places = {rows[i][0]: rank for rank, part in enumerate(bins) for i in part}
-            kept.append([rows[i][0] for i in bins[group.dp_rank]])
-            for row, _ in parts[group.dp_rank]:
-                sent[places[row]].append(row)
+        for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
+            every: dict[int, int] = {}  # row of the mini-batch -> its tokens
+            for part in parts:
+                every |= part
+            rows = sorted(every)
+            bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
+            kept.append([rows[i] for i in bins[group.dp_rank]])
+            for rank, places in enumerate(bins):
+                sent[rank] += [rows[i] for i in places if rows[i] in mine]
         samples = exchange_rows(group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent])
         # a token's values side by side, so that one row's part follows another's
-        stacked = torch.stack(list(fields.values()))
-        values = torch.cat(group.all_to_all([rollout.select(stacked, rows).T.flatten() for rows in sent]))
-        pieces = values.view(-1, len(fields)).split([sample.tokens for sample in samples])
+        stacked = torch.stack(list(fields.values()), dim=1)
+        held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
+        parts = [torch.cat([stacked[:0], *(held[row] for row in rows)]).flatten() for rows in sent]
+        values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
+        pieces = values.split([sample.tokens for sample in samples])
         by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
-        mine = Rollout(samples)
-        packed = torch.cat([stacked.T[:0], *(by_row[row] for row in mine.rows)])
-        return mine, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
-
-    def gather(self, samples: Sequence[Sample], group: Group) -> list[Sample]:
-        """The samples of all ranks of a group, in their order, without log-probs; all of them call it."""
-        header, ids = pack_rows(samples)
-        every = self._gather(torch.tensor(header, dtype=torch.int64), group)
-        return unpack_rows(every.tolist(), self._gather(ids, group))
-
-    def _gather(self, own: Tensor, group: Group) -> Tensor:
-        """The tensors `[n]` of all ranks of a group, joined in their order, on the CPU."""
-        sizes = group.all_gather(len(own))
-        padded = own.new_zeros(max(sizes), device=self.device)
-        padded[: len(own)] = own
-        gathered = all_gather(padded, group.mesh.get_group(0)).cpu()
-        return torch.cat([line[:size] for line, size in zip(gathered, sizes, strict=True)])
+        got = Rollout(samples)
+        packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
+        return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 
 
 def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
@@ -120,7 +109,9 @@ class Frozen:
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
         ranks = parts_of(self.model).ranks
-        return self.runner.gather(samples, ranks.peers) if ranks and ranks.peers else list(samples)
+        if ranks is None or ranks.peers is None:
+            return list(samples)
+        return exchange_rows(ranks.peers, [samples] * ranks.peers.dp_size)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""

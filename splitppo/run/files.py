@@ -97,9 +97,7 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows, if there are any, to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md)."""
-    if not rows:
-        return
+    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]

@@ -188,8 +188,13 @@ class Run:
 
     def write_samples(self, step: int, samples: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Starts a thread that writes a step's samples, on the critic group's first rank; `finish` waits for it."""
+
+        def write() -> None:
+            if rows := samples():
+                write_rows(self.folder / "samples", step, rows)
+
         if self.runtime.groups["critic"].is_first:
-            self.written = self.writer.submit(lambda: write_rows(self.folder / "samples", step, samples()))
+            self.written = self.writer.submit(write)
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most

@@ -150,12 +150,15 @@ def _child(
     os._exit(0)
 
 
+PATIENCE = 20.0  # seconds that a thread waits for the others
+
+
 class _Line:
     """Ranks along one axis of a `ThreadMesh`: what a process group is to a DeviceMesh."""
 
     def __init__(self, size: int) -> None:
         self.shown: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
 
 
 class ThreadGroup:
