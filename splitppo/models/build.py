@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
+from splitppo.models.heads import PolicyModel, ValueModel
 
 Kind = Literal["policy", "value", "reward"]
 HEAD = ("score.weight", "score.bias")  # of a value model
@@ -131,26 +132,6 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     return config
 
 
-class ValueModel(nn.Module):
-    """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
-    model and its folder (`base_model_prefix`). The head runs in float32, in which values near each other differ."""
-
-    float32 = ("score",)
-
-    def __init__(self, causal: Any):
-        super().__init__()
-        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
-        if causal.base_model is causal:
-            raise UserError(f"{type(causal).__name__} has no body apart from its head; use another model")
-        setattr(self, self.base_model_prefix, causal.base_model)
-        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
-
-    def forward(self, at: Tensor, **inputs: Any) -> Tensor:
-        """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
-        states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
-        return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
-
-
 def build(
     config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32, *, packed: bool = False
 ) -> nn.Module:
@@ -167,7 +148,9 @@ def build(
         for i in range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0)):
             ignored.append(rf"\.{i}\.")
         names = get_model_conversion_mapping(model), ignored
-        model = ValueModel(model) if kind == "value" else model
+        if kind != "reward" and model.base_model is model:
+            raise UserError(f"{type(model).__name__} has no body apart from its head; use another model")
+        model = model if kind == "reward" else ValueModel(model) if kind == "value" else PolicyModel(model)
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 

@@ -19,7 +19,8 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
-from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
+from splitppo.models.build import HEAD, Kind, build, check_type, folder_error, hf_name, on_meta
+from splitppo.models.heads import ValueModel
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
@@ -89,7 +90,7 @@ def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: b
     the model started; the tokenizer is that of the folder `tokenizer`."""
     is_value = isinstance(model, ValueModel)
     prefix = f"{model.base_model_prefix}."
-    written: Any = getattr(model, model.base_model_prefix) if is_value else model
+    written: Any = getattr(model, model.base_model_prefix) if is_value else model.causal
     weights = model.state_dict()
     if is_value and type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         config = deepcopy(model.config)
