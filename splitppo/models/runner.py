@@ -94,7 +94,7 @@ class Runner:
         sizes = group.all_gather(len(own))
         padded = own.new_zeros(max(sizes), device=self.device)
         padded[: len(own)] = own
-        gathered = all_gather(padded, group.mesh.get_group(0)).cpu()
+        gathered = all_gather(padded, group.mesh.get_group("rows")).cpu()
         return torch.cat([line[:size] for line, size in zip(gathered, sizes, strict=True)])
 
 
