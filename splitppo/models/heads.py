@@ -128,7 +128,4 @@ def token_outputs(
     return logprobs, algo.entropy(scaled) if entropy else torch.zeros_like(logprobs)
 
 
-@cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compiled once for the policy and the reference."""
-    return torch.compile(token_outputs)
+_compiled = cache(lambda: torch.compile(token_outputs))  # once for the policy and the reference
