@@ -25,6 +25,7 @@ class Group:
     are a set: they share rows, whatever for (tensor parallelism). So sums and gathers run along `rows` alone.
 
     Attributes:
+        sizes: axis -> its length. set_axes: all but `rows`.
         dp_rank, dp_size: place along `rows`, and its length.
         set_rank, set_size: place in the set, the last axis running fastest, and its size.
         speaks: whether this rank is the first of its set, which sends and receives rows for all of it.

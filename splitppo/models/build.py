@@ -157,14 +157,18 @@ def build(
         model = auto.from_config(config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options)
         model.tie_weights()  # no_init_weights leaves this out, too
         # how names in the folder become names in the model (names.py); transformers needs its own class to tell
-        ignored = [f"{SCALE}$", "inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
-        for i in range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0)):
-            ignored.append(rf"\.{i}\.")
+        left_out = range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0))
+        ignored = [
+            f"{SCALE}$",
+            "inv_freq$",
+            *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
+            *(rf"\.{layer}\." for layer in left_out),
+        ]
         head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []  # its name in some families
         names = [*get_model_conversion_mapping(model), *head], ignored
         if kind != "reward" and model.base_model is model:
             raise UserError(f"{type(model).__name__} has no body apart from its head; use another model")
-        model = model if kind == "reward" else ValueModel(model) if kind == "value" else PolicyModel(model)
+        model = model if kind == "reward" else ValueModel(model) if kind == "value" else PolicyModel(model.eval())
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
@@ -191,8 +195,7 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
         except re.error as error:
             raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
         if not found:
-            some = ", ".join(list(weights)[1:4])
-            raise UserError(f"{setting}={part} matches no weight; their names are like {some}")
+            raise UserError(f"{setting}={part} matches no weight; their names are like {', '.join(list(weights)[1:4])}")
         for name in found:
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):

@@ -29,7 +29,8 @@ class PolicyModel(nn.Module):
 
     def __init__(self, causal: Any):
         super().__init__()
-        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
+        self.config = causal.config
+        self.base_model_prefix = causal.base_model_prefix
         self._modules = causal._modules
         self.__dict__["causal"] = causal  # no child: its parts are named above
         rest = copy(causal)
@@ -44,7 +45,8 @@ class PolicyModel(nn.Module):
             tokens: `[N]`, the tokens that were chosen there.
         """
         body = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)
-        kind, states = type(body), body[0].flatten(0, 1)[at][None]
+        kind = type(body)
+        states = body[0].flatten(0, 1)[at][None]
 
         def run(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             return measure(self.after_body(kind(last_hidden_state=states)).logits, tokens)

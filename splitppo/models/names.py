@@ -59,8 +59,9 @@ def sources(model: Any, folder: str, stored: Iterable[str]) -> tuple[dict[str, t
     renames = [part for part in conversions if part not in merges]
     ties = {outside(alias): outside(main) for alias, main in ties_of(model).items()}
     known = dict.fromkeys([*weights_of(model), *ties, *buffers_of(model)], True)
-    body = f"{model.base_model_prefix}."
-    modules = {part.split(".")[0] for name in known for part in (name, name.removeprefix(body))}
+    modules = {
+        part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
+    }
     found: dict[str, tuple[str, ...]] = {}
     unexpected: list[str] = []
     for source in stored:
@@ -81,6 +82,5 @@ def sources(model: Any, folder: str, stored: Iterable[str]) -> tuple[dict[str, t
 
 def of_classifier(classifier: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A value model's weights by the names of transformers' classifier of the type, whose head has another name."""
-    body = f"{classifier.base_model_prefix}."
-    head = next(name for name in classifier.state_dict() if not name.startswith(body)).rpartition(".")[0]
-    return {re.sub(r"^score(?=\.)", head, name): weight for name, weight in weights.items()}
+    head = next(name for name in classifier.state_dict() if not name.startswith(f"{classifier.base_model_prefix}."))
+    return {re.sub(r"^score(?=\.)", head.rpartition(".")[0], name): weight for name, weight in weights.items()}
