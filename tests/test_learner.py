@@ -141,7 +141,7 @@ def plain(folder, kind, weights):
         with torch.no_grad():
             ids = torch.tensor([sample.prompt + sample.response])
             if kind == "policy":
-                logits = model(input_ids=ids).logits[0]
+                logits = model.causal(input_ids=ids).logits[0]
             else:
                 logits = model.score(model.model(input_ids=ids).last_hidden_state)[0]
         at = slice(len(sample.prompt) - 1, -1)

@@ -56,7 +56,7 @@ class PolicyModel(nn.Module):
             checkpoint(run, part, chosen.clone(), use_reentrant=False)
             for part, chosen in zip(states.split(LOGIT_PIECE, 1), tokens[None].split(LOGIT_PIECE, 1), strict=True)
         ]
-        return [torch.cat(parts, 1)[0] for parts in zip(*pieces, strict=True)]
+        return [torch.cat([part[0] for part in parts]) for parts in zip(*pieces, strict=True)]
 
 
 class ValueModel(nn.Module):
