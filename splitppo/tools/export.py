@@ -110,6 +110,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     import torch
 
     from splitppo.models import build as models
+    from splitppo.models.names import numbered, weights_of
     from splitppo.models.weights import fill, materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
 
@@ -122,8 +123,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
         return model
     materialize(model, cpu)
     read_buffers(model, source)
-    prefix = f"{number}." if number else ""  # as in run/saver.py
-    weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {numbered(name, number): weight.detach() for name, weight in weights_of(model).items()}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
     read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
     return model

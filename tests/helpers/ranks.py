@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -184,21 +185,21 @@ class ThreadMesh:
     """The mesh of a rank that is a thread, as far as `Group` asks a DeviceMesh.
 
     Attributes:
-        at: the rank's place along each axis.
+        at: the rank's place along each axis: `rows`, `tensor`, or between them also `sequence`.
     """
 
     def __init__(self, shape: tuple[int, ...], at: tuple[int, ...], groups: list[ThreadGroup]) -> None:
         self.shape, self.at, self.groups = shape, at, groups
-        self.ndim = len(shape)
+        self.mesh_dim_names = ("rows", "sequence", "tensor") if len(shape) > 2 else ("rows", "tensor")[: len(shape)]
 
-    def get_local_rank(self, axis: int) -> int:
-        return self.at[axis]
+    def get_local_rank(self, axis: str) -> int:
+        return self.at[self.mesh_dim_names.index(axis)]
 
-    def size(self, axis: int) -> int:
-        return self.shape[axis]
+    def size(self) -> int:
+        return math.prod(self.shape)
 
-    def get_group(self, axis: int) -> ThreadGroup:
-        return self.groups[axis]
+    def get_group(self, axis: str) -> ThreadGroup:
+        return self.groups[self.mesh_dim_names.index(axis)]
 
 
 def thread_groups(*shape: int) -> tuple[list[Group], Callable[[], None]]:
