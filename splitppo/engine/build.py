@@ -30,7 +30,7 @@ def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
     lines, rollout = [], config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
-        slow = "vLLM is not installed: the transformers library's generate() is used, several times slower"
+        slow = "vLLM is not installed: the engine hf is used, several times slower"
         lines.append(f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning")
     if rollout.top_p < 1 or rollout.top_k > 0:
         given = f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated"

@@ -1,13 +1,14 @@
-"""Decode steps and tokens of rollouts with windows and without, counted: no clock, so any machine will do.
+"""Decode steps, tokens and processor seconds of rollouts with windows and without, of the embedded engine.
 
     python tests/gpu/decode_steps.py [--slots 128] [--lengths lognormal:62:256] [--windows 0 32 64 128] [--steps 8]
 
-A decode step is one token of each row alive. The embedded engine fills a place when waiting has cost as much as a
-prefill; vLLM fills it at once, which takes W steps a window.
+A decode step is one forward pass, also where rows enter. Waiting rows enter when idle places have lost as much as a
+step; vLLM fills a slot at once, which takes W steps a window.
 """
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,18 +27,25 @@ from splitppo.tools.bench import lengths_of
 PROMPT = Prompt("", [5, 6, 7], "", "", {})
 
 
-def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
-    """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
+def count(
+    engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int
+) -> tuple[int, int, int, float]:
+    """Forward passes, tokens decoded, tokens of rows that ended, and seconds, over some training steps."""
     sampler = Sampler(slots, lambda _: PROMPT, limit=max(lengths), window=window, lengths=lengths)
     alone: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
-    drawn = trained = 0
+    passes: list[Any] = []
+    hook = engine.model.register_forward_pre_hook(lambda *args: passes.append(1))
+    trained = 0
+    seconds = 0.0
     for step in range(1, steps + 1):
-        for ended in sampler.generate(engine, step, range(slots), RolloutConfig(), 0):
-            trained += sum(sample.tokens for sample in ended)
-        drawn += engine.decoder.steps
+        start = time.process_time()
+        lists = list(sampler.generate(engine, step, range(slots), RolloutConfig(), 0))
+        seconds += time.process_time() - start
+        trained += sum(sample.tokens for ended in lists for sample in ended)
         sampler.share(alone, lambda: [range(slots)])
+    hook.remove()
     goes_on = sum(row.tokens for row in sampler.open.values())
-    return drawn, trained + goes_on, trained
+    return len(passes), trained + goes_on, trained, seconds
 
 
 def main() -> None:
@@ -59,13 +67,13 @@ def main() -> None:
         base = None
         for window in options.windows:
             steps = options.steps if not window else round(options.steps * sum(lengths) / len(lengths) / window)
-            drawn, made, trained = count(engine, options.slots, lengths, window, max(1, steps))
+            drawn, made, trained, seconds = count(engine, options.slots, lengths, window, max(1, steps))
             rate = 1000 * drawn / made
             base = base or rate
             at_once = f", {base / (1000 / options.slots):.2f}x fewer filled at once" if window else ""
             print(
                 f"window {window:>4}: {drawn:>5} decode steps for {made:,} tokens ({trained:,} of rows that ended): "
-                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}",
+                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}; {1e6 * seconds / made:.1f} us a token",
                 flush=True,
             )
 
