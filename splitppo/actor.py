@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics
-from splitppo.engine import WHOLE, RolloutEngine, Window
+from splitppo.engine import RolloutEngine
 from splitppo.errors import UserError, say, warn
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.rollout import Rollout, Sample, digest
+from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
@@ -43,6 +44,7 @@ class Actor:
         outputs: PolicyOutputs,
         reference: Reference | None,
         engine: RolloutEngine,
+        sampler: Sampler,
         *,
         engine_dtype: torch.dtype,
         validator: Validator,
@@ -50,7 +52,7 @@ class Actor:
         self.context, self.policy, self.reference, self.engine = context, policy, reference, engine
         self.group, self.learners = policy.runner.group, [policy]
         self.engine_dtype, self.validator = engine_dtype, validator
-        self._outputs, self.streams = outputs, context.streams
+        self._outputs, self.sampler = outputs, sampler
         self.synced = -1
         self.compared = False  # whether the engine's log-probs have been compared with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -68,7 +70,7 @@ class Actor:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        given = ["old", "ref", "advantages", *["sampled", "age"] * self.streams.windows]
+        given = ["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)]
         self.policy.warm_up(partial(self._outputs, entropy=True), self._objective, fields=2, given=given)
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -84,13 +86,10 @@ class Actor:
 
     def generate(self, step: int) -> Iterator[list[Sample]]:
         """The rows of this rank's slots as they end; empty lists in between. Prints its progress if it takes long."""
-        rollout, streams = self.context.config.rollout, self.streams
+        config = self.context.config
         slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
-        requests = [streams.request(step, slot) for slot in slots]
-        window = Window(rollout.window, streams.slots, streams.following) if rollout.window else WHOLE
-        done, printed, seed = 0, time.monotonic(), self.context.config.seed
-        for stopped in self.engine.generate(requests, rollout, seed=seed, window=window):
-            ended = streams.take(step, stopped)
+        done, printed = 0, time.monotonic()
+        for ended in self.sampler.generate(self.engine, step, slots, config.rollout, config.seed, self.group):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
                 say(f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots")
@@ -101,17 +100,17 @@ class Actor:
         """The trainer needs the GPU now: the engine gives back the memory that an update will need."""
         self.engine.release_memory(trained=self.trained)
 
-    def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
+    def logprobs(self, step: int, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own; `[N]` the reference's,
         if it is here. Also returns the rollout's metrics."""
-        sampled = torch.tensor([logprob for sample in rollout.samples for logprob in sample.logprobs])
+        sampled = rollout.logprobs()
         by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        slots = self.streams.share(self.group.all_gather)
+        slots = self.sampler.share(self.group, lambda: self.context.ownership(step + 1).of_ranks("actor"))
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
             if not self.compared:
-                fresh = torch.tensor(self._ages(rollout)) == 0
+                fresh = rollout.ages() == 0
                 self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
@@ -145,9 +144,8 @@ class Actor:
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
         names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
-        if self.streams.windows:
-            sampled = [logprob for sample in rollout.samples for logprob in sample.logprobs]
-            fields |= {"sampled": torch.tensor(sampled), "age": torch.tensor(self._ages(rollout)).float()}
+        if self.sampler.window:
+            fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
         weights, found = self._importance(rollout, old)
         waits = self.group.all_max([bool(advantages.isnan().any())])[0]
         mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
@@ -161,7 +159,7 @@ class Actor:
         if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics: dict[str, Any] = found | learning_metrics("actor", "pg_loss", figures, names)
-        if figures and self.streams.windows:  # of the first optimizer step alone: before the update
+        if figures and self.sampler.window:  # of the first optimizer step alone: before the update
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
@@ -173,11 +171,11 @@ class Actor:
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the learner."""
+        """What a checkpoint holds beside the learner; all ranks of the group call it, and the first one's is whole."""
         return {
             "best": self.best,
             "validated_on": self.validated_on[0],
-            "open": self.streams.state(),
+            "open": self.sampler.state(self.group),
             "waited": self.policy.waited,
         }
 
@@ -186,14 +184,14 @@ class Actor:
         known = state.get("validated_on", self.validated_on[0]) in self.validated_on
         self.best = tuple(state["best"]) if state["best"] and known else None
         self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
-        self.streams.load_state(state.get("open", ()))
+        self.sampler.load_state(state.get("open", ()))
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The field `weights`, if it is asked for, and its metrics."""
         ppo = self.context.config.ppo
         if ppo.importance == "off":
             return {}, {}
-        engine = [torch.tensor(sample.logprobs) for sample in rollout.samples]
+        engine = rollout.split(rollout.logprobs())
         weights, sums = algo.importance_weights(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
         *totals, tokens = self.group.all_sum(torch.tensor([*sums.values(), float(rollout.tokens)])).tolist()
         metrics = {f"actor/{name}": total / max(tokens, 1) for name, total in zip(sums, totals, strict=True)}
@@ -238,10 +236,6 @@ class Actor:
             loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
         return loss, metrics
 
-    def _ages(self, rollout: Rollout) -> list[int]:
-        """For each response token of the rows, how many steps ago it was sampled."""
-        return [age for sample in rollout.samples for age in sample.ages]
-
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
         """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
         Raises UserError on all of them if rounding does not explain the difference."""
@@ -266,28 +260,30 @@ class Actor:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows and
         tokens are left out if no row has ended."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
-        cut, ages = sum(sample.truncated for sample in rollout.samples), self._ages(rollout)
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), sum(ages), ages.count(0)]
+        cut = sum(sample.truncated for sample in rollout.samples)
+        ages = rollout.ages()
+        fresh = int((ages == 0).sum())
+        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), int(ages.sum()), fresh]
         summed = self.group.all_sum(torch.tensor([float(part) for part in (*counts, *sums.values())])).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
         worst = float(difference.max()) if len(difference) else 0.0
-        most = [max(numbers, default=0) for numbers in (rollout.lengths, ages)]
-        longest, oldest, worsts, step_ms = zip(*self.group.all_gather((*most, worst, self.engine.step_ms)), strict=True)
+        own = (max(rollout.lengths, default=0), int(ages.max()) if len(ages) else 0, worst, self.engine.step_ms)
+        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(own), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
             "perf/engine_step_ms/max": max(step_ms),
         }
-        if self.streams.windows:
-            now += sum(row.stretches[-1][1] for row in self.streams.open.values() if row.stretches)
-            lengths = [row.tokens for row in self.streams.open.values()]
+        if self.sampler.window:
+            now += sum(row.stretches[-1][1] for row in self.sampler.open.values() if row.stretches)
+            lengths = [row.tokens for row in self.sampler.open.values()]
             found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
             found |= {"window/open_length/mean": sum(lengths) / len(lengths), "window/open_length/max": max(lengths)}
         if not rows:
             return found
         found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}
         found |= {"actor/mismatch_max": max(worsts)} if "actor/mismatch_mean" in found else {}
-        found |= {"window/age/mean": age / tokens} if self.streams.windows else {}
+        found |= {"window/age/mean": age / tokens} if self.sampler.window else {}
         return found | {
             "response_length/mean": tokens / rows,
             "response_length/max": max(longest),

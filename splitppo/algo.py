@@ -1,7 +1,9 @@
 """The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another rank.
 
-Shapes: `B` rows, `T` padded length, `V` vocabulary; a mask is bool or 0/1 and is 1 where the policy sampled a token.
-What lies outside the mask is never read: not-a-number there changes no result. Log-probs, KL and entropy are in nats.
+Shapes: `B` rows, `T` padded length, `N` packed tokens, `V` vocabulary. Losses take padded tensors: a mask is bool or
+0/1 and is 1 where the policy sampled a token; what lies outside is never read, and not-a-number there changes no
+result. What leads from scores to advantages takes packed tokens: those that the policy sampled, row after row, and the
+rows' `lengths`. Log-probs, KL and entropy are in nats.
 Shapes that don't fit and settings out of their range are a ValueError.
 Parts of a batch add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
 
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,14 +68,13 @@ def _means(figures: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> dict
 
 
 @torch.no_grad()
-def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
-    """Moments of `x` `[B, T]` over the mask `[B, T]`, or of all of an `x` `[N]`, by two passes in float64."""
-    x, mask = (x[None], torch.ones_like(x)[None]) if mask is None else (x, mask)
-    _check_shapes(2, x=x, mask=mask)
-    kept = _keep(x.double(), mask)
-    count = mask.bool().sum().double()
-    mean = kept.sum() / count.clamp(min=1)
-    squares = _keep((kept - mean).square(), mask).sum()
+def moments(x: Tensor) -> Moments:
+    """Moments of `x` `[N]`, by two passes in float64."""
+    _check_shapes(1, x=x)
+    wide = x.double()
+    count = torch.tensor(float(len(x)), dtype=torch.float64)
+    mean = wide.sum() / count.clamp(min=1)
+    squares = (wide - mean).square().sum()
     return Moments(count, mean, squares / (count - 1).clamp(min=1))
 
 
@@ -95,20 +97,18 @@ def explained_variance(targets: Moments, errors: Moments) -> float:
 
 
 @torch.no_grad()
-def masked_whiten(x: Tensor, mask: Tensor, over: Moments | None = None) -> Tensor:
-    """`(x - mean) * rsqrt(variance + 1e-8)` over the mask; 0 outside it, and 0 for a token that is alone.
+def whiten(x: Tensor, over: Moments | None = None) -> Tensor:
+    """`(x - mean) * rsqrt(variance + 1e-8)`; 0 for a token that is alone.
 
-    `x`, `mask`: `[B, T]`. `over` is given when the statistics are over more rows than these, as with a batch spread
-    over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
+    `x`: `[N]`. `over` is given when the statistics are over more tokens than these, as with a batch spread over ranks.
+    Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
     """
-    _check_shapes(2, x=x, mask=mask)
-    stats = moments(x, mask) if over is None else over
-    white = (x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)
-    return _keep(white.to(x.dtype), mask)
+    stats = moments(x) if over is None else over
+    return ((x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)).to(x.dtype)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, commonly `[B, T]`.
+    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, `[N]` or `[B, T]`.
 
     With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r, unbiased, may be negative;
     `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r, unbiased and never negative; `abs` = |log r|.
@@ -129,45 +129,65 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     return torch.expm1(clamped := clamp_log_ratio(log_r)) - clamped
 
 
-@torch.no_grad()
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Reward of each token `[B, T]`, 0 outside the mask: `-kl_coef * kl`, plus the row's score at its last masked
-    token, if it has one. `scores`: `[B]`, in the reward's unit. `kl`, `mask`: `[B, T]`."""
-    _check_shapes(2, kl=kl, mask=mask)
-    if scores.shape != kl.shape[:1]:
-        raise ValueError(f"want one score a row, {tuple(kl.shape[:1])}, got {tuple(scores.shape)}")
-    is_last = mask.bool() & (mask.bool().flip(1).cumsum(dim=1).flip(1) == 1)  # one token is left, this one
-    penalty = _keep(kl, mask) * -kl_coef
-    return penalty + _keep(scores[:, None].expand_as(kl), is_last)
-
-
-def adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a row of l tokens in the
-    mask `[B, T]`, 0 for a row without tokens."""
-    return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
+def _sizes(lengths: Sequence[int], *packed: Tensor) -> Tensor:
+    """The lengths `[B]`, as int64. Raises ValueError unless each of the packed tensors has as many tokens."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    tokens = int(sizes.sum())
+    if any(x.shape != (tokens,) for x in packed):
+        shapes = [tuple(x.shape) for x in packed]
+        raise ValueError(f"want tensors of one shape, ({tokens},) for rows of these lengths, got {shapes}")
+    return sizes
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef: float) -> Tensor:
+    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token, if it has one. `scores`:
+    `[B]`, in the reward's unit. `kl`: `[N]`."""
+    sizes = _sizes(lengths, kl)
+    if scores.shape != sizes.shape:
+        raise ValueError(f"want one score a row, {tuple(sizes.shape)}, got {tuple(scores.shape)}")
+    last = sizes.cumsum(0) - 1
+    return (kl * -kl_coef).index_add_(0, last[sizes > 0], scores[sizes > 0].to(kl.dtype))
+
+
+def adaptive_lambda(lengths: Sequence[int], alpha: float) -> Tensor:
+    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a row of l tokens, 0
+    for a row without tokens."""
+    return (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.int64))).clamp(min=0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, lengths: Sequence[int], *, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
 
-    `rewards`, `values`, `mask`: `[B, T]`; `values[:, t]` is of the state before token t. `gamma` and `lam` lie in
-    [0, 1]; `lam` may be `[B]`, one a row. A position outside the mask is no time step: the successor of a token is the
-    next masked one. After a row's last token the value is 0: every row ends there, and there is no bootstrap. Returns
-    are advantages + values, the targets of the value model. Both `[B, T]`, 0 outside the mask, without gradient.
+    `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and `lam` lie in [0, 1];
+    `lam` may be `[B]`, one a row. After a row's last token the value is 0: every row ends there, and there is no
+    bootstrap. Returns are advantages + values, the targets of the value model. Both `[N]`, without gradient.
+
+    The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one time, the longest
+    rows first: so each time's tokens are neighbours, and nothing is padded.
     """
-    _check_shapes(2, rewards=rewards, values=values, mask=mask)
-    inside = mask.bool()
-    next_value = next_advantage = values.new_zeros(len(values))
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
-        residual = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = advantage = residual + gamma * lam * next_advantage
-        # A hole hands its successor's numbers on.
-        next_value = torch.where(inside[:, t], values[:, t], next_value)
-        next_advantage = torch.where(inside[:, t], advantage, next_advantage)
-    advantages = _keep(advantages, inside)
-    return advantages, advantages + _keep(values, inside)
+    sizes = _sizes(lengths, rewards, values)
+    ends = sizes.cumsum(0)
+    next_value = values.roll(-1).index_fill_(0, (ends - 1)[sizes > 0], 0.0)
+    residual = rewards + gamma * next_value - values
+    order = sizes.argsort(descending=True, stable=True)
+    time = torch.arange(len(values)) - (ends - sizes).repeat_interleave(sizes)
+    active = len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]  # rows with a token at each time
+    begins = active.cumsum(0) - active
+    place = begins[time] + order.argsort().repeat_interleave(sizes)
+    by_time = torch.empty_like(residual).index_copy_(0, place, residual).numpy()
+    decay = torch.as_tensor(gamma * lam, dtype=values.dtype).expand(len(sizes))[order].numpy()
+    carry = np.zeros(len(sizes), by_time.dtype)
+    # numpy: a call of torch on a few numbers takes several times as long, and the longest row needs one for each token
+    for first, count in zip(reversed(begins.tolist()), reversed(active.tolist()), strict=True):
+        carry[:count] *= decay[:count]
+        carry[:count] += by_time[first : first + count]
+        by_time[first : first + count] = carry[:count]
+    advantages = torch.from_numpy(by_time)[place]
+    return advantages, advantages + values
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
@@ -177,24 +197,26 @@ def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
     each row's tokens, then the mean over the rows with a non-empty mask.
     """
     _check_shapes(2, x=x, mask=mask)
-    weight = aggregate_weight(mask, aggregate).clamp(min=1)  # refuses an unknown name
+    lengths = mask.bool().sum(dim=1)
+    weight = aggregate_weight(lengths, aggregate).clamp(min=1)  # refuses an unknown name
     row_sums = _keep(x, mask).sum(dim=1)
     if aggregate == "seq_mean_token_mean":
-        row_sums = row_sums / mask.bool().sum(dim=1).clamp(min=1)
+        row_sums = row_sums / lengths.clamp(min=1)
     return row_sums.sum() / weight.to(x.dtype)
 
 
-def aggregate_weight(mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """`aggregate_loss`'s denominator, 0-d float64: tokens of the mask `[B, T]`, or rows with a non-empty one.
+def aggregate_weight(lengths: Tensor, aggregate: Aggregate) -> Tensor:
+    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens in the mask `[B]`: the tokens, or the
+    rows that have one.
 
     Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the loss of the whole: so a
     mini-batch gives the same loss and gradient however it is cut.
     """
-    _check_shapes(2, mask=mask)
+    _check_shapes(1, lengths=lengths)
     if aggregate == "token_mean":
-        return mask.bool().sum().double()
+        return lengths.sum().double()
     if aggregate in ("seq_mean_token_sum", "seq_mean_token_mean"):
-        return mask.bool().any(dim=1).sum().double()
+        return (lengths > 0).sum().double()
     raise ValueError(f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean")
 
 

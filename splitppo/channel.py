@@ -30,7 +30,7 @@ from torch import Tensor
 from splitppo.errors import WireError
 from splitppo.job.collectives import Group
 from splitppo.placement import Ownership, Placement, Role, chunk_sizes
-from splitppo.rollout import Rollout, Sample, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import Rollout, Sample, exchange_rows, pack_rows, packed_sizes, unpack_rows
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class RolloutLink(_Link):
             if self.window or chunk_sizes(len(slots), self.chunks)[chunk]:
                 hop = self._hop(step, rank, chunk)
                 header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
-                samples += unpack_rows(header, ids.tolist())
+                samples += unpack_rows(header, ids)
         return samples
 
     def _begin(self, step: int) -> None:
@@ -276,7 +276,7 @@ class RolloutLink(_Link):
     def _post(self, chunks: Sequence[tuple[Hop, list[Sample]]]) -> None:
         for hop, samples in chunks:
             header, ids = pack_rows(samples)
-            self.wire.send(hop, torch.tensor(ids, dtype=torch.int32), header)
+            self.wire.send(hop, ids, header)
 
 
 class TensorLink(_Link):
@@ -344,13 +344,8 @@ class Exchange:
         if self.same:
             return rollout
         sent = self._sent("actor", "critic", step, rollout)
-        packed = [pack_rows([rollout.samples[rollout.index[row]] for row in rows]) for rows in sent]
-        headers, ids = (
-            self.groups["actor"].all_to_all([torch.tensor(part, dtype=torch.int64) for part in parts])
-            for parts in zip(*packed, strict=True)
-        )
-        pairs = [(head.tolist(), part.tolist()) for head, part in zip(headers, ids, strict=True)]
-        return Rollout([sample for pair in pairs for sample in unpack_rows(*pair)])
+        parts = [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent]
+        return Rollout(exchange_rows(self.groups["actor"], parts))
 
     def _tensors(
         self, sender: Role, receiver: Role, step: int, held: Rollout, due: Rollout, packed: Sequence[Tensor]

@@ -3,13 +3,12 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
 from splitppo.placement import Ownership, Role
-from splitppo.rollout import Prompt, Rollout, Streams
+from splitppo.rollout import Prompt, Rollout
 
 WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
 
@@ -24,24 +23,14 @@ class Context:
         decode: token ids of a response -> its text.
         held_out: prompts of the validation.
         vocabulary_size: ids from 0 that a policy may sample.
-        lengths: of the responses, in the order in which rows come, in a benchmark; else empty.
     """
 
     config: Config
     ownership: Callable[[int], Ownership]
     prompt: Callable[[int], Prompt]
     held_out: Sequence[Prompt]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[Sequence[int]], str]
     vocabulary_size: int
-    lengths: Sequence[int] = ()
-
-    @cached_property
-    def streams(self) -> Streams:
-        """The rows of all slots; the actor group keeps them up to date."""
-        rollout = self.config.rollout
-        return Streams(
-            rollout.batch_size, self.prompt, self.lengths, windows=rollout.window > 0, limit=rollout.max_new_tokens
-        )
 
     @property
     def configs(self) -> tuple[Config, Config]:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -65,6 +66,7 @@ class Critic:
         pretrained: Callable[[], object] = lambda: None,
     ):
         self.context, self.learners, self.scorer = context, learners, scorer
+        self.decoder = ThreadPoolExecutor(1, "decode")
         self.pretraining = Pretraining(context.config, pretrained)
         self.reward_model, self.reference = reward_model, reference
         self.group, ppo = learners[0].runner.group, context.config.ppo
@@ -92,7 +94,12 @@ class Critic:
             self.reference.release_memory()
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
-        """Starts the reward functions on some rows of a step. They run while the value model does."""
+        """Starts a thread that decodes some rows of a step and starts the reward functions on them. They run while the
+        value model does."""
+        started = self.decoder.submit(self._start_rewards, rollout)
+        return lambda: started.result()()
+
+    def _start_rewards(self, rollout: Rollout) -> Pending:
         rows = [(self.context.prompt(sample.row), self.context.decode(sample.response)) for sample in rollout.samples]
         return self.scorer.submit(rows)
 
@@ -143,52 +150,55 @@ class Critic:
             logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
                 is 0.
         """
-        ppo, rollout, mask = self.context.config.ppo, scored.rollout, scored.rollout.mask()
+        ppo = self.context.config.ppo
+        rollout = scored.rollout
         old, *refs = logprobs if scored.ref is None else [logprobs[0], scored.ref]
-        kl = algo.kl_estimate(rollout.pad(old), rollout.pad(refs[0] if refs else old), ppo.kl_kind)
-        sums = torch.tensor([float(kl.sum()), float(len(kl)), float(rollout.tokens)])
+        kl = algo.kl_estimate(old, refs[0] if refs else old, ppo.kl_kind)
+        sums = torch.tensor([float(kl.sum()), float(len(rollout.rows)), float(rollout.tokens)])
         (kl_sum, rows, tokens), kl_coef = self.group.all_sum(sums).tolist(), self.kl.coef
         if not rows:  # none has ended in this step
             return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
         if not self.pretraining.policy_waits(step):
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         shaped = self._shape(scored)
-        rewards = algo.token_rewards(shaped, kl, mask, kl_coef=kl_coef)
-        values = rollout.pad(scored.values)
-        advantages, returns = self._estimate(step, rewards, values, mask)
-        (moments,) = self.group.all_moments([algo.moments(advantages, mask)])
-        white = rollout.unpad(algo.masked_whiten(advantages, mask, moments) if ppo.whiten else advantages)
-        packed_returns, plain = rollout.unpad(returns), rollout.unpad(advantages)
-        scored.figures.update(value=scored.values, advantage=plain, reward=rollout.unpad(rewards))
+        rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
+        values = scored.values
+        plain, returns = self._estimate(step, rewards, values, rollout.lengths)
+        (moments,) = self.group.all_moments([algo.moments(plain)])
+        white = algo.whiten(plain, moments) if ppo.whiten else plain
+        scored.figures.update(value=values, advantage=plain, reward=rewards)
         white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
-            "critic/rewards": (rewards * mask).sum(-1),
+            "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
-            "critic/returns": packed_returns,
-            "critic/values": scored.values,
-            "error": packed_returns - scored.values,
+            "critic/returns": returns,
+            "critic/values": values,
+            "error": returns - values,
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(step, scored)
-        metrics |= quality(rollout, scored.values, shaped, ppo.gamma, self.group)
+        metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
-        return white, packed_returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
+        return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 
-    def _estimate(self, step: int, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and the value model's targets, all `[B, T]`."""
+    def _estimate(self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Advantages and the value model's targets of packed rows; all but the lengths are `[N]`."""
         ppo = self.context.config.ppo
-        lam = algo.adaptive_lambda(mask, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
+        lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
-        estimate = partial(algo.gae, rewards, mask=mask, gamma=ppo.gamma)
-        _, returns = estimate(values, lam=1.0 if self.pretraining.runs(step) else lam_value)
+        if self.pretraining.runs(step):
+            lam_value = 1.0
+        estimate = partial(algo.gae, rewards, lengths=lengths, gamma=ppo.gamma)
+        advantages, returns = estimate(values, lam=lam_value)
         if ppo.baseline == "value":
-            return estimate(values, lam=lam)[0], returns
+            same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
+            return advantages if same else estimate(values, lam=lam)[0], returns
         whole, _ = estimate(torch.zeros_like(values), lam=1.0)
-        (moments,) = self.group.all_moments([algo.moments(whole, mask)])
-        return torch.where(mask.bool(), whole - moments.mean.to(whole.dtype), 0.0), returns
+        (moments,) = self.group.all_moments([algo.moments(whole)])
+        return whole - moments.mean.to(whole.dtype), returns
 
     def _deviation(self, scored: Scored) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""
@@ -201,8 +211,8 @@ class Critic:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
         config, rollout = self.context.config, scored.rollout
         failed = {row for row, _ in scored.failures}  # their scores are no sample of the others' distribution
-        counted = torch.tensor([[row not in failed for row in rollout.rows]], dtype=torch.bool)
-        (batch,) = self.group.all_moments([algo.moments(scored.scores[None], counted)])
+        counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
+        (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
         truncated, limit = [sample.truncated for sample in rollout.samples], config.rollout.max_new_tokens
@@ -236,6 +246,7 @@ class Critic:
 
     def close(self) -> None:
         """Ends the rewards' processes."""
+        self.decoder.shutdown()
         self.scorer.close()
 
     def state(self) -> dict[str, Any]:
@@ -278,7 +289,7 @@ class Critic:
         return metrics | {"critic/lr": self.learners[0].learning_rate(step)}
 
     def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
-        """This rank's first rows, as they are written to the run's folder."""
+        """This rank's first rows, as they are written to the run's folder. `Run.write_samples` calls it in a thread."""
         prompt, decode = self.context.prompt, self.context.decode
         rollout, tokens = scored.rollout, token_figures(scored.rollout, scored.figures, decode)
         rows = zip(rollout.samples, scored.scores.tolist(), tokens, strict=True)

@@ -12,11 +12,10 @@ from splitppo import algo
 from splitppo.config import Offload, OptimConfig
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import ROUND, Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, micro_batch, to_device
-from splitppo.models.build import hf_name
+from splitppo.models.names import buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
-from splitppo.models.weights import persistent_buffers
 from splitppo.rollout import Rollout, pad_rows
 
 GATHER_BYTES = 2**27  # full weights gathered in one message, at least: with a message per tensor, latency dominates
@@ -150,7 +149,7 @@ class Learner:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
         self.fetch()
         cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the root's weights gathered
-        return {hf_name(name): parameter for name, parameter in self.model.named_parameters()}
+        return weights_of(self.model)
 
     def check_finite(self) -> None:
         """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is not finite."""
@@ -170,9 +169,8 @@ class Learner:
             if sum(weight.numel() for weight in named.values()) * dtype.itemsize >= GATHER_BYTES:
                 yield from gather_full(self.model, named, dtype)
                 named = {}
-        if named:
-            yield from gather_full(self.model, named, dtype)
-        yield from ((name, buffer.to(dtype)) for name, buffer in persistent_buffers(self.model).items())
+        yield from gather_full(self.model, named, dtype)
+        yield from ((name, buffer.to(dtype)) for name, buffer in buffers_of(self.model).items())
         self.release_memory(changed=False)
 
     def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[list[float]]]:
@@ -182,8 +180,8 @@ class Learner:
         plans = [[[rows[i] for i in micro] for micro in cut] for rows, cut in zip(owned, cuts, strict=True)]
         sums = []
         for rows in owned:
-            mask = pad_rows([torch.ones(rollout.lengths[i]) for i in rows]) if rows else torch.zeros(1, 1)
-            sums.append([float(algo.aggregate_weight(mask, self.aggregate)), float(mask.sum())])
+            lengths = torch.tensor([rollout.lengths[i] for i in rows], dtype=torch.int64)
+            sums.append([float(algo.aggregate_weight(lengths, self.aggregate)), float(lengths.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
         kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # a mini-batch may be without rows
         return [plans[i] for i in kept], [totals[i] for i in kept]
@@ -213,9 +211,10 @@ class Learner:
             packed = {name: [tensors[i] for i in rows] or [torch.zeros(1)] for name, tensors in by_row.items()}
             padded = {name: to_device(pad_rows(tensors), self.runner.device) for name, tensors in packed.items()}
             loss, metrics = objective(self.model, batch, padded)
-            loss = loss * (algo.aggregate_weight(batch.mask, self.aggregate) / total[0])
+            lengths = batch.mask.sum(dim=1)
+            loss = loss * (algo.aggregate_weight(lengths, self.aggregate) / total[0])
             loss.backward()
-            fraction = batch.mask.sum() / total[1]
+            fraction = lengths.sum() / total[1]
             parts = {name: value * fraction for name, value in metrics.items()} | {"loss": loss.detach()}
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         if self.gather_once:

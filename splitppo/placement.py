@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -179,7 +180,7 @@ class Ownership:
         """The slots that a group's rank owns, by mini-batch; a list may be empty. `count`: mini-batches of a model with
         another number of them than the policy. Neighbours are joined, or each is cut further, so that every rank has
         its part of each. Which slots are together does not depend on the ranks."""
-        own = [list(cut_evenly(part, self.sizes[role])[rank]) for part in self.orders or self.mini_batches]
+        own = [list(piece(part, self.sizes[role], rank)) for part in self.orders or self.mini_batches]
         count = count or len(own)
         if joined := len(own) // count:
             return [[slot for slots in own[i * joined : (i + 1) * joined] for slot in slots] for i in range(count)]
@@ -195,6 +196,10 @@ class Ownership:
         """The slots that a group's rank owns, ascending."""
         return sorted(slot for slots in self.slots(role, rank) for slot in slots)
 
+    def of_ranks(self, role: Role) -> list[list[int]]:
+        """The slots, ascending, that each rank of a group owns."""
+        return [self.all_slots(role, rank) for rank in range(self.sizes[role])]
+
     def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
         """The slots, ascending, that a rank of one group and a rank of another both own."""
         return [slot for slot in self.all_slots(role, rank) if self._owners[other][slot] == peer]
@@ -202,8 +207,8 @@ class Ownership:
     @cached_property
     def _owners(self) -> dict[Role, dict[int, int]]:
         return {
-            role: {slot: rank for rank in range(size) for slot in self.all_slots(role, rank)}
-            for role, size in self.sizes.items()
+            role: {slot: rank for rank, slots in enumerate(self.of_ranks(role)) for slot in slots}
+            for role in self.sizes
         }
 
 
@@ -220,7 +225,12 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
 
 def cut_evenly(slots: Sequence[int], count: int) -> list[Sequence[int]]:
     """Contiguous pieces whose lengths differ by one at most."""
-    return [slots[len(slots) * i // count : len(slots) * (i + 1) // count] for i in range(count)]
+    return [piece(slots, count, i) for i in range(count)]
+
+
+def piece(slots: Sequence[int], count: int, i: int) -> Sequence[int]:
+    """The i-th of the pieces of `cut_evenly`."""
+    return slots[len(slots) * i // count : len(slots) * (i + 1) // count]
 
 
 def own(
@@ -240,13 +250,20 @@ def own(
 def _deal(mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
     """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum:
     the longest context that is left goes to the rank with the smallest sum."""
-    sums, orders = [0] * ranks, []
+    orders = []
+    sums = [0] * ranks
     for slots in mini_batches:
         pieces: list[list[int]] = [[] for _ in range(ranks)]
-        room = [len(piece) for piece in cut_evenly(slots, ranks)]
+        room = [len(part) for part in cut_evenly(slots, ranks)]
+        smallest = [(sums[rank], rank) for rank in range(ranks) if room[rank]]  # of ranks with room
+        heapify(smallest)
         for slot in sorted(slots, key=lambda slot: -contexts[slot]):
-            rank = min((i for i in range(ranks) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
+            _, rank = smallest[0]
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]
-        orders.append(tuple(slot for piece in pieces for slot in piece))
+            if len(pieces[rank]) < room[rank]:
+                heapreplace(smallest, (sums[rank], rank))
+            else:
+                heappop(smallest)
+        orders.append(tuple(slot for part in pieces for slot in part))
     return tuple(orders)

@@ -6,19 +6,19 @@ The *response tokens* are those that the policy sampled. Losses, GAE and KL are 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from splitppo.errors import UserError
-
-End = Literal["eos", "stop", "limit", "environment", "window"]
+End = Literal["eos", "stop", "limit", "environment"]
 ENDS: tuple[End, ...] = get_args(End)
 HEADER = 6  # numbers that describe a row in `pack_rows`
-RECORDED = 32  # slots, the first, whose rows the metrics have
+IDS = "i"  # the kind of an array of token ids: int32
+LOGPROBS = "f"  # of log-probs: float32
 
 
 def digest(*things: object) -> str:
@@ -50,50 +50,44 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One row to generate.
-
-    Attributes:
-        row: its number in the data order; seeds its noise.
-        length: tokens of its response, whatever ends others (for benchmarks); None: until it ends.
-        response, logprobs: what earlier steps have sampled of it. The row goes on from there.
-    """
-
-    row: int
-    prompt: list[int]
-    length: int | None = None
-    response: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-
-    def left(self, max_new_tokens: int) -> int:
-        """Tokens that it may still get."""
-        return (self.length or max_new_tokens) - len(self.response)
-
-
-@dataclass(frozen=True)
 class Sample:
-    """One finished row, or one that goes on in the next step.
+    """One row while it is open, and when it has ended. Its ids and log-probs are arrays, four bytes a number, whatever
+    sequences they are given as: they are copied, sent and pickled as bytes.
 
     Attributes:
         row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
         prompt, response: token ids. The response holds its end-of-sequence token or stop string, if it ended by one,
             and, between two turns, what an environment answered.
         logprobs: the engine's log-probs of the response tokens at the sampling temperature.
-        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment. `window`:
-            its slot has decoded the step's tokens, and the row goes on.
+        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment. None: it
+            is open.
         mask: of each id of `response`, whether the policy sampled it; None: all.
         turns: where each turn ends, counted in response tokens; empty: one turn.
         stretches: (step, response tokens that it sampled), for each step that did; empty: not recorded.
     """
 
     row: int
-    prompt: list[int]
-    response: list[int]
-    logprobs: list[float]
-    end: End
+    prompt: Sequence[int]
+    response: Sequence[int]
+    logprobs: Sequence[float]
+    end: End | None = None
     mask: list[bool] | None = None
     turns: tuple[int, ...] = ()
     stretches: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self):
+        for name, kind in (("prompt", IDS), ("response", IDS), ("logprobs", LOGPROBS)):
+            object.__setattr__(self, name, numbers(getattr(self, name), kind))
+
+    def extended(self, step: int, tokens: Sequence[int], logprobs: Sequence[float], end: End | None) -> "Sample":
+        """The row with tokens that a step's weights have sampled behind the others."""
+        return replace(
+            self,
+            response=numbers(self.response, IDS) + numbers(tokens, IDS),
+            logprobs=numbers(self.logprobs, LOGPROBS) + numbers(logprobs, LOGPROBS),
+            end=end,
+            stretches=(*self.stretches, (step, len(tokens))),
+        )
 
     @property
     def truncated(self) -> bool:
@@ -106,9 +100,9 @@ class Sample:
         return len(self.response) if self.mask is None else sum(self.mask)
 
     @property
-    def ages(self) -> list[int]:
-        """For each response token, how many steps before the row's last one it was sampled."""
-        return [self.stretches[-1][0] - step for step, tokens in self.stretches for _ in range(tokens)]
+    def ids(self) -> Tensor:
+        """Prompt and response, `[n]` int32."""
+        return torch.cat([tensor_of(self.prompt, IDS), tensor_of(self.response, IDS)])
 
     @property
     def places(self) -> Tensor:
@@ -116,14 +110,32 @@ class Sample:
         return torch.arange(len(self.response)) if self.mask is None else torch.tensor(self.mask).nonzero()[:, 0]
 
 
-def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Rows, without log-probs and stretches, as two lists of integers: `HEADER` numbers for each row, and all ids."""
-    header, ids = [], []
+def numbers(values: Sequence[float], kind: str) -> array:
+    """Ids (`IDS`) or log-probs (`LOGPROBS`) as an array; an array as it is."""
+    return values if isinstance(values, array) else array(kind, values)
+
+
+def tensor_of(values: Sequence[float], kind: str) -> Tensor:
+    """`[n]` int32 ids or float32 log-probs, in the array's memory."""
+    dtype = torch.int32 if kind == IDS else torch.float32
+    held = numbers(values, kind)
+    return torch.frombuffer(held, dtype=dtype) if held else torch.zeros(0, dtype=dtype)
+
+
+def array_of(tensor: Tensor, kind: str) -> array:
+    """A copy of an int32 or float32 tensor `[n]`."""
+    return array(kind, tensor.numpy().tobytes())
+
+
+def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], Tensor]:
+    """Rows, without log-probs and stretches: `HEADER` integers for each row, and all ids, `[n]` int32."""
+    header, ids = [], array(IDS)
     for sample in samples:
-        masked, end = sample.mask is not None, ENDS.index(sample.end)
+        masked, end = sample.mask is not None, ENDS.index(cast(End, sample.end))  # open rows do not travel
         header += [sample.row, len(sample.prompt), len(sample.response), end, len(sample.turns), masked]
-        ids += [*sample.prompt, *sample.response, *map(int, sample.mask or ()), *sample.turns]
-    return [int(number) for number in header], ids
+        for part in (sample.prompt, sample.response, sample.mask or (), sample.turns):
+            ids += numbers(part, IDS)
+    return [int(number) for number in header], tensor_of(ids, IDS)
 
 
 def packed_sizes(header: Sequence[int]) -> list[int]:
@@ -132,18 +144,27 @@ def packed_sizes(header: Sequence[int]) -> list[int]:
     return [prompt + response * (1 + masked) + turns for prompt, response, turns, masked in parts]
 
 
-def unpack_rows(header: Sequence[int], ids: Sequence[int]) -> list[Sample]:
+def unpack_rows(header: Sequence[int], ids: Tensor) -> list[Sample]:
     """The rows of `pack_rows`; their log-probs are empty."""
-    samples, at = [], 0
-    for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
+    samples = []
+    sizes = packed_sizes(header)
+    for first, part in zip(range(0, len(header), HEADER), ids.split(sizes), strict=True):
         row, prompt, response, end, _, masked = header[first : first + HEADER]
-        own = list(ids[at : at + size])
+        own = array_of(part, IDS)
         both = prompt + response
         mask = [bool(flag) for flag in own[both : both + response]] if masked else None
         turns = tuple(own[both + response * masked :])
         samples.append(Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns))
-        at += size
     return samples
+
+
+def exchange_rows(group: Any, parts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here, without log-probs."""
+    packed = [pack_rows(part) for part in parts]
+    headers = group.all_to_all([torch.tensor(header, dtype=torch.int64) for header, _ in packed])
+    ids = group.all_to_all([ids for _, ids in packed])
+    pairs = zip(headers, ids, strict=True)
+    return [sample for header, part in pairs for sample in unpack_rows(header.tolist(), part)]
 
 
 class Rollout:
@@ -183,135 +204,23 @@ class Rollout:
         """row -> `[T_i]`, for each row held here, to the packed `[N]`."""
         return torch.cat([by_row[row] for row in self.rows]) if self.rows else torch.zeros(0)
 
-    def pad(self, packed: Tensor) -> Tensor:
-        """`[N]` -> `[B, T]`, right-padded with 0."""
-        return pad_rows(self.split(packed)) if self.rows else packed.new_zeros(0, 0)
+    def sums(self, packed: Tensor) -> Tensor:
+        """`[N]` -> `[B]`, the sum of each row."""
+        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        wide = torch.zeros(len(self.rows), dtype=torch.float64).index_add_(0, row_of, packed.double())
+        return wide.to(packed.dtype)
 
-    def mask(self) -> Tensor:
-        """`[B, T]` bool: True at response tokens."""
-        return self.pad(torch.ones(self.tokens)).bool()
+    def logprobs(self) -> Tensor:
+        """`[N]` float32, the engine's log-probs of the response tokens."""
+        return torch.cat([torch.zeros(0), *(tensor_of(sample.logprobs, LOGPROBS) for sample in self.samples)])
 
-    def unpad(self, padded: Tensor) -> Tensor:
-        """`[B, T]` -> `[N]`."""
-        return padded[self.mask()]
+    def ages(self) -> Tensor:
+        """`[N]` int64: for each response token, how many steps before its row's last one it was sampled."""
+        parts = [(s.stretches[-1][0] - step, tokens) for s in self.samples for step, tokens in s.stretches]
+        ages, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
+        return ages.repeat_interleave(tokens)
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     """Tensors `[T_i]` to one `[B, T]`, right-padded with 0."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-class Streams:
-    """The rows of all slots, as a rank of the actor group sees them, and those that go on from one step to the next.
-
-    Slot s of S has rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a step. With
-    `rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the next one, and a row that
-    has not ended goes on in the next step, with the new weights. No row is skipped or taken twice, and no slot asks
-    another.
-
-    Args:
-        slots: S. windows: whether rows go on.
-        prompt: row -> its prompt.
-        lengths: of the responses, in the order of the rows, in a benchmark; else empty.
-        limit: most tokens of a response.
-
-    Attributes:
-        open: slot -> its row that goes on, or that comes next and has no response yet. All ranks hold the same rows.
-    """
-
-    def __init__(
-        self, slots: int, prompt: Callable[[int], Prompt], lengths: Sequence[int], *, windows: bool, limit: int = 2**31
-    ):
-        self.limit = limit
-        self.slots, self.prompt, self.lengths, self.windows = slots, prompt, lengths, windows
-        self.open: dict[int, Sample] = {}
-        # by this rank since the last `share`: slots' open rows; of the first slots, the (row, tokens) that they decoded
-        self._changed: dict[int, Sample] = {}
-        self._decoded: dict[int, list[tuple[int, int]]] = {}
-
-    def request(self, step: int, slot: int) -> Request:
-        """What a slot's engine begins a step with."""
-        return self._request(self.open.get(slot) or self._fresh((step - 1) * self.slots + slot))
-
-    def following(self, row: int) -> Request:
-        """The row after another one in its stream."""
-        return self._request(self._fresh(row + self.slots))
-
-    def take(self, step: int, samples: Sequence[Sample]) -> list[Sample]:
-        """Keeps the rows that go on. Returns those that have ended, with the steps that sampled them."""
-        ended = []
-        for given in samples:
-            slot, before = given.row % self.slots, self.open.get(given.row % self.slots)
-            stretches = before.stretches if before and before.row == given.row else ()
-            sampled = given.tokens - sum(tokens for _, tokens in stretches)
-            sample = replace(given, stretches=(*stretches, (step, sampled)))
-            if slot < RECORDED:
-                self._decoded.setdefault(slot, []).append((given.row, sampled))
-            goes_on = sample.end == "window"
-            ended += [] if goes_on else [sample]
-            if self.windows:
-                self._changed[slot] = sample if goes_on else self._fresh(sample.row + self.slots)
-        return ended
-
-    def share(self, gather: Callable[[Any], list[Any]]) -> list[list[tuple[int, int]]]:
-        """Makes every rank know the rows of all slots, by `Group.all_gather` after each rollout. Returns what the first
-        `RECORDED` slots have decoded: (row, tokens) one after another."""
-        decoded = {}
-        for changed, part in gather((self._changed, self._decoded)):
-            self.open |= changed
-            decoded |= part
-        self._changed, self._decoded = {}, {}
-        return [decoded[slot] for slot in sorted(decoded)]
-
-    def contexts(self) -> list[int]:
-        """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold at once."""
-        rows = (self.open.get(slot) or self._fresh(slot) for slot in range(self.slots))
-        return [len(row.prompt) + len(row.response) for row in rows]
-
-    def state(self) -> list[Any]:
-        """The rows as a checkpoint holds them: number, response, its log-probs, stretches, and the hash of what was
-        asked for. Prompts follow from data."""
-        rows = (self.open[slot] for slot in sorted(self.open))
-        return [
-            [row.row, list(row.response), list(row.logprobs), list(row.stretches), self._asked(row)] for row in rows
-        ]
-
-    def load_state(self, state: Sequence[Any]) -> None:
-        """Goes on from what `state` returned, also with another window. Raises UserError if there are other slots now,
-        or rows do not go on, have another prompt, or are too long. Older checkpoints have no hashes."""
-        if state and not (self.windows and len(state) == self.slots):
-            raise UserError(
-                f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and"
-                f" rollout.batch_size={len(state)}"
-            )
-        for row, response, logprobs, stretches, *asked in state:
-            goes_on = Sample(
-                row,
-                self.prompt(row).tokens,
-                response,
-                logprobs,
-                "window",
-                stretches=tuple((step, tokens) for step, tokens in stretches),
-            )
-            if response and asked not in ([], [self._asked(goes_on)]):
-                raise UserError(
-                    f"row {row} of the checkpoint goes on, and its prompt is another one here (hash"
-                    f" {self._asked(goes_on)}, not {asked[0]}); restore seed, data, rollout.samples and rollout.lengths"
-                    " of its run, or start from its exported policy (splitppo export)"
-                )
-            if self._request(goes_on).left(self.limit) < 1:
-                raise UserError(
-                    f"rollout.max_new_tokens={self.limit}, and row {row} of the checkpoint goes on after"
-                    f" {len(response)} tokens; set it to {max(len(part[1]) for part in state) + 1} at least"
-                )
-            self.open[row % self.slots] = goes_on
-
-    def _request(self, row: Sample) -> Request:
-        length = self.lengths[row.row % len(self.lengths)] if self.lengths else None
-        return Request(row.row, row.prompt, length, row.response, row.logprobs)
-
-    def _asked(self, row: Sample) -> str:
-        return digest(self.prompt(row.row).tokens, self._request(row).length)
-
-    def _fresh(self, row: int) -> Sample:
-        return Sample(row, self.prompt(row).tokens, [], [], "window")

@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from splitppo.actor import Actor
@@ -50,7 +51,7 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
         rollout = Rollout(samples)
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            logprobs, metrics = actor.logprobs(rollout)
+            logprobs, metrics = actor.logprobs(step, rollout)
             actor.release_reference()
         with log.span("wait_critic"):
             posted.result()
@@ -88,9 +89,9 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             advantages, returns, metrics = critic.advantages(step, scored, logprobs)
             links.advantages.send(step, scored.rollout, advantages)
         with log.span("update"):
+            run.write_samples(step, partial(critic.samples, step, scored))  # a thread does, until the step's end
             metrics |= critic.update(step, scored, returns)
         with log.span("checkpoint"):
-            run.write_samples(step, critic.samples(step, scored))
             run.save("critic", step, critic)
         run.finish("critic", step, metrics)
 
@@ -115,12 +116,13 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
             critic.release_frozen()
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            logprobs, metrics = actor.logprobs(rollout)
+            logprobs, metrics = actor.logprobs(step, rollout)
             actor.release_reference()
         with critic_log.span("advantages"):
             given = exchange.logprobs(step, rollout, scored.rollout, logprobs)
             advantages, returns, critic_metrics = critic.advantages(step, scored, given)
             (advantages,) = exchange.advantages(step, scored.rollout, rollout, [advantages])
+        run.write_samples(step, partial(critic.samples, step, scored))  # a thread does, until the step's end
         with log.span("update"):
             metrics |= actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):
@@ -128,7 +130,6 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
-            run.write_samples(step, critic.samples(step, scored))
             run.save("actor", step, actor)
             run.save("critic", step, critic)
         run.finish("actor", step, metrics)

@@ -11,7 +11,8 @@ from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, failure_line
 from splitppo.rewards.summary import Response, answer, metrics
-from splitppo.rollout import Request, Sample
+from splitppo.rollout import Sample
+from splitppo.sampler import Sampler
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
 FILE_ROWS = 256  # rows that a validation writes at most, the first
@@ -42,15 +43,18 @@ class Validator:
         same on every rank and under any number of ranks; see `summary.metrics`."""
         n = self.config.log.validate_samples
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
-        requests = [Request(prompt * n + j, self.prompts[prompt].tokens) for prompt in mine for j in range(n)]
+        rows = [prompt * n + j for prompt in mine for j in range(n)]
         batches: list[tuple[list[Sample], list[str], Pending]] = []
-        sampling = replace(self.config.rollout, temperature=self.config.log.validate_temperature)
-        for finished in self.engine.generate(requests, sampling, seed=row_seed(self.config.seed, NO_ROW, 0)):
+        rollout = self.config.rollout
+        sampling = replace(rollout, temperature=self.config.log.validate_temperature)
+        seed = row_seed(self.config.seed, NO_ROW, 0)
+        sampler = Sampler(len(self.prompts) * n, lambda row: self.prompts[row // n], limit=rollout.max_new_tokens)
+        for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]
                 # the scorer works while the engine generates
-                rows = [(self.prompts[sample.row // n], text) for sample, text in zip(finished, texts, strict=True)]
-                batches.append((finished, texts, self.scorer.submit(rows)))
+                pairs = [(self.prompts[sample.row // n], text) for sample, text in zip(finished, texts, strict=True)]
+                batches.append((finished, texts, self.scorer.submit(pairs)))
         found, written, failures = [], [], []
         for samples, texts, pending in batches:
             for sample, text, scored in zip(samples, texts, self.group.of_first(pending), strict=True):

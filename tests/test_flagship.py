@@ -8,7 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -106,14 +106,16 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         for finished in generate(self, step):
             for s in finished if odd != "exact" else ():
                 off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
-                s.logprobs[:] = [p + o for p, o in zip(s.logprobs, off, strict=True)]
+                logprobs = cast(Any, s.logprobs)
+                for i, change in enumerate(off):
+                    logprobs[i] += change
             by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
             yield [
                 replace(s, end="eos" if by_itself[s.row] and s.row % BATCH not in cut else "limit") for s in finished
             ]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
-        rows = {s.row: (s.prompt, s.response, s.logprobs, not s.truncated) for s in rollout.samples}
+        rows = {s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated) for s in rollout.samples}
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)

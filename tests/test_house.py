@@ -13,7 +13,7 @@ FLOORS = [
     {"train", "tools"},
     {"run"},
     {"actor", "critic", "validation"},
-    {"pretraining"},
+    {"pretraining", "sampler"},
     {"learner", "engine", "rewards"},
     {"models"},
     {"channel"},

@@ -141,7 +141,7 @@ def plain(folder, kind, weights):
         with torch.no_grad():
             ids = torch.tensor([sample.prompt + sample.response])
             if kind == "policy":
-                logits = model(input_ids=ids).logits[0]
+                logits = model.causal(input_ids=ids).logits[0]
             else:
                 logits = model.score(model.model(input_ids=ids).last_hidden_state)[0]
         at = slice(len(sample.prompt) - 1, -1)
@@ -185,7 +185,7 @@ def test_ranks_are_one_module(folder, both_kinds, kind):
 def test_tied_embeddings_stay_tied(folder):
     learner, runtime = make_learner(folder, "policy", 1, 0)
     model: Any = learner.model
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     names = [name for name, _ in learner.weights(torch.float32)]
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names))

@@ -20,8 +20,9 @@ from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import End, Rollout, Sample
+from splitppo.rollout import End, Prompt, Rollout, Sample
 from splitppo.run.life import Run
+from splitppo.sampler import Sampler
 
 CPU = torch.device("cpu")
 HELD = [[0, 1], [2, 3]]  # rows of each rank
@@ -183,8 +184,17 @@ def act_rank(group: Group) -> tuple:
     context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
     owned = own(seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2})
     context = replace(context, ownership=lambda _: replace(owned, mini_batches=((0, 1, 2, 3),)))
-    actor = Actor(context, policy, cast(Any, max), reference, cast(Any, engine), engine_dtype=torch.bfloat16,
-                  validator=validator)  # fmt: skip
+    sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
+    actor = Actor(
+        context,
+        policy,
+        cast(Any, max),
+        reference,
+        cast(Any, engine),
+        sampler,
+        engine_dtype=torch.bfloat16,
+        validator=validator,
+    )
     rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's
     actor.sync()  # neither engine has weights
     actor.sync()
@@ -194,7 +204,7 @@ def act_rank(group: Group) -> tuple:
     with pytest.raises(FloatingPointError):
         actor.sync()
     calls, bad[:] = list(engine.calls), []
-    logprobs, noted = actor.logprobs(rollout)
+    logprobs, noted = actor.logprobs(1, rollout)
     given_up = packed(OLD, rank).mul(torch.nan)  # the critic has none to give yet
     told = [
         noted | actor.update(step, rollout, logprobs, sent) for step, sent in ((1, given_up), (2, packed(OLD, rank)))
@@ -265,7 +275,7 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     log = SimpleNamespace(first=False, finish=lambda step, metrics: done.append(("line", step, metrics)))
     run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
     run.links = SimpleNamespace(wire=wire)
-    run.config, run.start = parse([]), 0
+    run.config, run.start, run.written = parse([]), 0, None
     run.savers, run.bad = {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))}, {}
     run.finish("critic", 3, {"x": 1.0})
     assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
@@ -282,7 +292,7 @@ def test_the_critics_state_goes_through_json():
         due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
         assert before.state() == due | {"scored_by": before.scored_by[0]}
         before.kl.coef = 0.37
-        before.past_scores = algo.moments(torch.tensor([[1.0, 3.0, -5.0, 1.0]]), torch.ones(1, 4))
+        before.past_scores = algo.moments(torch.tensor([1.0, 3.0, -5.0, 1.0]))
         state = json.loads(json.dumps(before.state()))
         after.load_state(state)
         assert after.kl.coef == 0.37

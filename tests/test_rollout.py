@@ -1,6 +1,8 @@
 """Rows with stretches that the policy did not sample: as messages, as a rollout, as the inputs of a forward pass."""
 
+import pickle
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +33,8 @@ def some_samples() -> list[Sample]:
 def test_rows_come_back_from_a_message():
     samples = some_samples()
     header, ids = pack_rows(samples)
-    assert all(type(number) is int for number in header + ids)
+    assert all(type(number) is int for number in header)
+    assert ids.dtype == torch.int32
     assert unpack_rows(header, ids) == samples
     sizes = packed_sizes(header)
     assert (len(header), len(sizes), sum(sizes)) == (HEADER * len(samples), len(samples), len(ids))
@@ -39,8 +42,8 @@ def test_rows_come_back_from_a_message():
     for i, (sample, size) in enumerate(zip(samples, sizes, strict=True)):  # and each on its own
         assert unpack_rows(header[HEADER * i : HEADER * (i + 1)], ids[at : at + size]) == [sample]
         at += size
-    assert pack_rows([]) == ([], [])
-    assert unpack_rows([], []) == []
+    header, ids = pack_rows([])
+    assert (header, len(ids), unpack_rows(header, ids)) == ([], 0, [])
 
 
 def test_log_probs_stay_behind():
@@ -63,8 +66,21 @@ def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
     packed = torch.arange(7.0)
     assert [part.tolist() for part in rollout.split(packed)] == [[0, 1, 2, 3], [4], [5, 6]]
     assert rollout.select(packed, [4, 1]).tolist() == [5, 6, 0, 1, 2, 3]
-    assert rollout.mask().sum(-1).tolist() == rollout.lengths
-    assert torch.equal(rollout.unpad(rollout.pad(packed)), packed)
+    assert rollout.sums(packed).tolist() == [6, 4, 11]
+    assert rollout.logprobs().tolist() == [-1, -2, -3, -4, -1, -1, -2]
+    assert Rollout([]).sums(packed[:0]).shape == Rollout([]).logprobs().shape == Rollout([]).ages().shape == (0,)
+
+
+def test_ids_and_log_probs_are_arrays_of_four_bytes_a_number():
+    found = pickle.loads(pickle.dumps(Sample(4, [5] * 500, [8] * 500, [-1.0] * 500, "eos")))
+    assert [(part.typecode, part.itemsize) for part in (found.prompt, found.response, found.logprobs)] == [
+        ("i", 4),
+        ("i", 4),
+        ("f", 4),
+    ]
+    assert len(pickle.dumps(found)) < 4 * 1500 + 500
+    assert found.ids.tolist() == [5] * 500 + [8] * 500
+    assert found == replace(found, prompt=[5] * 500, logprobs=[-1.0] * 500)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from splitppo import algo, channel
 from splitppo.config import OptimConfig, PlacementConfig, RolloutConfig
-from splitppo.engine.build import over_set
+from splitppo.engine import Piece
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -27,8 +27,9 @@ from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
-from splitppo.rollout import Prompt, Request, Rollout, Sample
+from splitppo.rollout import Prompt, Rollout, Sample
 from splitppo.run import checkpoint
+from splitppo.sampler import Sampler
 from splitppo.tools.export import export
 
 CPU = torch.device("cpu")
@@ -278,32 +279,38 @@ class Slow:
     """An engine that ends a row in a tick, after some ticks without; `closed` once its work is stopped."""
 
     def __init__(self, ticks: int):
-        self.ticks, self.loaded, self.closed = ticks, True, False
+        self.ticks, self.asks, self.polled, self.closed = ticks, [], 0, False
 
-    def generate(self, requests, sampling, *, seed, step):
-        try:
-            for request in requests:
-                yield from [[]] * self.ticks
-                yield [Sample(request.row, [1], [seed, step], [], "eos")]
-        finally:
-            self.closed = True
+    def begin(self, sampling, seed):
+        self.seed = seed
+
+    def submit(self, asks):
+        self.asks += asks
+
+    def poll(self):
+        self.polled += 1
+        if self.polled % (self.ticks + 1):
+            return []
+        ask = self.asks.pop(0)
+        return [Piece(ask.row, [self.seed], [-1.0], "eos")]
+
+    def abort(self):
+        self.closed = True
 
 
 def joined_rank(group: Group, ticks: list[int]) -> tuple:
-    rank = 2 * group.dp_rank + group.set_rank
-    slow: Any = Slow(ticks[rank])
-    engine: Any = over_set(slow, group)
-    requests = [Request(10 * group.dp_rank + i, [1]) for i in range(5)]
-    lists = engine.generate(requests, RolloutConfig(max_new_tokens=2), seed=3, step=4)
-    rows = [s.row for found in lists for s in found]
-    return rows, slow.closed, engine.loaded, group.of_first(lambda: rank)
+    slow: Any = Slow(ticks[2 * group.dp_rank + group.set_rank])
+    sampler = Sampler(20, lambda row: Prompt("", [1], "", "", {}), limit=2)
+    slots = range(10 * group.dp_rank, 10 * group.dp_rank + 5)
+    lists = sampler.generate(slow, 1, slots, RolloutConfig(), 3, group)
+    return [sample.row for found in lists for sample in found], slow.closed
 
 
 def test_the_engines_of_a_set_are_one():
     for ticks in ([0, 3, 2, 0], [2, 0, 0, 1]):  # their order does not depend on which is the faster
         found = run_threads((2, 2), joined_rank, ticks)
         due = [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
-        assert found == [(due[rank // 2], True, True, rank // 2 * 2) for rank in range(4)]
+        assert found == [(due[rank // 2], True) for rank in range(4)]
 
 
 class Ids:

@@ -16,15 +16,15 @@ from ranks import run_ranks, run_threads
 from splitppo import context, train
 from splitppo.config import Config, LogConfig, RolloutConfig
 from splitppo.context import Context
-from splitppo.engine import row_seed
+from splitppo.engine import Piece, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Prompt
 from splitppo.run.files import shown, table, write_rows
 from splitppo.validation import Validator
 
-ROLLOUT = RolloutConfig(max_new_tokens=9, top_p=0.9, top_k=40, stop=("!",))
+ROLLOUT = RolloutConfig(max_new_tokens=10, top_p=0.9, top_k=40, stop=("!",))
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
 
 
@@ -37,21 +37,29 @@ class FakeEngine:
     loaded: bool = True
     step_ms: float = 0.0
 
-    def generate(self, requests, sampling, *, seed, window=None):
-        self.calls.append(({request.row: request.prompt for request in requests}, sampling, seed))
-        waiting = [
-            Sample(r.row, r.prompt, self.response(sampling, seed, r.row), [], "eos" if r.row % 3 else "limit")
-            for r in requests
-        ]
-        while waiting:
-            self.events.append("rows")
-            yield [waiting.pop() for _ in range(min(2, len(waiting)))]
-            yield []
+    def begin(self, sampling, seed):
+        self.sampling, self.seed, self.polled = sampling, seed, 0
+
+    def submit(self, asks):
+        self.waiting = list(asks)
+        self.calls.append(({ask.row: ask.ids for ask in asks}, self.sampling, self.seed))
+
+    def poll(self):
+        self.polled += 1
+        if not self.polled % 2:
+            return []
+        self.events.append("rows")
+        return [self.piece(self.waiting.pop()) for _ in range(min(2, len(self.waiting)))]
+
+    def piece(self, ask):
+        tokens = self.response(self.sampling, self.seed, ask.row)
+        return Piece(ask.row, tokens, [], "limit" if len(tokens) == ask.tokens else "eos")
 
     def response(self, sampling, seed, row):
         said = row_seed(seed, row, 0) % 3 if sampling.temperature else 0
         return [ord(char) for char in f"it is {said}" + "." * (row % 4)]
 
+    def abort(self): ...
     def load_weights(self, weights): ...
     def release_memory(self, *, trained): ...
     def close(self): ...
@@ -236,7 +244,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
         said = row_seed(row_seed(14, -1, 0), row["row"], 0) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
         assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
-        assert (row["prompt"], row["end"]) == (f"ask {row['row'] // 4}", "eos" if row["row"] % 3 else "limit")
+        assert (row["prompt"], row["end"]) == (f"ask {row['row'] // 4}", "limit" if row["row"] % 4 == 3 else "eos")
     assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
     assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
     assert found["val/clip_ratio"] == pytest.approx(fmean(row["end"] == "limit" for row in rows))

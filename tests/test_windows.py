@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from ranks import run_ranks, run_threads
+from ranks import ALONE, run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
 from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from splitppo import algo
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
-from splitppo.engine.hf import HFEngine
+from splitppo.engine import Ask, Piece
 from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
@@ -26,11 +26,12 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Sample, Streams
+from splitppo.rollout import Prompt, Rollout, Sample
 from splitppo.run import memory
-from splitppo.run.build import build_context
+from splitppo.run.build import build_context, build_sampler
 from splitppo.run.checks import warnings
 from splitppo.run.main import dry_run
+from splitppo.sampler import OpenRow, Sampler
 
 __all__ = ["inputs"]  # the fixture
 
@@ -111,13 +112,16 @@ def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
 
 
 def whole_rows_rank(rank: int, *args: Any) -> None:
-    """No row follows another one in its slot."""
-    generate = HFEngine.generate
+    """No row follows another one in its slot within a step."""
+    generate = Sampler.generate
 
-    def alone(self: Any, *args: Any, window: Any, **kwargs: Any) -> Any:
-        return generate(self, *args, window=window and replace(window, following=None), **kwargs)
+    def alone(self: Sampler, engine: Any, step: int, slots: Sequence[int], *args: Any) -> Any:
+        window, self.window = self.window, 0
+        yield from generate(self, engine, step, slots, *args)
+        self.window = window
+        self._changed = {slot: self._fresh(step * self.slots + slot) for slot in slots if window}
 
-    HFEngine.generate = alone  # type: ignore[method-assign]
+    Sampler.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)
 
 
@@ -173,38 +177,88 @@ def prompt(row: int) -> Prompt:
     return Prompt("", [row, row], "", "", {})
 
 
-def stop(row: int, tokens: int, end: Any) -> Sample:
-    return Sample(row, [row, row], list(range(tokens)), [-0.5] * tokens, end)
+class Drawing:
+    """An engine that draws all tokens that it is asked for: token k of a row is k."""
+
+    def __init__(self):
+        self.asks: list[Ask] = []
+        self.asked: list[Ask] = []
+
+    def begin(self, sampling: RolloutConfig, seed: int) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        self.asks += asks
+        self.asked += asks
+
+    def poll(self) -> list[Piece]:
+        ask = self.asks.pop(0)
+        tokens = range(ask.begun, ask.begun + ask.tokens)
+        return [Piece(ask.row, [*tokens], [-0.5] * ask.tokens, "limit")]
+
+
+def sampler_of(lengths: list[int], *, slots: int = 3, window: int = 5, limit: int = 20, asked: Any = prompt) -> Sampler:
+    return Sampler(slots, asked, limit=limit, window=window, lengths=lengths)
+
+
+def drawn(sampler: Sampler, step: int, slots: Sequence[int]) -> tuple[list[Sample], list[Ask]]:
+    """The rows that end in a step, and what was asked for them."""
+    engine: Any = Drawing()
+    lists = list(sampler.generate(engine, step, slots, RolloutConfig(), 0))
+    return [row for rows in lists for row in rows], engine.asked
+
+
+OF_ROWS = [2, 5, 9, 10]  # their lengths; from row 4 on again
 
 
 def shared(group: Group) -> list[Any]:
-    """Three slots; rank 0 has the first two."""
-    streams = Streams(3, prompt, [7, 8, 9, 10], windows=True)
-    mine = [[stop(0, 2, "eos"), stop(3, 3, "window"), stop(1, 5, "limit")], [stop(2, 5, "window")]][group.dp_rank]
-    ended = streams.take(1, mine)
-    before = len(streams.open)
-    streams.share(group.all_gather)
-    return [ended, before, streams.state(), [streams.request(2, slot) for slot in range(3)]]
+    """Three slots; rank 0 has the first two, and then the last two."""
+    sampler = sampler_of(OF_ROWS)
+    ended, _ = drawn(sampler, 1, [[0, 1], [2]][group.dp_rank])
+    before = len(sampler.open)
+    following = [[1, 2], [0]]
+    decoded = sampler.share(group, lambda: following)
+    begun = [sampler.row(2, slot) for slot in following[group.dp_rank]]
+    assert sampler.held.keys() == {*following[group.dp_rank]}, "contents stay with the slot's owner"
+    return [ended, before, sampler.state(group), begun, decoded, sampler.open]
 
 
 def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
-    assert first[2:] == second[2:]
+    assert first[4:] == second[4:]
+    assert first[5] == {0: OpenRow(3, ((1, 3),)), 1: OpenRow(4), 2: OpenRow(2, ((1, 5),))}
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
-    assert second[0] == []
+    assert (second[0], second[2]) == ([], [])
+    assert first[4] == [[(0, 2), (3, 3)], [(1, 5)], [(2, 5)]]
     rows = [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
-    assert [entry[:-1] for entry in first[2]] == rows
     assert len({asked for *_, asked in first[2]}) == 3
-    asked = [(r.row, r.prompt, r.length, len(r.response), len(r.logprobs)) for r in first[3]]
-    assert asked == [(3, [3, 3], 10, 3, 3), (4, [4, 4], 7, 0, 0), (2, [2, 2], 9, 5, 5)]
-    goes_on = Streams(3, prompt, [], windows=True, limit=6)
-    goes_on.load_state(json.loads(json.dumps(rows)))  # of an earlier version, without hashes
-    (row,) = goes_on.take(2, [stop(2, 9, "eos")])
-    assert (row.stretches, row.ages) == (((1, 5), (2, 4)), [1] * 5 + [0] * 4)
-    assert goes_on.following(2).row == 5
-    for slots, windows in ((4, True), (3, False)):
+    begun = second[3] + first[3]
+    assert [[row.row, [*row.response], [*row.logprobs], [*row.stretches]] for row in begun] == rows
+    goes_on = sampler_of(OF_ROWS)
+    for state in (rows, first[2]):  # an earlier version's without hashes, with lists
+        goes_on = sampler_of(OF_ROWS)
+        goes_on.load_state(json.loads(json.dumps(state)))
+        assert [goes_on.row(2, slot) for slot in range(3)] == begun
+    assert goes_on.contexts() == [5, 2, 7]
+    ended, asked = drawn(goes_on, 2, [2, 1, 0])
+    # those with the fewest tokens come first; a slot that has ended a row asks for the next one at once
+    assert [(ask.row, ask.ids, ask.begun, ask.tokens, ask.free) for ask in asked] == [
+        (4, [4, 4], 0, 2, False),
+        (3, [3, 3, 0, 1, 2], 3, 5, False),
+        (2, [2, 2, 0, 1, 2, 3, 4], 5, 4, False),
+        (7, [7, 7], 0, 3, False),
+        (5, [5, 5], 0, 1, False),
+    ]
+    assert [(row.row, row.end, row.stretches) for row in ended] == [
+        (4, "limit", ((2, 2),)),
+        (2, "limit", ((1, 5), (2, 4))),
+    ]
+    assert [*ended[1].response] == [*range(9)]
+    assert Rollout(ended).ages().tolist() == [1] * 5 + [0] * 4 + [0, 0]
+    for slots, window in ((4, 5), (3, 0)):
         with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
-            Streams(slots, prompt, [], windows=windows).load_state(first[2])
+            sampler_of([], slots=slots, window=window).load_state(first[2])
 
 
 def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
@@ -213,50 +267,49 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
     def asked_for(row: int) -> Prompt:
         return prompt(row + 1 if row in others else row)
 
-    def streams(lengths: list[int], limit: int = 6) -> Streams:
-        return Streams(3, asked_for, lengths, windows=True, limit=limit)
-
-    given = streams([])
-    given.take(1, [stop(3, 3, "window"), stop(1, 5, "limit"), stop(2, 5, "window")])
-    given.share(lambda part: [part])
-    state = json.loads(json.dumps(given.state()))
-    others.add(4)  # it has no token yet
-    streams([]).load_state(state)
-    with pytest.raises(UserError, match=r"new_tokens=5, and row 2 of .* goes on after 5 tokens; set it to 6 at least"):
-        streams([], limit=5).load_state(state)
+    given = sampler_of([], asked=asked_for, limit=6)
+    drawn(given, 1, range(3))
+    given.share(ALONE, lambda: [range(3)])
+    state = json.loads(json.dumps(given.state(ALONE)))
+    sampler_of([], asked=asked_for, limit=6).load_state(state)
+    with pytest.raises(UserError, match=r"new_tokens=5, and row 0 of .* goes on after 5 tokens; set it to 6 at least"):
+        sampler_of([], asked=asked_for, limit=5).load_state(state)
     for lengths, other in (([9, 8, 7], 4), ([], 2)):
         others.add(other)
         with pytest.raises(UserError, match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data"):
-            streams(lengths).load_state(state)
+            sampler_of(lengths, asked=asked_for).load_state(state)
 
 
 def test_slots_follow_the_contexts_that_rank_0_knows():
     placement = place(PlacementConfig(actor=2), world=3, local_world=3)
     for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
         config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
-        said: dict[str, str] = {"contexts/3": ""}
+        said: dict[str, str] = {"contexts/2": ""}
         store = SimpleNamespace(delete_key=said.pop)
         broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
         runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
         tokenizer, training = SimpleNamespace(decode=str), SimpleNamespace(prompts=[prompt(row) for row in range(9)])
         known = {"config": config, "placement": actors, "tokenizer": tokenizer, "vocabulary_size": 9}
-        context = build_context(cast(Any, SimpleNamespace(**known)), runtime, cast(Any, training), [])
-        context.streams.open = {1: stop(1, 9, "window"), 3: stop(7, 4, "window")}
+        resolved = cast(Any, SimpleNamespace(**known))
+        sampler = build_sampler(resolved, cast(Any, training))
+        context = build_context(resolved, runtime, sampler, [])
+        sampler.open = {1: OpenRow(1, ((3, 5), (4, 4))), 3: OpenRow(7, ((4, 4),))}
         owned = context.ownership(5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}
             assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
             assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
         else:
-            assert (said, owned.orders) == ({"contexts/3": ""}, ())
+            assert (said, owned.orders) == ({"contexts/2": ""}, ())
 
 
 def test_without_windows_a_slot_has_one_row_a_step():
-    streams = Streams(3, prompt, [], windows=False)
-    assert [streams.request(3, slot).row for slot in range(3)] == [6, 7, 8]
-    assert [row.row for row in streams.take(3, [stop(7, 2, "eos")])] == [7]
-    streams.share(lambda part: [part])
-    assert (streams.state(), streams.request(4, 1).row) == ([], 10)
+    sampler = sampler_of([], window=0, limit=4)
+    ended, asked = drawn(sampler, 3, [0, 2])
+    assert [(row.row, row.end, row.tokens) for row in ended] == [(6, "limit", 4), (8, "limit", 4)]
+    assert [ask.free for ask in asked] == [True, True]
+    sampler.share(ALONE, list)
+    assert (sampler.state(ALONE), sampler.row(4, 1).row) == ([], 10)
 
 
 def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
@@ -316,7 +369,7 @@ def test_how_far_the_policy_has_moved_by_age():
 
 def test_a_step_without_rows_says_nothing_of_pretraining():
     pretraining = Pretraining(Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None)
-    nothing = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))
+    nothing = algo.moments(torch.zeros(0))
     pretraining.finish(1, nothing, nothing)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 

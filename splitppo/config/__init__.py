@@ -43,7 +43,7 @@ class EngineConfig:
     """The rollout engine, which generates the responses."""
 
     kind: Literal["auto", "hf", "vllm"] = "auto"
-    """`vllm`: in a process of its own. `hf`: transformers' generate(). `auto`: vllm on GPUs if installed, else hf."""
+    """`vllm`: in a process of its own. `hf`: in the rank itself. `auto`: vllm on GPUs if installed, else hf."""
     max_rows: int = 512
     """Most rows that one actor rank generates at once. More rows wait."""
     tensor_parallel: int = 1

@@ -1,48 +1,54 @@
-"""The rollout engine: it takes the policy's weights, generates rows in the background and yields each when it ends."""
+"""The rollout engine: it takes the policy's weights and draws tokens for the rows that are submitted."""
 
 import hashlib
-import math
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
-from splitppo.rollout import End, Request, Sample
+from splitppo.rollout import End
 
-TICK = 0.005  # seconds between two empty lists of `generate`
+TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns without a piece
 
 
 @dataclass(frozen=True)
-class Window:
-    """How far each slot of a rollout decodes: so many tokens. A row that has not ended by then is cut.
+class Ask:
+    """Tokens to draw for a row.
 
-    There are S `slots` on all ranks: row r is in slot r % S, and row r + S comes after it. `following`: row -> the
-    request for the row after it. It is pure, and called in other threads and ahead of time. None: the slot stays empty.
+    Attributes:
+        row: its number in the data order; seeds its noise.
+        ids: the prompt and all that the row has so far.
+        begun: response tokens among them.
+        tokens: to draw at most.
+        free: whether an end token or stop string ends the row; if not, it gets all `tokens`.
     """
 
-    tokens: int = sys.maxsize
-    slots: int = sys.maxsize
-    following: Callable[[int], Request] | None = None
+    row: int
+    ids: Sequence[int]
+    begun: int
+    tokens: int
+    free: bool = True
 
 
-WHOLE = Window()  # no window: rows are generated to their end
+@dataclass(frozen=True)
+class Piece:
+    """What was drawn for an `Ask`: the tokens with their log-probs. `end`: `eos`, `stop`, or `limit`: it has all tokens
+    that were asked for."""
+
+    row: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    end: End
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
     """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed per request."""
     digest = hashlib.blake2b(f"{seed}/{row}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def extend(request: Request, tokens: Sequence[int], logprobs: Sequence[float], end: End) -> Sample:
-    """A request's row with its new tokens. Raises FloatingPointError if one of their log-probs is NaN or infinite."""
-    if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(f"row {request.row}: the policy's logits are not finite")
-    response, all_logprobs = [*request.response, *tokens], [*request.logprobs, *logprobs]
-    return Sample(request.row, request.prompt, response, all_logprobs, end)
 
 
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
@@ -71,65 +77,94 @@ def check_weights(
         raise ValueError(f"{len(missing)} weights are missing, among them {', '.join(sorted(missing)[:5])}")
 
 
-class RolloutEngine:
-    """Generates the rows of one actor rank. Each kind of engine has its `connect`, `_load`, `_rows` and `close`.
+class RolloutEngine(ABC):
+    """Draws tokens for the rows of one actor rank, as many rows at once as it can. A row's noise is a function of
+    (seed, row, position) alone, or of (seed, row, `begun`, position).
+
+    Of `sampling`, engines read temperature, stop, top_p and top_k. At temperature 0 they take the likeliest token, with
+    log-probs at temperature 1, of all tokens. Only drawn tokens are searched for stop strings, never the prompt. top_k
+    comes before top_p, and log-probs are those of the truncated distribution.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
-        step_ms: mean milliseconds of a decode step (one token for each open row) in the last complete `generate`;
-            0 if that had no rows.
+        open: asks without a piece yet.
+        step_ms: mean milliseconds of a decode step (one token for each open row) since `begin`; 0 before the first.
     """
 
-    connect: Callable[[], str]  # waits until the engine is ready; returns a line about it for the log
-    close: Callable[[], None]  # frees all memory; the engine cannot be used afterwards
-    _load: Callable[[Iterable[tuple[str, Tensor]]], None]
-    _rows: Callable[[Sequence[Request], RolloutConfig, int, Window], Iterator[list[Sample]]]  # the work of `generate`
-
     def __init__(self):
-        self.loaded = self._running = False
+        self.loaded = False
+        self.open = 0
         self.step_ms = 0.0
+
+    @abstractmethod
+    def connect(self) -> str:
+        """Waits until the engine is ready; returns a line about it for the log."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees all memory; the engine cannot be used afterwards."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
         the engine's dtype. Of tied weights, the stream may hold any of the names or all. After an error, as the
         ValueErrors of `check_weights`, the engine needs a complete new load."""
-        if self._running:
-            raise RuntimeError("load_weights while rows are being generated: finish or close the iterator first")
+        self._check_idle("load_weights")
         self.loaded = False
         self._load(weights)
         self.loaded = True
 
-    def generate(
-        self, requests: Sequence[Request], sampling: RolloutConfig, *, seed: int, window: Window = WHOLE
-    ) -> Generator[list[Sample], None, None]:
-        """Generates every request once, in the background, from the first `next` on. A row's noise is a function of
-        (seed, row, position) alone, or of (seed, row, tokens that it has, position).
-
-        Of `sampling`, engines read temperature, max_new_tokens, stop, top_p and top_k. At temperature 0 they take the
-        likeliest token, with log-probs at temperature 1, of all tokens. Only the response is searched for stop strings,
-        never the prompt. top_k comes before top_p, and log-probs are those of the truncated distribution.
-
-        Yields:
-            the rows that have just ended, or that the window has cut (their end is `window`). Every few milliseconds an
-            empty list, so that the caller can do other work. Closing or dropping the iterator (an exception in a `for`
-            loop drops it) stops the background work first.
-
-        Raises:
-            RuntimeError: no weights are loaded.
-            Exception: any error of the background work, with its traceback.
-        """
+    def begin(self, sampling: RolloutConfig, seed: int) -> None:
+        """Makes ready to draw. Raises RuntimeError if rows are open, or no weights are loaded."""
+        self._check_idle("begin")
         if not self.loaded:
-            raise RuntimeError("generate before a complete load_weights")
-        if self._running:
-            raise RuntimeError("generate while rows are being generated: finish or close the first iterator")
-        if empty := [request.row for request in requests if not request.prompt]:
-            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
-        self._running = True
-        try:
-            yield from self._rows(requests, sampling, seed, window)
-        finally:
-            self._running = False
+            raise RuntimeError("begin before a complete load_weights")
+        self.step_ms = 0.0
+        self._begin(sampling, seed)
 
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """Begins to draw for more rows; returns at once."""
+        if empty := [ask.row for ask in asks if not len(ask.ids)]:
+            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
+        self.open += len(asks)
+        if asks:
+            self._submit(asks)
+
+    def poll(self) -> list[Piece]:
+        """What has ended since the last call, each ask once; waits for it no longer than `TICK`. Raises
+        FloatingPointError if a log-prob is NaN or infinite, and any error of the engine's work."""
+        pieces = self._poll()
+        self.open -= len(pieces)
+        for piece in pieces:
+            if not np.isfinite(piece.logprobs).all():
+                raise FloatingPointError(f"row {piece.row}: the policy's logits are not finite")
+        return pieces
+
+    def abort(self) -> None:
+        """Drops all open rows; the engine's work has stopped then."""
+        if self.open:
+            self._abort()
+        self.open = 0
+
+    @abstractmethod
     def release_memory(self, *, trained: bool) -> None:
         """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
         the trainer's memory peak so far includes an update."""
+
+    @abstractmethod
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _begin(self, sampling: RolloutConfig, seed: int) -> None: ...
+
+    @abstractmethod
+    def _submit(self, asks: Sequence[Ask]) -> None: ...
+
+    @abstractmethod
+    def _poll(self) -> list[Piece]: ...
+
+    @abstractmethod
+    def _abort(self) -> None: ...
+
+    def _check_idle(self, call: str) -> None:
+        if self.open:
+            raise RuntimeError(f"{call} while {self.open} rows are open: poll them or abort first")

@@ -1,26 +1,19 @@
 """Which engine a run uses, the checks on it, and the start of its process."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
 
-from splitppo.config import Config, RolloutConfig
-from splitppo.engine import RolloutEngine
+from splitppo.config import Config
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.errors import UserError
-from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import Placement, check_cut
-from splitppo.rollout import Request, Sample
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first silently, and refuses higher ones
@@ -37,7 +30,7 @@ def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
     lines, rollout = [], config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
-        slow = "vLLM is not installed: the transformers library's generate() is used, several times slower"
+        slow = "vLLM is not installed: the engine hf is used, several times slower"
         lines.append(f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning")
     if rollout.top_p < 1 or rollout.top_k > 0:
         given = f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated"
@@ -132,28 +125,6 @@ def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *
     given = f"rollout.window={config.rollout.window}: {slots} slots of an engine hold up to {slots * tokens:,} tokens"
     remedy = "use a smaller rollout.batch_size, or more actor ranks or engine.tensor_parallel"
     return f"{given}, its KV cache {held:,}; beyond that rows queue and slots are empty; {remedy}"
-
-
-def over_set(engine: RolloutEngine, group: Group) -> RolloutEngine:
-    """This rank's engine. In a tensor-parallel set its `generate` is that of all the set's engines together: all ranks
-    call it with the same requests and get the same rows, in an order that does not depend on who is the faster."""
-    if group.set_size == 1:
-        return engine
-    alone = engine.generate
-
-    def generate(requests: Sequence[Request], sampling: RolloutConfig, **how: Any) -> Iterator[list[Sample]]:
-        found, waiting = [], [deque[Sample]() for _ in range(group.set_size)]
-        with closing(alone(requests[group.set_rank :: group.set_size], sampling, **how)) as own:
-            while found != [None] * group.set_size:
-                found, ready = group.gather_set(next(own, None)), []
-                for rows, part in zip(waiting, found, strict=True):
-                    rows.extend(part or ())
-                while any(waiting) and all(rows or part is None for rows, part in zip(waiting, found, strict=True)):
-                    ready += [rows.popleft() for rows in waiting if rows]
-                yield ready
-
-    cast(Any, engine).generate = generate
-    return engine
 
 
 def most_rows(config: Config, ranks: int) -> int:

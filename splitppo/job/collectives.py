@@ -21,35 +21,43 @@ SHARDED = ("replica", "shard")  # axes over which weights are sharded; the secon
 class Group:
     """The ranks that play one role, as one of them sees it. All of them must call each method.
 
-    Rows belong to the ranks along the mesh's first axis (data parallelism). Ranks along a second axis are a set that
-    works on the same rows (tensor parallelism). So sums and gathers run along the first axis alone.
+    The mesh's axes have names. Rows belong to the ranks along `rows` (data parallelism). Ranks along all other axes
+    are a set: they share rows, whatever for (tensor parallelism). So sums and gathers run along `rows` alone.
 
     Attributes:
-        dp_rank, dp_size: place along the first axis, and its length.
-        set_rank, set_size: place in the set, and its size.
+        sizes: axis -> its length. set_axes: all but `rows`.
+        dp_rank, dp_size: place along `rows`, and its length.
+        set_rank, set_size: place in the set, the last axis running fastest, and its size.
         speaks: whether this rank is the first of its set, which sends and receives rows for all of it.
         is_first: whether this rank is the group's first, which writes and prints for all of it.
     """
 
     def __init__(self, mesh: DeviceMesh):
-        self.mesh, self.dp_rank, self.dp_size = mesh, mesh.get_local_rank(0), mesh.size(0)
-        self.set_rank, self.set_size = (mesh.get_local_rank(1), mesh.size(1)) if mesh.ndim > 1 else (0, 1)
+        self.mesh = mesh
+        self.sizes = dict(zip(cast(Any, mesh.mesh_dim_names), mesh.shape, strict=True))
+        self.dp_rank = mesh.get_local_rank("rows")
+        self.dp_size = self.sizes["rows"]
+        self.set_axes = [axis for axis in self.sizes if axis != "rows"]
+        self.set_rank = 0
+        for axis in self.set_axes:
+            self.set_rank = self.set_rank * self.sizes[axis] + mesh.get_local_rank(axis)
+        self.set_size = mesh.size() // self.dp_size
         self.speaks = self.set_rank == 0
         self.is_first = self.speaks and self.dp_rank == 0
 
     def all_sum(self, values: Tensor) -> Tensor:
         """Element-wise sum of a CPU tensor over the data-parallel ranks, in float64."""
-        return self._all_reduce(values.double(), dist.ReduceOp.SUM, 0)
+        return self._all_reduce(values.double(), dist.ReduceOp.SUM, "rows")
 
     def all_max(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum over all ranks of the group."""
         own = torch.tensor(values, dtype=torch.int64)
-        return self._all_reduce(own, dist.ReduceOp.MAX, 0, 1).tolist()
+        return self._all_reduce(own, dist.ReduceOp.MAX, *self.sizes).tolist()
 
     def all_gather(self, value: Any) -> list[Any]:
         """The small object of each data-parallel rank, in their order. For start-up and figures, never for batches."""
         gathered: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(gathered, value, group=self.mesh.get_group(0))
+        dist.all_gather_object(gathered, value, group=self.mesh.get_group("rows"))
         return gathered
 
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -59,7 +67,7 @@ class Group:
             return list(parts)
         sizes = torch.tensor([len(part) for part in parts])
         due = torch.empty_like(sizes)
-        line = self.mesh.get_group(0)
+        line = self.mesh.get_group("rows")
         dist.all_to_all_single(due, sizes, group=line)
         found = parts[0].new_empty(int(due.sum()))
         dist.all_to_all_single(found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line)
@@ -79,24 +87,26 @@ class Group:
         """To all ranks of a set what its first one has: a 1-D CPU tensor. The others give None."""
         if self.set_size == 1:
             return cast(Tensor, tensor)
-        size = self._all_reduce(torch.tensor([0 if tensor is None else len(tensor)]), dist.ReduceOp.MAX, 1)
+        size = self._all_reduce(torch.tensor([0 if tensor is None else len(tensor)]), dist.ReduceOp.MAX, *self.set_axes)
         held = torch.zeros(int(size), dtype=dtype) if tensor is None else tensor.clone()
-        return self._all_reduce(held, dist.ReduceOp.SUM, 1)
+        return self._all_reduce(held, dist.ReduceOp.SUM, *self.set_axes)
 
     def gather_set(self, value: Any) -> list[Any]:
         """The small object of each rank of this rank's set."""
-        gathered = [value] * self.set_size
-        if self.set_size > 1:
-            dist.all_gather_object(gathered, value, group=self.mesh.get_group(1))
+        gathered = [value]
+        for axis in reversed(self.set_axes):
+            parts = [gathered] * self.sizes[axis]
+            dist.all_gather_object(parts, gathered, group=self.mesh.get_group(axis))
+            gathered = [one for part in parts for one in part]
         return gathered
 
     def of_first(self, value: Callable[[], Any]) -> Any:
         """The small object that the first rank of this rank's set computes."""
         return self.gather_set(value() if self.speaks else None)[0]
 
-    def _all_reduce(self, values: Tensor, op: Any, *axes: int) -> Tensor:
+    def _all_reduce(self, values: Tensor, op: Any, *axes: str) -> Tensor:
         for axis in axes:
-            if (self.dp_size, self.set_size)[axis] > 1 and values.numel():
+            if self.sizes[axis] > 1 and values.numel():
                 dist.all_reduce(values, op=op, group=self.mesh.get_group(axis))
         return values
 
@@ -105,7 +115,7 @@ class TensorSet:
     """Ranks that run each layer of a model together, as one of them sees them.
 
     Attributes:
-        mesh: its first axis is the set, the others are those of `line`. A part of a weight belongs to each place.
+        mesh: the axis `tensor` is the set, the others are those of `line`. A part of a weight belongs to each place.
         line: the mesh over which this rank's part of a layer is sharded; as in `Runtime.shards`.
         peers: the sets of the role's group that this set joins, as a group whose ranks have different rows; or None.
         group, size: the set's process group, and its ranks.
@@ -113,7 +123,7 @@ class TensorSet:
 
     def __init__(self, mesh: DeviceMesh, line: DeviceMesh, peers: Group | None):
         self.mesh, self.line, self.peers = mesh, line, peers
-        self.group, self.size = mesh.get_group(0), mesh.size(0)
+        self.group, self.size = mesh.get_group("tensor"), mesh["tensor"].size()
 
 
 class GroupMaker:
@@ -143,16 +153,16 @@ class GroupMaker:
         own: Any = [block for block in blocks if self.rank in block]
         return DeviceMesh.from_group(groups, self.device, mesh=own[0], mesh_dim_names=names) if own else None
 
-    def group(self, lines: Tensor, size: int) -> Group | None:
-        """The group, of these `[groups, ranks]`, that holds this rank; its sets have `size` of them."""
-        blocks = lines.unflatten(1, (-1, size)) if size > 1 else lines
-        mesh = self.mesh(blocks, *("rows", "set")[: blocks.ndim - 1])
+    def group(self, lines: Tensor, **axes: int) -> Group | None:
+        """The group, of these `[groups, ranks]`, that holds this rank. `axes`: those of its sets, and their lengths."""
+        wide = {axis: size for axis, size in axes.items() if size > 1}
+        mesh = self.mesh(lines.unflatten(1, (-1, *wide.values())), "rows", *wide)
         return Group(mesh) if mesh else None
 
     def tensor_set(self, held: Tensor, size: int, least: int) -> TensorSet | None:
         """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or `[replicas, ranks]`; the
         sets of its group have `least`."""
         names = SHARDED[-held.ndim :]
-        mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "set", *names)
-        peers = self.group(held.reshape(-1, size), least) if size > least else None
+        mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "tensor", *names)
+        peers = self.group(held.reshape(-1, size), tensor=least) if size > least else None
         return TensorSet(mesh, mesh[names], peers) if mesh else None

@@ -87,7 +87,7 @@ class Runtime:
         for role, ranks in self.placement.groups.items():
             own, *_ = sizes = set_sizes.get(role, [1])
             held = torch.tensor(replicas(role, self.placement, shard_size, local_world=local_world)).squeeze(0)
-            group = maker.group(torch.tensor([ranks]), own)
+            group = maker.group(torch.tensor([ranks]), tensor=own)
             mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
             made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
             if group and mesh:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class MicroBatch:
 
 def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
     """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its group's passes."""
-    rows = [torch.tensor(sample.prompt + sample.response) for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
+    rows = [sample.ids.long() for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
     sampled = [sample.places + len(sample.prompt) for sample in samples] or [rows[0][:0]]
     if packed:
         inputs, starts = _packed_inputs(rows)
@@ -92,15 +93,21 @@ def partition(
     """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of each bin. With
     `sizes`, the items of a bin have at most `room` together, unless the bin holds one item. None: they don't fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    cost, filled, sizes = [0.0] * count, [0] * count, sizes or [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        fit = [k for k in range(count) if not bins[k] or filled[k] + sizes[i] <= room]
-        if not fit:
+    filled = [0] * count
+    sizes = sizes or [0] * len(costs)
+    cheapest = [(0.0, k) for k in range(count)]  # a heap
+    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones, the first comes first
+        full = []  # cheaper bins, without room for the item
+        while cheapest and bins[k := cheapest[0][1]] and filled[k] + sizes[i] > room:
+            full.append(heappop(cheapest))
+        if not cheapest:
             return None
-        k = min(fit, key=lambda k: (cost[k], k))
+        cost, k = cheapest[0]
         bins[k].append(i)
-        cost[k] += costs[i]
         filled[k] += sizes[i]
+        heapreplace(cheapest, (cost + costs[i], k))
+        for entry in full:
+            heappush(cheapest, entry)
     return bins
 
 

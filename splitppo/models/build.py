@@ -9,19 +9,21 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
+from splitppo.models.heads import PolicyModel, ValueModel
 
 Kind = Literal["policy", "value", "reward"]
-HEAD = ("score.weight", "score.bias")  # of a value model
 CAUSAL, SCORING = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # modules in which a layer mixes positions, as transformers calls them; those of linear attention, too
 _MIXERS = "attention attn conv linear_attn mamba mixer self_attention self_attn short_conv temporal_block time_mixer"
@@ -40,21 +42,28 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     `own_code` the folder's Python code runs, here and where the model is built; `auto_map` names it. Raises UserError
     if the folder has no readable config.json, or holds a model that can't be read."""
     if (Path(folder) / "adapter_config.json").is_file():
-        problem = "a LoRA adapter; this version trains and reads whole models"
-        raise folder_error(folder, problem, "merge it into its base (peft's merge_and_unload) and save that")
+        raise folder_error(
+            folder,
+            "a LoRA adapter; this version trains and reads whole models",
+            "merge it into its base (peft's merge_and_unload) and save that",
+        )
     if not (Path(folder) / "config.json").is_file():
         raise folder_error(folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
     except Exception as error:  # transformers raises whatever a wrong field leads to
         cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
-        problem = f"config.json is of no model that transformers knows: {cause}"
-        raise folder_error(folder, problem, "use another model") from error
+        raise folder_error(
+            folder, f"config.json is of no model that transformers knows: {cause}", "use another model"
+        ) from error
     if quantized := getattr(config, "quantization_config", None):
         method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         if method != "fp8":
-            problem = f"its weights are quantized ({method}), only fp8 is read"
-            raise folder_error(folder, problem, "load it with transformers, dequantize() it and save_pretrained that")
+            raise folder_error(
+                folder,
+                f"its weights are quantized ({method}), only fp8 is read",
+                "load it with transformers, dequantize() it and save_pretrained that",
+            )
         delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
@@ -69,8 +78,11 @@ def check_ids(folder: str | Path, file: str, fields: Mapping[str, Any], vocabula
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         # an end beyond the vocabulary is never sampled; padding is embedded
         if any(type(token) is not int or (name == "pad_token_id" and token >= vocabulary) for token in ids):
-            rule = f"write null, or a token's id, a whole number below {vocabulary}"
-            raise folder_error(folder, f"{file} has {name} = {json.dumps(value, default=str)}", rule)
+            raise folder_error(
+                folder,
+                f"{file} has {name} = {json.dumps(value, default=str)}",
+                f"write null, or a token's id, a whole number below {vocabulary}",
+            )
 
 
 def code_of(config: PretrainedConfig) -> dict[str, str]:
@@ -98,8 +110,10 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
             problem = f"no sequence classification of type {config.model_type!r}"
             raise UserError(f"reward.model={folder}: {problem}; use another")
         if config.num_labels != 1:
-            problem = f"it gives {config.num_labels} numbers a text, and a reward is one"
-            raise UserError(f"reward.model={folder}: {problem}; use a checkpoint with num_labels 1 in its config.json")
+            raise UserError(
+                f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward is one; "
+                "use a checkpoint with num_labels 1 in its config.json"
+            )
         return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
     encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
@@ -131,26 +145,6 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     return config
 
 
-class ValueModel(nn.Module):
-    """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
-    model and its folder (`base_model_prefix`). The head runs in float32, in which values near each other differ."""
-
-    float32 = ("score",)
-
-    def __init__(self, causal: Any):
-        super().__init__()
-        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
-        if causal.base_model is causal:
-            raise UserError(f"{type(causal).__name__} has no body apart from its head; use another model")
-        setattr(self, self.base_model_prefix, causal.base_model)
-        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
-
-    def forward(self, at: Tensor, **inputs: Any) -> Tensor:
-        """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
-        states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
-        return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
-
-
 def build(
     config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32, *, packed: bool = False
 ) -> nn.Module:
@@ -162,19 +156,21 @@ def build(
         options = {"attn_implementation": PACKED} if packed else {}
         model = auto.from_config(config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options)
         model.tie_weights()  # no_init_weights leaves this out, too
-        # how names in the folder become names in the model; transformers needs its own class to tell
-        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-        for i in range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0)):
-            ignored.append(rf"\.{i}\.")
-        names = get_model_conversion_mapping(model), ignored
-        model = ValueModel(model) if kind == "value" else model
+        # how names in the folder become names in the model (names.py); transformers needs its own class to tell
+        left_out = range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0))
+        ignored = [
+            f"{SCALE}$",
+            "inv_freq$",
+            *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
+            *(rf"\.{layer}\." for layer in left_out),
+        ]
+        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []  # its name in some families
+        names = [*get_model_conversion_mapping(model), *head], ignored
+        if kind != "reward" and model.base_model is model:
+            raise UserError(f"{type(model).__name__} has no body apart from its head; use another model")
+        model = model if kind == "reward" else ValueModel(model) if kind == "value" else PolicyModel(model.eval())
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
-
-
-def hf_name(name: str) -> str:
-    """A parameter's Hugging Face name, without the parts that checkpointing and compilation add."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
@@ -199,8 +195,7 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
         except re.error as error:
             raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
         if not found:
-            some = ", ".join(list(weights)[1:4])
-            raise UserError(f"{setting}={part} matches no weight; their names are like {some}")
+            raise UserError(f"{setting}={part} matches no weight; their names are like {', '.join(list(weights)[1:4])}")
         for name in found:
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):

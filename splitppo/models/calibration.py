@@ -19,12 +19,10 @@ PLACES = ("first", "third_1", "third_2", "third_3")  # the first token, and thir
 
 def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
     """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut. `scores`: `[B]`."""
-    rows = zip(scores.tolist(), rollout.samples, rollout.lengths, strict=True)
-    parts = [
-        torch.full((length,), torch.nan if sample.truncated else score) * gamma ** torch.arange(length).flip(0)
-        for score, sample, length in rows
-    ]
-    return torch.cat([torch.zeros(0), *parts])
+    sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
+    cut = torch.tensor([sample.truncated for sample in rollout.samples], dtype=torch.bool)
+    left = sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)  # tokens after each
+    return scores.masked_fill(cut, torch.nan).repeat_interleave(sizes) * gamma**left
 
 
 def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group) -> dict[str, Any]:
@@ -39,10 +37,13 @@ def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, grou
     """
     targets = outcomes(rollout, scores, gamma)
     ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
-    where = torch.cat([torch.zeros(0), *(torch.arange(n) / n for n in rollout.lengths)])
+    sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
+    begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    where = (torch.arange(rollout.tokens) - begins) / sizes.repeat_interleave(sizes)
     third = (where * 3).long()
     masks = [ended & (where == 0), *(ended & (third == i) for i in range(3))]
-    figures = [algo.moments(x[None], mask[None]) for mask in masks for x in (targets, targets - values)]
+    errors = targets - values
+    figures = [algo.moments(x[mask]) for mask in masks for x in (targets, errors)]
     whole = group.all_moments(figures)
     explained = {}
     for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True):

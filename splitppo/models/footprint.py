@@ -69,7 +69,7 @@ def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compi
     return Footprint(
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         root=sum(p.numel() for p in model.parameters() if id(p) not in inside),
-        vocabulary=model.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
+        vocabulary=model.causal.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
         layers=whole,
         saved=a_layer,
         hidden=hidden,

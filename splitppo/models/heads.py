@@ -1,9 +1,11 @@
-"""What the learners compute at the response tokens: log-probs, entropies, values. Logits are never kept."""
+"""The policy, the value model, and what the learners compute at the response tokens: log-probs, entropies, values.
+Logits are never kept."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +16,84 @@ from splitppo import algo
 from splitppo.models.batching import MicroBatch
 
 LOGIT_PIECE = 2048  # tokens whose float32 logits exist at once
-# settings of models that change their logits after the output layer
-LOGIT_SETTINGS = (
-    "final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier",
-    "logits_soft_cap",
-)  # fmt: skip
+Measure = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # (logits `[1, n, V]`, tokens `[1, n]`) -> `[1, n]` each
+
+
+class PolicyModel(nn.Module):
+    """A causal model in two parts: its body, and all that makes logits of the body's states: the output layer, and in
+    some models a cap or a scale. The parts are named as in the causal model and its folder.
+
+    The body runs over all tokens. What follows runs over the response tokens alone, piece by piece, and again in the
+    backward pass: the logits of a whole micro-batch would take more memory than all else (16,384 tokens and 152k ids:
+    5 GB in bfloat16, several times that in the backward)."""
+
+    def __init__(self, causal: Any):
+        super().__init__()
+        self.config = causal.config
+        self.base_model_prefix = causal.base_model_prefix
+        self._modules = causal._modules
+        self.__dict__["causal"] = causal  # no child: its parts are named above
+        rest = copy(causal)
+        rest.__dict__[self.base_model_prefix] = _States(causal.base_model)
+        self.after_body = rest.forward
+
+    def forward(self, at: Tensor, tokens: Tensor, measure: Measure, **inputs: Any) -> list[Tensor]:
+        """What `measure` finds, `[N]` each.
+
+        Args:
+            at: `[N]`, where in the flattened ids each token was chosen.
+            tokens: `[N]`, the tokens that were chosen there.
+        """
+        body = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)
+        kind = type(body)
+        states = body[0].flatten(0, 1)[at][None]
+
+        def run(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            return measure(self.after_body(kind(last_hidden_state=states)).logits, tokens)
+
+        pieces = [
+            # clones of the tokens: to the compiler the size of a view's base would matter too
+            checkpoint(run, part, chosen.clone(), use_reentrant=False)
+            for part, chosen in zip(states.split(LOGIT_PIECE, 1), tokens[None].split(LOGIT_PIECE, 1), strict=True)
+        ]
+        return [torch.cat([part[0] for part in parts]) for parts in zip(*pieces, strict=True)]
+
+
+class ValueModel(nn.Module):
+    """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
+    model and its folder (`base_model_prefix`). The head runs in float32, in which values near each other differ."""
+
+    float32 = ("score",)
+
+    def __init__(self, causal: Any):
+        super().__init__()
+        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
+        setattr(self, self.base_model_prefix, causal.base_model)
+        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
+
+    def forward(self, at: Tensor, **inputs: Any) -> Tensor:
+        """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
+        states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
+        return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
+
+
+class _States:
+    """In the place of a causal model's body: takes what the body returned, and returns it."""
+
+    def __init__(self, body: Any):
+        self.body = body
+        self.decoder = self  # OPT and BART call this part of their body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.body, name)  # such as a scale of the logits
+
+    def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
+        return input_ids
 
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions. The output
-    layer runs piece by piece, and again in the backward pass: the logits of a whole micro-batch would take more memory
-    than all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward)."""
+    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions."""
 
     temperature: float
     vocabulary: int  # ids that may be sampled; the model may have more
@@ -33,41 +101,17 @@ class PolicyOutputs:
 
     def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""
-        head = cast(Any, model).get_output_embeddings()
-        run = partial(type(head).forward, head)  # the output layer's own forward, also while it is replaced
-        changed_later = any(getattr(model.config, name, None) for name in LOGIT_SETTINGS)
         # a tensor: to the compiler a number would be a computation on the CPU
         temperature = torch.full((), self.temperature, device=batch.before.device)
         measure = partial(self._measure, temperature=temperature, entropy=entropy)
-        found: list[Tensor] = []
-
-        def forward(states: Tensor) -> Tensor:
-            """Of the states from which the tokens were chosen; within the model's forward pass, where the weights are
-            gathered. The model takes log-probs and entropies for logits, and passes them on."""
-            states = states.flatten(0, 1)[batch.before]
-            if changed_later:
-                return run(states)[None]
-            pieces = _in_pieces(lambda s, t: measure(run(s), t), states, batch.responses)
-            found.append(torch.stack(pieces, dim=-1)[None])
-            return found[0]
-
-        head.forward = forward
-        try:
-            logits = model(**batch.inputs, use_cache=False).logits
-        finally:
-            del head.forward
-        if not changed_later and logits is not found[0]:
-            kind = type(model).__name__
-            raise RuntimeError(f"{kind} changes its logits after its output layer in an unknown way; use another model")
-        pieces = _in_pieces(measure, logits[0], batch.responses) if changed_later else logits[0].unbind(-1)
-        logprobs, entropies = (batch.pad(part) for part in pieces)
-        return logprobs, entropies
+        logprobs, entropies = model(batch.before, batch.responses, measure, **batch.inputs)
+        return batch.pad(logprobs), batch.pad(entropies)
 
     def _measure(self, logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        if not self.compiled or len(targets) < 2:
+        if not self.compiled or targets.numel() < 2:
             return token_outputs(logits, targets, vocabulary=self.vocabulary, **options)
         for tensor in (logits, targets):
-            maybe_mark_dynamic(tensor, 0)
+            maybe_mark_dynamic(tensor, 1)
         return _compiled()(logits, targets, vocabulary=self.vocabulary, **options)
 
 
@@ -79,24 +123,11 @@ def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
 def token_outputs(
     logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits `[N, V]`, targets `[N]`, temperature `[]` -> log-probs of the targets, entropies; both `[N]` float32."""
-    scaled = logits[:, :vocabulary].float() / temperature
-    chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    """Logits `[..., V]`, targets `[...]`, temperature `[]` -> log-probs of the targets, entropies; `[...]` float32."""
+    scaled = logits[..., :vocabulary].float() / temperature
+    chosen = scaled.gather(-1, targets[..., None]).squeeze(-1)
     logprobs = chosen - scaled.logsumexp(-1)
     return logprobs, algo.entropy(scaled) if entropy else torch.zeros_like(logprobs)
 
 
-@cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compiled once for the policy and the reference."""
-    return torch.compile(token_outputs)
-
-
-def _in_pieces(run: Callable[..., tuple[Tensor, Tensor]], states: Tensor, targets: Tensor) -> list[Tensor]:
-    """Calls `run` piece by piece, under activation checkpointing, and joins the results."""
-    pieces = [
-        # clones of the targets: to the compiler the size of a view's base would matter too
-        checkpoint(run, part, target.clone(), use_reentrant=False)
-        for part, target in zip(states.split(LOGIT_PIECE), targets.split(LOGIT_PIECE), strict=True)
-    ]
-    return [torch.cat(parts) for parts in zip(*cast(Any, pieces), strict=True)]
+_compiled = cache(lambda: torch.compile(token_outputs))  # once for the policy and the reference

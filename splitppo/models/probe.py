@@ -70,7 +70,7 @@ def _error(model: nn.Module, kind: Kind, packed: bool, samples: Sequence[Sample]
 
 def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
     """`[T]` log-probs of a row alone, by transformers; with a head its values."""
-    ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
+    ids, n = sample.ids.long()[None], len(sample.response)
     if head is not None:
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)

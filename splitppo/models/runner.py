@@ -13,9 +13,8 @@ from splitppo.models.attention import is_packed
 from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, cut_lengths, micro_batch, partition
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
-from splitppo.models.sharding import all_gather
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import Rollout, Sample, pack_rows, unpack_rows
+from splitppo.rollout import Rollout, Sample, exchange_rows
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -54,55 +53,49 @@ class Runner:
         counts = self.group.all_max([len(cut) for cut in cuts])
         if packed:
             for i, (lengths, count) in enumerate(zip(rows, counts, strict=True)):
-                costs = [work(model, tokens) for tokens in lengths]
-                cuts[i] = partition(costs, count, sizes=lengths, room=self.budget) or cuts[i]
+                cuts[i] = partition(work(model, lengths), count, sizes=lengths, room=self.budget) or cuts[i]
         return [cut + [[] for _ in range(count - len(cut))] for cut, count in zip(cuts, counts, strict=True)]
 
     def balance(
         self, model: nn.Module, rollout: Rollout, mini_batches: MiniBatches, fields: Fields
     ) -> tuple[Rollout, MiniBatches, Fields]:
         """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so that all have about
-        equal work. Every rank receives all rows (a few bytes a token) and keeps its own. `fields` are packed tensors
-        `[N]` float32. Returns what this rank trains on, in the form of the arguments; the samples have no log-probs."""
+        equal work. All learn the rows' lengths; a row itself goes to the rank that trains on it alone. `fields` are
+        packed tensors `[N]` float32. Returns what this rank trains on, in the form of the arguments; the samples have
+        no log-probs."""
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
-        own = Rollout([rollout.samples[rollout.index[row]] for rows in mini_batches for row in rows])
-        # a token's values side by side, so that one row's part follows another's
-        values = rollout.select(torch.stack(list(fields.values())), own.rows).T
-        values = self._gather(values.flatten(), group).view(-1, len(fields))
-        samples = self.gather(own.samples, group)
-        values_of = dict(zip([s.row for s in samples], values.split([s.tokens for s in samples]), strict=True))
-        every = Rollout(samples)
+        own = [{row: rollout.totals[rollout.index[row]] for row in rows} for rows in mini_batches]
         kept: list[list[int]] = []
-        for parts in zip(*group.all_gather(mini_batches), strict=True):  # what each rank has of a mini-batch
-            rows = sorted(row for part in parts for row in part)
-            costs = [work(model, every.totals[every.index[row]]) for row in rows]
-            bins = partition(costs, group.dp_size) or []
+        sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
+        for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
+            every: dict[int, int] = {}  # row of the mini-batch -> its tokens
+            for part in parts:
+                every |= part
+            rows = sorted(every)
+            bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
             kept.append([rows[i] for i in bins[group.dp_rank]])
-        mine = Rollout([every.samples[every.index[row]] for rows in kept for row in rows])
-        packed = torch.cat([values[:0], *(values_of[row] for row in mine.rows)])
-        return mine, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
-
-    def gather(self, samples: Sequence[Sample], group: Group) -> list[Sample]:
-        """The samples of all ranks of a group, in their order, without log-probs; all of them call it."""
-        header, ids = (self._gather(torch.tensor(part, dtype=torch.int64), group) for part in pack_rows(samples))
-        return unpack_rows(header.tolist(), ids.tolist())
-
-    def _gather(self, own: Tensor, group: Group) -> Tensor:
-        """The tensors `[n]` of all ranks of a group, joined in their order, on the CPU."""
-        sizes = group.all_gather(len(own))
-        padded = own.new_zeros(max(sizes), device=self.device)
-        padded[: len(own)] = own
-        gathered = all_gather(padded, group.mesh.get_group(0)).cpu()
-        return torch.cat([line[:size] for line, size in zip(gathered, sizes, strict=True)])
+            for rank, places in enumerate(bins):
+                sent[rank] += [rows[i] for i in places if rows[i] in mine]
+        samples = exchange_rows(group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent])
+        # a token's values side by side, so that one row's part follows another's
+        stacked = torch.stack(list(fields.values()), dim=1)
+        held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
+        parts = [torch.cat([stacked[:0], *(held[row] for row in rows)]).flatten() for rows in sent]
+        values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
+        pieces = values.split([sample.tokens for sample in samples])
+        by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
+        got = Rollout(samples)
+        packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
+        return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 
 
-def work(model: nn.Module, tokens: int) -> float:
-    """The cost of a row, in tokens of a short row. A layer's matrices have about 12 H^2 numbers. Attention costs a
+def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
+    """The costs of rows, in tokens of a short row. A layer's matrices have about 12 H^2 numbers. Attention costs a
     token 2 H for each token that it sees, half the row on average."""
     width = cast(Any, model).config.get_text_config(decoder=True).hidden_size
-    return tokens * (1 + tokens / (12 * width))
+    return [count * (1 + count / (12 * width)) for count in tokens]
 
 
 class Frozen:
@@ -116,7 +109,9 @@ class Frozen:
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
         ranks = parts_of(self.model).ranks
-        return self.runner.gather(samples, ranks.peers) if ranks and ranks.peers else list(samples)
+        if ranks is None or ranks.peers is None:
+            return list(samples)
+        return exchange_rows(ranks.peers, [samples] * ranks.peers.dp_size)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""

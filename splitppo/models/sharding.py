@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from splitppo.job.collectives import TensorSet
-from splitppo.models.build import hf_name
+from splitppo.models.names import weights_of
 from splitppo.models.tensor import cut_layers, parts_of, transformer_layers
 
 # From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's backward. Micro-batches have
@@ -154,7 +154,7 @@ def as_shard(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Se
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
     parts, ranks, mesh = parts_of(model), parts_of(model).ranks, getattr(model, "mesh", None)
-    named = {hf_name(name): parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    named = {name: parameter for name, parameter in weights_of(model).items() if parameter.grad is not None}
     grads = [local(cast(Tensor, parameter.grad)) for parameter in named.values()]
     if ranks and (partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]):
         flat = torch.cat([grad.flatten() for grad in partial])

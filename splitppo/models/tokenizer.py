@@ -68,7 +68,7 @@ def turn_end(tokenizer: Any) -> list[int]:
     return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
 
-def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
+def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
     """The text of each token; joined they are `decode(ids)`. A character of several tokens belongs to the last of them.
     A token that `decode` leaves out has ""."""
     whole = decode(list(ids))
@@ -87,7 +87,7 @@ def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[
 
 
 def token_figures(
-    rollout: Rollout, figures: Mapping[str, Tensor], decode: Callable[[list[int]], str]
+    rollout: Rollout, figures: Mapping[str, Tensor], decode: Callable[[Sequence[int]], str]
 ) -> Iterator[dict[str, list[Any]]]:
     """For each row of a rollout: the `text` of each token of `response`, and its figures to four digits, None where the
     policy did not sample the token. `figures` are `[N]` by name."""

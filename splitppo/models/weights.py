@@ -15,17 +15,17 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
-from splitppo.models.build import HEAD, Kind, ValueModel, build, check_type, folder_error, hf_name, on_meta
+from splitppo.models.build import SCALE, Kind, build, check_type, folder_error, on_meta
+from splitppo.models.heads import ValueModel
+from splitppo.models.names import HEAD, buffers_of, of_classifier, outside, sources, ties_of, weights_of
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
 Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 # a model's kind -> architectures in config.json that are another kind's, what they are, what to do
 OTHERS = {
     "policy": ("Classification|Reward", "a model that scores texts", "name a causal language model"),
@@ -47,8 +47,11 @@ def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_in
     try:
         model = build(config, kind)
     except Exception as error:  # whatever a wrong field leads to in the model's code
-        problem = f"no model can be built from its config.json ({type(error).__name__}: {error})"
-        raise folder_error(folder, problem, "correct that file, or use another model") from error
+        raise folder_error(
+            folder,
+            f"no model can be built from its config.json ({type(error).__name__}: {error})",
+            "correct that file, or use another model",
+        ) from error
     if not random_init:
         weights = _Weights(folder, model)
         weights.check()
@@ -65,9 +68,8 @@ def fill(
     weights = None if random_init else _Weights(folder, model)
     if weights:
         weights.check()
-    for path, parameter in model.named_parameters():
-        name = hf_name(path)
-        if weights and name in weights.names:
+    for name, parameter in weights_of(model).items():
+        if weights and name in weights.sources:
             value = weights.read(name, bounds(model, name, parameter))
         else:
             std = getattr(model.config, "initializer_range", 0.02)
@@ -82,7 +84,7 @@ def fill(
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Gives a meta model uninitialised memory for its weights. Tied weights stay tied."""
-    ties = _ties(model)
+    ties = ties_of(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     for alias, main in ties.items():
         module, _, name = alias.rpartition(".")
@@ -91,7 +93,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 def read_buffers(model: nn.Module, folder: str) -> None:
     """Reads the persistent buffers from the folder; a buffer that is not there keeps its value."""
-    if persistent_buffers(model) and any(Path(folder).glob("*.safetensors")):
+    if buffers_of(model) and any(Path(folder).glob("*.safetensors")):
         _Weights(folder, model).read_buffers()
 
 
@@ -101,8 +103,7 @@ def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: b
     else the body and `score`. What training did not change is as in the folder `source`, from which
     the model started; the tokenizer is that of the folder `tokenizer`."""
     is_value = isinstance(model, ValueModel)
-    prefix = f"{model.base_model_prefix}."
-    written: Any = getattr(model, model.base_model_prefix) if is_value else model
+    written: Any = getattr(model, model.base_model_prefix) if is_value else model.causal
     weights = model.state_dict()
     if is_value and type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         config = deepcopy(model.config)
@@ -111,8 +112,7 @@ def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: b
             written = transformers.AutoModelForTokenClassification.from_config(
                 config, dtype=written.dtype, trust_remote_code=False
             )
-        head = next(name for name in written.state_dict() if not name.startswith(prefix)).rpartition(".")[0]
-        weights = {name.replace("score.", f"{head}.") if name in HEAD else name: x for name, x in weights.items()}
+        weights = of_classifier(written, weights)
     written.should_save_on_this_rank = lambda _: True  # transformers would leave it to the job's first rank
     written.save_pretrained(folder, state_dict=weights)
     complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
@@ -141,20 +141,6 @@ def save_trained(
     partial.rename(folder)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are saved with the weights, by Hugging Face name."""
-    saved = {hf_name(name) for name in model.state_dict()}
-    return {name: buffer for path, buffer in model.named_buffers() if (name := hf_name(path)) in saved}
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Tied parameters, such as the output layer and the embedding: alias -> name of the first."""
-    first: dict[int, str] = {}
-    named = list(model.named_parameters(remove_duplicate=False))
-    mains = {name: first.setdefault(id(parameter), name) for name, parameter in named}
-    return {alias: main for alias, main in mains.items() if alias != main}
-
-
 def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
     """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever the sharding."""
     own = local(parameter)
@@ -177,8 +163,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
             raise folder_error(folder, f"{missing[0]} is in the index but not there", "fetch it again")
         return files
     if not single.is_file():
-        remedy = "load it with transformers and save_pretrained it, which writes one"
-        raise folder_error(folder, "no model.safetensors", remedy)
+        raise folder_error(
+            folder, "no model.safetensors", "load it with transformers and save_pretrained it, which writes one"
+        )
     return dict.fromkeys(_open(single).keys(), single)
 
 
@@ -195,78 +182,66 @@ class _Weights:
     def __init__(self, folder: str, model: nn.Module):
         self.folder, self.model = folder, model
         self.files, self.open = _weight_files(Path(folder)), cache(_open)
-        self.parameters = {hf_name(name): parameter for name, parameter in model.named_parameters()}  # tied ones once
-        self.buffers = persistent_buffers(model)
-        self.ties = {hf_name(alias): hf_name(main) for alias, main in _ties(model).items()}
-        self.names: dict[str, str] = {}  # in the model -> in the folder; transformers renames some on loading
-        self.unexpected: list[str] = []  # names in the folder of weights that the model's modules don't have
-        conversions, ignored = cast(Any, model).folder_names
-        merges = [part for part in conversions if isinstance(part, WeightConverter)]
-        renames = [part for part in conversions if part not in merges]
-        prefix: Any = model.base_model_prefix
-        harmless = re.compile("|".join([f"{SCALE}$", "inv_freq$", *ignored]))
-        known = dict.fromkeys([*self.parameters, *self.ties, *self.buffers], True)
-        modules = {part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{prefix}."))}
-        for stored in self.files:
-            name, merged = rename_source_key(stored, renames, merges, prefix, known)
-            if merged:
-                problem = f"weight {stored} must be merged or split on loading, which is not in this version"
-                raise folder_error(folder, problem, "use another model")
-            if isinstance(model, ValueModel) and name not in known:
-                name = name.replace("classifier.", "score.")  # the head's name in some families
-            if name in known:
-                self.names[name] = stored
-            elif name.split(".")[0] in modules and not harmless.search(name):
-                self.unexpected.append(stored)
-        for alias, main in self.ties.items():
-            if alias in self.names:
-                self.names.setdefault(main, self.names[alias])
+        self.parameters = weights_of(model)
+        self.buffers = buffers_of(model)
+        self.sources, self.unexpected = sources(model, folder, self.files)
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type, or unexpected."""
         optional = {*self.buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
         for name, tensor in (self.parameters | self.buffers).items():
-            if name in self.names:
+            if name in self.sources:
                 self._check_stored(name, [*described(self.model, name, tensor).shape])
             elif name not in optional:
-                remedy = "it is another model's: take config.json and weights from one"
-                raise folder_error(self.folder, f"no weight {name} in its safetensors", remedy)
+                raise folder_error(
+                    self.folder,
+                    f"no weight {name} in its safetensors",
+                    "it is another model's: take config.json and weights from one",
+                )
         if self.unexpected:
-            problem = f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)"
-            raise folder_error(self.folder, problem, "take both from one model")
+            raise folder_error(
+                self.folder,
+                f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)",
+                "take both from one model",
+            )
 
     def _check_stored(self, name: str, due: list[int]) -> None:
-        stored = self.names[name]
+        (stored,) = self.sources[name]
         shape, kind = self._slice(stored).get_shape(), self._slice(stored).get_dtype()
         if shape != due:
-            problem = f"weight {stored} is {shape}, but {due} by config.json"
-            raise folder_error(self.folder, problem, "take both from one model")
+            raise folder_error(
+                self.folder, f"weight {stored} is {shape}, but {due} by config.json", "take both from one model"
+            )
         if name in self.parameters and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
-            problem = f"weight {stored} is stored as {kind}, so it is quantized"
-            raise folder_error(self.folder, problem, f"use a folder of {', '.join(FLOATS)} weights")
+            raise folder_error(
+                self.folder,
+                f"weight {stored} is stored as {kind}, so it is quantized",
+                f"use a folder of {', '.join(FLOATS)} weights",
+            )
 
     def check_ties(self) -> None:
         """Raises a UserError if weights that config.json ties differ in the folder; transformers doesn't tie these."""
-        for tied in self.ties.items():
-            stored = [self.names[name] for name in tied if name in self.names]
+        for tied in ties_of(self.model).items():
+            stored = [source for path in tied for source in self.sources.get(outside(path), ())]
             if len(set(stored)) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
-                problem = f"config.json ties {' and '.join(stored)}, which differ"
-                remedy = "set tie_word_embeddings to false there, or drop the weight that is not used"
-                raise folder_error(self.folder, problem, remedy)
+                raise folder_error(
+                    self.folder,
+                    f"config.json ties {' and '.join(stored)}, which differ",
+                    "set tie_word_embeddings to false there, or drop the weight that is not used",
+                )
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
         """A part of a weight, or all of it, FP8 as float32."""
-        stored = self.names[name]
+        (stored,) = self.sources[name]
         if stored + SCALE not in self.files:
-            part = self._slice(stored)
-            return part[where or ...]
+            return self._slice(stored)[where or ...]
         whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
         plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
         return (plain[0] if isinstance(plain, list) else plain)[where]  # a list in transformers 5.17
 
     def read_buffers(self) -> None:
         for name, buffer in self.buffers.items():
-            if name in self.names:
+            if name in self.sources:
                 buffer.copy_(self.read(name))
 
     def _slice(self, stored: str) -> Any:

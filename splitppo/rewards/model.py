@@ -34,12 +34,12 @@ class RewardText:
             return "the policy's token ids"
         return "the text in its own chat template" if self.chat else "plain text, the response behind the prompt"
 
-    def encode(self, prompt: Prompt, sample: Sample) -> tuple[list[int], bool]:
+    def encode(self, prompt: Prompt, sample: Sample) -> tuple[Sequence[int], bool]:
         """Token ids, and whether the beginning was cut."""
         if self.same:
-            ids = sample.prompt + sample.response
+            ids = sample.ids.tolist()
             return ids[-self.longest :], len(ids) > self.longest
-        response = self.policy.decode(sample.response, skip_special_tokens=True)
+        response = self.policy.decode(list(sample.response), skip_special_tokens=True)
         if self.chat:
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
             messages = [*messages, {"role": "assistant", "content": response}]

@@ -17,7 +17,7 @@ from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import kv_cache, most_rows, over_set
+from splitppo.engine.build import kv_cache, most_rows
 from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
@@ -38,6 +38,7 @@ from splitppo.run import memory
 from splitppo.run.files import read_file, write_rows
 from splitppo.run.folder import TRAINING, VALIDATION, inputs_of
 from splitppo.run.resolve import Resolved, check_sizes
+from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 
@@ -65,24 +66,36 @@ def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.Pr
     return inputs_of(resolved.config, models, resolved.local, rendered)
 
 
-def build_context(
-    resolved: Resolved, runtime: Runtime | None, training: data.PromptSet, held_out: Sequence[Prompt]
-) -> Context:
-    """What both roles know of the run. Without a `runtime` it can't tell who owns rows that go on."""
-    config, sizes = resolved.config, data_parallel(resolved.config, resolved.placement)
+def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
+    """The rows of all slots, from the training prompts."""
+    config = resolved.config
     rollout = config.rollout
 
     def prompt(row: int) -> Prompt:
         place = row // rollout.samples
         return training.prompts[data.prompt_index(len(training.prompts), place, config.seed)]
 
+    return Sampler(
+        rollout.batch_size,
+        prompt,
+        limit=rollout.max_new_tokens,
+        window=rollout.window,
+        lengths=data.read_lengths(rollout),
+    )
+
+
+def build_context(resolved: Resolved, runtime: Runtime, sampler: Sampler, held_out: Sequence[Prompt]) -> Context:
+    """What both roles know of the run."""
+    config, sizes = resolved.config, data_parallel(resolved.config, resolved.placement)
+    rollout = config.rollout
+
     @functools.lru_cache(maxsize=4)
     def owned(step: int) -> Ownership:
         contexts: list[int] = []
-        if runtime and rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
-            found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(context.streams.contexts()))
-            contexts = json.loads(found)
-            runtime.store.delete_key(f"contexts/{step - 2}")  # all ranks have read it: rank 0 is no step ahead
+        if rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
+            contexts = json.loads(runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts())))
+            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the step before
+            runtime.store.delete_key(f"contexts/{step - 3}")
         return own(
             seed=config.seed,
             step=step,
@@ -93,24 +106,18 @@ def build_context(
             contexts=contexts,
         )
 
-    context = Context(
-        config,
-        owned,
-        prompt,
-        held_out,
-        functools.partial(resolved.tokenizer.decode, skip_special_tokens=True),
-        resolved.vocabulary_size,
-        data.read_lengths(rollout),
-    )
-    return context
+    def decode(ids: Sequence[int]) -> str:
+        return resolved.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    return Context(config, owned, sampler.prompt, held_out, decode, resolved.vocabulary_size)
 
 
-def check_open_rows(context: Context, found: Path | None) -> None:
+def check_open_rows(sampler: Sampler, found: Path | None) -> None:
     """Raises UserError if rows of this checkpoint go on, and can't in this run."""
     if found:
         read_file(
             found / "actor" / "state.json",
-            lambda text: context.streams.load_state(json.loads(text).get("open", ())),
+            lambda text: sampler.load_state(json.loads(text).get("open", ())),
             f"remove {found}",
         )
 
@@ -127,7 +134,8 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.prompts = self.training.prompts + self.validation.prompts
-        self.context = build_context(resolved, runtime, self.training, self.validation.prompts)
+        self.sampler = build_sampler(resolved, self.training)
+        self.context = build_context(resolved, runtime, self.sampler, self.validation.prompts)
         temperature = self.config.rollout.temperature
         self.outputs = PolicyOutputs(temperature, resolved.vocabulary_size, compiled=resolved.compiled)
 
@@ -136,9 +144,17 @@ class Builder:
         runner, engine = self._runner("actor"), self._engine()
         try:
             policy, reference = self._learner("policy", runner), self._reference("actor", runner)
-            shared = over_set(engine, runner.group)
-            known: Any = {"engine_dtype": self.resolved.dtype, "validator": self._validator(shared, runner)}
-            actor = Actor(self.context, policy, self.outputs, reference, shared, **known)
+            validator = self._validator(engine, runner)
+            actor = Actor(
+                self.context,
+                policy,
+                self.outputs,
+                reference,
+                engine,
+                self.sampler,
+                engine_dtype=self.resolved.dtype,
+                validator=validator,
+            )
             self._warm_up(actor)
         except BaseException:
             engine.close()

@@ -4,7 +4,8 @@ import gc
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ class Run:
         self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
         self.logs: dict[Role, ColumnLog] = {}
         self.links: Links | None = None
+        self.writer = ThreadPoolExecutor(1, "samples")
+        self.written: Future[None] | None = None  # the step's samples
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
         self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
         try:
@@ -117,7 +120,7 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
-            check_open_rows(self.build.context, self.resumed)
+            check_open_rows(self.build.sampler, self.resumed)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
@@ -183,6 +186,8 @@ class Run:
         """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run has the metrics of all
         steps before. Raises FloatingPointError if no update of the last `BAD_STEPS` steps had a finite gradient."""
         log = self.logs[role]
+        if role == "critic" and self.written:
+            self.written.result()
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.barrier(f"barrier of step {step}")
@@ -198,11 +203,17 @@ class Run:
         if role == "actor":
             self.trackers.update()
 
-    def write_samples(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Writes a step's samples, and gives them to the screen; the critic group's first rank does."""
-        if (screen := self.logs["critic"].screen) and samples:
-            write_rows(self.folder / "samples", step, samples)
-            screen.samples = samples
+    def write_samples(self, step: int, samples: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """Starts a thread that writes a step's samples and gives them to the screen, on the critic group's first rank;
+        `finish` waits for it."""
+
+        def write() -> None:
+            if rows := samples():
+                write_rows(self.folder / "samples", step, rows)
+                screen.samples = rows
+
+        if screen := self.logs["critic"].screen:
+            self.written = self.writer.submit(write)
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most

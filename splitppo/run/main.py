@@ -25,7 +25,7 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
 from splitppo.run import memory
-from splitppo.run.build import all_inputs, build_context, check_open_rows, load_data
+from splitppo.run.build import all_inputs, build_sampler, check_open_rows, load_data
 from splitppo.run.checkpoint import find
 from splitppo.run.checks import check_inputs, preflight, warnings, without_validation
 from splitppo.run.folder import check_run_folder, finished, move_aside
@@ -130,9 +130,7 @@ def dry_run(config: Config, launch: Launch) -> str:
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
     if config.run_dir:
         check_run_folder(resolved.config, all_inputs(resolved, training, validation))
-        check_open_rows(
-            build_context(resolved, None, training, validation.prompts), find(Path(config.run_dir), config.resume)
-        )
+        check_open_rows(build_sampler(resolved, training), find(Path(config.run_dir), config.resume))
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
     parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]

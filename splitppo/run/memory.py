@@ -234,7 +234,7 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     row = blocks * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
     weights, embedding = model.parameters * width / size, found.vocabulary * found.hidden
     sync = {"gathered weights": 2.0 * min(model.parameters * width, max(embedding, GATHER_BYTES))}
-    if resolved.engine == "hf":  # generate() runs all prompts at once
+    if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
         return {"engine's weights": weights}, sync, {"engine's cache": rows * row, "activations of the engine": states}

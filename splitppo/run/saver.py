@@ -13,6 +13,7 @@ from torch import Tensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
+from splitppo.models.names import numbered
 from splitppo.models.offload import host_copy
 from splitppo.models.sharding import described, local
 from splitppo.placement import Role
@@ -27,11 +28,10 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
     the learner's number."""
     held: Tensors = {}
     for number, learner in enumerate(learners):
-        prefix = f"{number}." if number else ""
         for name, parameter in learner.sharded().items():
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
-                held.setdefault(kind, {})[prefix + name] = described(learner.model, name, tensor)
+                held.setdefault(kind, {})[numbered(name, number)] = described(learner.model, name, tensor)
     return held
 
 

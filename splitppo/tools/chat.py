@@ -63,7 +63,8 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
     from splitppo.models.tokenizer import token_figures
-    from splitppo.rollout import Request, Rollout
+    from splitppo.rollout import Rollout
+    from splitppo.sampler import Sampler
 
     config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit
@@ -83,7 +84,9 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
         if len(ids) > room:
             raise UserError(f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it")
         for engine in engines:
-            parts = engine.generate([Request(number, ids)], sampling, seed=config.seed)
+            # the noise depends on the row's number
+            sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
+            parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout([sample for part in parts for sample in part])
             values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
             found += token_figures(rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True))

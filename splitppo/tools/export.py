@@ -106,7 +106,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     import torch
 
     from splitppo.models import build as models
-    from splitppo.models.weights import fill, materialize, persistent_buffers, read_buffers
+    from splitppo.models.names import buffers_of, numbered, weights_of
+    from splitppo.models.weights import fill, materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
     from splitppo.run.sources import model_folder
 
@@ -119,10 +120,9 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)
         return model
     materialize(model, cpu)
-    if persistent_buffers(model):  # checkpoints don't hold them
+    if buffers_of(model):  # checkpoints don't hold them
         read_buffers(model, str(model_folder(config, run, kind, weights=True)))
-    prefix = f"{number}." if number else ""  # as in run/saver.py
-    weights = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {numbered(name, number): weight.detach() for name, weight in weights_of(model).items()}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
     read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
     return model

@@ -1,7 +1,6 @@
 """The engine contract, run for every engine that is installed, on a tiny model whose plain forward is the judge."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
-from splitppo.engine import RolloutEngine
-from splitppo.engine.hf import THREAD_NAME, HFEngine, draw, eos_ids, uniforms
+from splitppo.engine import Ask, RolloutEngine, decoder
+from splitppo.engine.hf import HFEngine, draw, eos_ids, uniforms
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.rollout import Request, Sample
 
 CPU = torch.device("cpu")
 GPUS = min(gpus(), 1)  # vLLM's part runs on one, if there is one
@@ -78,6 +76,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
+@dataclass(frozen=True)
+class Request:
+    """A row to generate: until it ends, or of a given length."""
+
+    row: int
+    prompt: list[int]
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What an engine has drawn for a request."""
+
+    row: int
+    prompt: list[int]
+    response: list[int]
+    logprobs: list[float]
+    end: str
+
+    @property
+    def truncated(self) -> bool:
+        return self.end == "limit"
+
+
 @dataclass
 class Case:
     """A plain model to judge by, and engines that have its weights."""
@@ -95,7 +117,8 @@ class Together:
     """The ranks of a tensor-parallel engine in one process, a thread each; the rows are all the first one's."""
 
     def __init__(self, engines: list[VLLMEngine]):
-        self.engines, self.generate = engines, engines[0].generate
+        self.engines, first = engines, engines[0]
+        self.begin, self.submit, self.poll, self.abort = first.begin, first.submit, first.poll, first.abort
 
     @property
     def loaded(self) -> bool:
@@ -109,6 +132,10 @@ class Together:
     @property
     def step_ms(self) -> float:
         return self.engines[0].step_ms
+
+    @property
+    def open(self) -> int:
+        return self.engines[0].open
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = list(weights)
@@ -203,8 +230,20 @@ def some_requests(count: int = 24) -> list[Request]:
     return [Request(3 * index + 1, prompt) for index, prompt in enumerate(draws)]
 
 
-def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
-    rows: dict[int, Sample] = {}
+def stream(engine: Any, requests: list[Request], sampling: RolloutConfig, *, seed: int) -> Iterator[list[Drawn]]:
+    """The rows as they end; empty lists in between."""
+    prompts, most = {request.row: request.prompt for request in requests}, sampling.max_new_tokens
+    engine.begin(sampling, seed)
+    try:
+        engine.submit([Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests])
+        while engine.open:
+            yield [Drawn(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end) for p in engine.poll()]
+    finally:
+        engine.abort()
+
+
+def collect(lists: Iterable[list[Drawn]]) -> dict[int, Drawn]:
+    rows: dict[int, Drawn] = {}
     for samples in lists:
         for sample in samples:
             assert sample.row not in rows, f"row {sample.row} came out twice"
@@ -212,12 +251,12 @@ def collect(lists: Iterable[list[Sample]]) -> dict[int, Sample]:
     return rows
 
 
-def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Sample]:
+def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Drawn]:
     settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
-    return collect(engine.generate(requests, RolloutConfig(**settings), seed=seed))
+    return collect(stream(engine, requests, RolloutConfig(**settings), seed=seed))
 
 
-def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
+def responses(rows: dict[int, Drawn]) -> dict[int, list[int]]:
     return {row: sample.response for row, sample in sorted(rows.items())}
 
 
@@ -225,10 +264,6 @@ def responses(rows: dict[int, Sample]) -> dict[int, list[int]]:
 def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
     """[T, V] logits of one row, without padding (of rows or of the vocabulary) and without a cache."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, :, :VOCAB]
-
-
-def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -497,85 +532,75 @@ def test_bad_requests_are_refused(case: Case) -> None:
         run(case.engine, [Request(4, [])])
 
 
-# What follows reaches into the embedded engine: it slows down or breaks the model that the thread runs.
+@pytest.mark.parametrize("leave", ["abort", "an error"])
+def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> None:
+    engine, requests = case.engine, some_requests()
+    before = responses(run(engine, requests))
+    rows = stream(engine, [replace(request, length=900) for request in requests], RolloutConfig(), seed=0)
+    next(rows)
+    assert engine.open == len(requests)
+    for call in (lambda: engine.load_weights([]), lambda: engine.begin(RolloutConfig(), 0)):
+        with pytest.raises(RuntimeError, match=f"{len(requests)} rows are open"):
+            call()
+    if leave == "abort":
+        rows.close()
+    else:
+        with pytest.raises(ZeroDivisionError):
+            rows.throw(ZeroDivisionError)
+    assert engine.open == 0
+    assert responses(run(engine, requests)) == before
+    engine.load_weights(case.model.state_dict().items())  # what is left of the rows must not hold the cache
+
+
+def test_rows_enter_while_others_are_open(case: Case) -> None:
+    """What a row draws does not depend on when it came."""
+    requests, found = some_requests(), {}
+    due = responses(run(case.engine, requests, max_new_tokens=30))
+    asks = [Ask(r.row, r.prompt, 0, 30) for r in requests]
+    case.engine.begin(RolloutConfig(), 7)
+    case.engine.submit(asks[:8])
+    left = asks[8:]
+    while case.engine.open:
+        for piece in case.engine.poll():
+            found[piece.row] = list(piece.tokens)
+            case.engine.submit(left[:1])
+            left = left[1:]
+    assert found == due
+
+
+# What follows reaches into the embedded engine: it counts or breaks its model's forward passes.
 
 
 @pytest.fixture
-def slow(hf_case: Case) -> Case:
-    """The engine's model takes 20 ms more a token; `calls` counts its forward passes."""
-    hf_case.engine.calls = 0
+def shapes(hf_case: Case) -> list[tuple[int, ...]]:
+    """Rows and tokens of each forward pass of the engine's model."""
+    found: list[tuple[int, ...]] = []
 
-    def hook(*_: Any) -> None:
-        hf_case.engine.calls += 1
-        time.sleep(0.02)
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        found.append(tuple(kwargs["input_ids"].shape))
 
-    hf_case.engine.model.register_forward_hook(hook)
-    return hf_case
+    hf_case.engine.model.register_forward_pre_hook(note, with_kwargs=True)
+    return found
 
 
-def test_rows_come_out_at_the_step_they_finish(slow: Case) -> None:
-    taken = threading.Event()
-
-    def wait_for_the_consumer(*_: Any) -> None:  # however busy the cores are, it sees every step
-        taken.clear()
-        taken.wait()
-
-    slow.engine.model.register_forward_hook(wait_for_the_consumer)
-    arrivals: list[tuple[int, Sample]] = []
-    ticks = 0
-    for samples in slow.engine.generate(some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
-        taken.set()
-        ticks += not samples
-        arrivals += [(slow.engine.calls, sample) for sample in samples]
+def test_rows_come_out_at_the_step_they_finish(hf_case: Case, shapes: list[tuple[int, ...]]) -> None:
+    arrivals: list[tuple[int, Drawn]] = []
+    for samples in stream(hf_case.engine, some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
+        arrivals += [(len(shapes), sample) for sample in samples]
     assert len(arrivals) == 24
     assert arrivals[0][0] < 15  # long before the batch's 30 steps
-    assert slow.engine.calls == 30
-    for calls, sample in arrivals:
-        assert len(sample.response) <= calls <= len(sample.response) + 3
-    assert ticks > 5
+    assert [len(sample.response) for _, sample in arrivals] == [passes for passes, _ in arrivals]
+    assert len(shapes) == 30
 
 
-def test_prompts_of_like_length_share_a_batch(hf_case: Case) -> None:
-    shapes: list[tuple[int, ...]] = []
-    hf_case.engine.model.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    hf_case.engine.max_rows = 2
-    requests = [Request(row, [FIRST] * length) for row, length in enumerate([9, 2, 8, 3, 5])]
+def test_prompts_of_like_length_enter_together(
+    hf_case: Case, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest first, and no more in a pass than fit it, or one row."""
+    monkeypatch.setattr(decoder, "PREFILL", 16)
+    requests = [Request(row, [FIRST] * length) for row, length in enumerate([20, 2, 8, 3, 5, 8])]
     run(hf_case.engine, requests, max_new_tokens=1)
-    assert shapes == [(2, 3), (2, 8), (1, 9)]
-
-
-def fail_at_once(stream: Iterable[list[Sample]]) -> None:
-    for _ in stream:
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("way", ["close", "exception", "between batches"])
-def test_a_consumer_that_leaves_stops_the_thread(slow: Case, way: str) -> None:
-    engine, endless = slow.engine, RolloutConfig(max_new_tokens=1000)
-    engine.eos = engine.eos[:0]  # nothing ends: 20 s of work a batch
-    engine.max_rows = 1 if way == "between batches" else 64
-    start = time.monotonic()
-    if way == "exception":
-        with pytest.raises(ZeroDivisionError):
-            fail_at_once(engine.generate(some_requests(4), endless, seed=0))
-    else:
-        stream = engine.generate(some_requests(4), endless, seed=0)
-        assert next(stream) == []
-        assert len(generating()) == 1
-        with pytest.raises(RuntimeError, match="being generated"):
-            engine.load_weights([])
-        with pytest.raises(RuntimeError, match="being generated"):
-            next(engine.generate(some_requests(4), endless, seed=0))
-        stream.close()
-    assert not generating()
-    calls = engine.calls
-    assert calls < 100  # of 1,000: the step it was in, and no other batch
-    time.sleep(0.1)
-    assert engine.calls == calls
-    assert time.monotonic() - start < 10
-    assert collect(engine.generate(some_requests(1), RolloutConfig(max_new_tokens=2), seed=0))  # and it can go on
+    assert shapes == [(1, 20), (2, 8), (3, 5)]
 
 
 def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) -> None:
@@ -591,7 +616,6 @@ def test_an_exception_in_the_model_surfaces_with_its_traceback(hf_case: Case) ->
     with pytest.raises(ArithmeticError, match="the third token") as caught:
         run(hf_case.engine, some_requests(3))
     assert "explode" in [entry.name for entry in caught.traceback]
-    assert not generating()
     handle.remove()
     assert len(run(hf_case.engine, some_requests(3))) == 3
 

@@ -26,6 +26,8 @@ from test_engine import (
     FIRST,
     GPUS,
     VOCAB,
+    Drawn,
+    Request,
     collect,
     llama_config,
     plain_logits,
@@ -33,6 +35,7 @@ from test_engine import (
     responses,
     run,
     some_requests,
+    stream,
 )
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -46,13 +49,13 @@ from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
 from splitppo.engine.vllm.host import graph_sizes
+from splitppo.engine.vllm.messages import Done, Load, Sleep, Verify
 from splitppo.engine.vllm.plan import RESERVE, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import EngineError, Process, child_environment, visible_device
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.tiny import model_config
 from splitppo.placement import Placement
-from splitppo.rollout import Request, Sample
 from splitppo.tools import export
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +80,8 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
     cpu, model = torch.device("cpu"), random_llama(llama_config())
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
     engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
-    monkeypatch.setattr(engine, "_send", lambda kind, value: None)
-    monkeypatch.setattr(engine, "_answer", lambda kind: {"load": None, "verify": (["lm_head.weight"], [])}[kind])
+    monkeypatch.setattr(engine, "_send", lambda message: None)
+    monkeypatch.setattr(engine, "_answer", {Load: None, Verify: (["lm_head.weight"], [])}.__getitem__)
     named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
     with pytest.raises(UserError, match=re.escape(named)):
         engine.load_weights(model.state_dict().items())
@@ -400,10 +403,10 @@ def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, f
     cpu, asked = torch.device("cpu"), []
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
     monkeypatch.setattr(engine, "_fits", lambda: fits)
-    monkeypatch.setattr(engine, "_ask", lambda *told: asked.append(told) or told[1])
+    monkeypatch.setattr(engine, "_ask", lambda message: asked.append(message) or message.level)
     for _ in range(3):  # however many rollouts there were
         engine.release_memory(trained=trained)
-    assert asked == [("sleep", level)] * 3
+    assert asked == [Sleep(level)] * 3
     assert engine.loaded == (level == 0)
 
 
@@ -691,12 +694,12 @@ def engine(vllm_pool: Any) -> Any:
     return engine
 
 
-def differences(rows: dict[int, Sample], model: LlamaForCausalLM) -> Tensor:
+def differences(rows: dict[int, Drawn], model: LlamaForCausalLM) -> Tensor:
     """Of the engine's log-probs and those of a plain forward."""
     found = []
     for sample in rows.values():
-        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
-        plain = logits.log_softmax(-1)[range(len(sample.response)), sample.response]
+        logits = plain_logits(model, sample.ids.tolist())[len(sample.prompt) - 1 : -1]
+        plain = logits.log_softmax(-1)[range(len(sample.response)), list(sample.response)]
         found.append((plain - torch.tensor(sample.logprobs)).abs())
     return torch.cat(found)
 
@@ -708,12 +711,11 @@ def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest
 
     send = engine._send
 
-    def flip(kind: str, value: Any) -> None:
-        if kind == "load":
-            slot, entries = value
-            first = next(at for name, _, _, at in entries if name == "model.layers.0.mlp.up_proj.weight")
-            engine._buckets[slot][first + 5] ^= 1
-        send(kind, value)
+    def flip(message: Any) -> None:
+        if isinstance(message, Load):
+            first = next(e.first for e in message.entries if e.name == "model.layers.0.mlp.up_proj.weight")
+            engine._buckets[message.bucket][first + 5] ^= 1
+        send(message)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_send", flip)
@@ -739,7 +741,7 @@ def test_log_probs_show_a_sync_that_was_left_out(engine: Any) -> None:
 @ENGINES
 def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     requests = some_requests(64)
-    lists = list(engine.generate(requests, RolloutConfig(max_new_tokens=200), seed=7))
+    lists = list(stream(engine, requests, RolloutConfig(max_new_tokens=200), seed=7))
     filled = [index for index, samples in enumerate(lists) if samples]
     assert len(filled) > 5
     rows = collect(lists)
@@ -767,22 +769,22 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
     long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
-    stream = engine.generate(long, RolloutConfig(max_new_tokens=900), seed=7)
-    ended = len(next(stream))
-    with pytest.raises(RuntimeError, match="being generated"):
+    rows = stream(engine, long, RolloutConfig(max_new_tokens=900), seed=7)
+    ended = len(next(rows))
+    with pytest.raises(RuntimeError, match="rows are open"):
         engine.load_weights([])
-    with pytest.raises(RuntimeError, match="being generated"):
-        next(engine.generate(requests, RolloutConfig(max_new_tokens=5), seed=7))
+    with pytest.raises(RuntimeError, match="rows are open"):
+        next(stream(engine, requests, RolloutConfig(max_new_tokens=5), seed=7))
 
-    def record(what: str) -> tuple[str, Any]:
+    def record(what: str) -> Any:
         received.append(receive(what))
         return received[-1]
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_receive", record)
-        stream.close()
-    assert received[-1][0] == "done"
-    assert ended + sum(len(samples) for kind, samples in received if kind != "done") < len(requests)
+        rows.close()
+    assert received[-1] == Done()
+    assert ended + sum(len(message.pieces) for message in received[:-1]) < len(requests)
     assert responses(run(engine, requests)) == before
     other = random_llama(llama_config(), seed=1)
     engine.load_weights(other.state_dict().items())  # what is left of the rows must not hold the cache
@@ -791,15 +793,14 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.vllm
 @ENGINES
-def test_logits_that_are_not_finite_end_the_engine(engine: Any) -> None:
+def test_logits_that_are_not_finite_are_an_error_and_the_engine_lives(engine: Any) -> None:
     state = {name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()}
     state["lm_head.weight"][FIRST] = float("nan")
     engine.load_weights(state.items())
-    with pytest.raises(EngineError, match="logits are not finite"):
+    with pytest.raises(FloatingPointError, match=r"row \d+: the policy's logits are not finite"):
         run(engine, some_requests(3))
-    with pytest.raises(EngineError, match="is closed"):
-        engine.load_weights(state.items())
-    assert engine.process.popen.wait(10) == 1
+    engine.load_weights(random_llama(llama_config()).state_dict().items())
+    assert len(run(engine, some_requests(3))) == 3
 
 
 @pytest.mark.vllm
@@ -813,7 +814,7 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
     process, got = engine.process.popen, []
 
     def kill_after_a_row() -> None:
-        for samples in engine.generate(some_requests(64), RolloutConfig(max_new_tokens=900), seed=7):
+        for samples in stream(engine, some_requests(64), RolloutConfig(max_new_tokens=900), seed=7):
             if samples and not got:
                 process.kill()
             got.extend(samples)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import row_seed
-from splitppo.engine.vllm.rows import OpenRow, Rows, Slot, TokenBatch, params_of, sample_of
-from splitppo.rollout import Request
+from splitppo.engine import Ask, row_seed
+from splitppo.engine.vllm.messages import Submit
+from splitppo.engine.vllm.rows import OpenRow, Rows, TokenBatch, params_of, piece_of
 
 SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
 GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
@@ -70,18 +70,18 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
     )
     rows = Rows(engine, [2])
-    rows.add(0, {3: [Request(3, [11, 12])]}, SAMPLING, 5)
-    rows.add(1, {3: [Request(3, [13])]}, SAMPLING, 5)
+    rows.add(0, Submit([Ask(3, [11, 12], 1, 8)], SAMPLING, 5))
+    rows.add(1, Submit([Ask(3, [13], 0, 4)], SAMPLING, 5))
     assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
-    assert engine.asked["0/3"][1]["seed"] == row_seed(5, 3, 0)
+    assert [engine.asked["0/3"][1][name] for name in ("seed", "max_tokens")] == [row_seed(5, 3, 1), 8]
     # the front end forgets what the core gives to nobody but this
     assert engine.aborted == [(["own 0/3"], True), (["own 1/3"], True)]
     assert rows.ranks() == {0, 1}
     assert rows.step() == rows.step() == []
     (rank, mine), (other, cut) = rows.step()
-    assert (rank, mine.row, mine.prompt, mine.response) == (0, 3, [11, 12], [7, 5, 6])
+    assert (rank, mine.row, mine.tokens) == (0, 3, [7, 5, 6])
     assert (mine.logprobs, mine.end) == ([-0.5, -4.0, -6.0], "eos")
-    assert (other, cut.response, cut.logprobs, cut.end) == (1, [8, 9, 4, 2], [-1.0, -2.0, -3.0, -7.0], "limit")
+    assert (other, cut.tokens, cut.logprobs, cut.end) == (1, [8, 9, 4, 2], [-1.0, -2.0, -3.0, -7.0], "limit")
     assert rows.ranks() == set()
 
 
@@ -89,11 +89,11 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
     rows = Rows(engine, [2])
     for rank in range(2):
-        rows.add(rank, {1: [Request(1, [3])]}, SAMPLING, 0)
+        rows.add(rank, Submit([Ask(1, [3], 0, 9)], SAMPLING, 0))
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
-    assert [(rank, sample.response) for rank, sample in rows.step()] == [(1, [6])]  # what comes late is dropped
+    assert [(rank, piece.tokens) for rank, piece in rows.step()] == [(1, [6])]  # what comes late is dropped
 
 
 def test_rows_that_strings_may_end_go_through_the_front_end():
@@ -103,13 +103,13 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
         [front("0/3", [2], [-4.0], "stop", 2)],
     )
     rows = Rows(engine, [2])
-    requests = [Request(1, [3]), Request(2, [4]), Request(3, [4]), Request(8, [4])]
-    rows.add(0, {r.row: [r] for r in requests}, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
+    asks = [Ask(row, [4], 0, 9) for row in (1, 2, 3, 8)]
+    rows.add(0, Submit(asks, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0))
     assert engine.aborted == []
     assert rows.step() == []
-    told = [(rank, s.row, s.response, s.logprobs, s.end) for rank, s in rows.step()]
+    told = [(rank, s.row, s.tokens, s.logprobs, s.end) for rank, s in rows.step()]
     assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
-    assert [sample.end for _, sample in rows.step()] == ["eos"]  # by a token, whose number is the reason
+    assert [piece.end for _, piece in rows.step()] == ["eos"]  # by a token, whose number is the reason
     rows.abort(0)
     assert engine.aborted == [(["0/8"], "front")]
     params = engine.asked["0/1"][1]
@@ -128,15 +128,7 @@ def test_how_a_row_is_drawn():
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=30, fixed=True) == due | {"max_tokens": 30, "stop_token_ids": []}
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "reason", "error"),
-    [
-        ([-1.0], "stop", RuntimeError),
-        ([-1.0, -2.0], "abort", RuntimeError),
-        ([-1.0, float("-inf")], "stop", FloatingPointError),
-        ([float("nan"), -1.0], "length", FloatingPointError),
-    ],
-)
-def test_rows_that_ended_wrongly_are_refused_by_number(logprobs, reason, error):
-    with pytest.raises(error, match="row 4"):
-        sample_of(OpenRow(Slot(0, SAMPLING), Request(4, [1]), [5, 6], logprobs), reason)
+@pytest.mark.parametrize(("logprobs", "reason"), [([-1.0], "stop"), ([-1.0, -2.0], "abort")])
+def test_rows_that_ended_wrongly_are_refused_by_number(logprobs, reason):
+    with pytest.raises(RuntimeError, match="row 4"):
+        piece_of(OpenRow(0, Ask(4, [1], 0, 2), [5, 6], logprobs), reason)

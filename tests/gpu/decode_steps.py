@@ -1,50 +1,51 @@
-"""Decode steps and tokens of rollouts with windows and without, counted: no clock, so any machine will do.
+"""Decode steps, tokens and processor seconds of rollouts with windows and without, of the embedded engine.
 
     python tests/gpu/decode_steps.py [--slots 128] [--lengths lognormal:62:256] [--windows 0 32 64 128] [--steps 8]
 
-A decode step is one token of each row alive. The embedded engine makes its batch anew when a quarter of the slots wait;
-vLLM fills a slot at once, which takes W steps a window.
+A decode step is one forward pass, also where rows enter. Waiting rows enter when idle places have lost as much as a
+step; vLLM fills a slot at once, which takes W steps a window.
 """
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import WHOLE, Window, hf
+from splitppo.engine import hf
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
-from splitppo.rollout import Prompt, Streams
+from splitppo.rollout import Prompt
+from splitppo.sampler import Sampler
 from splitppo.tools.bench import lengths_of
 
 PROMPT = Prompt("", [5, 6, 7], "", "", {})
 
 
-def count(engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int) -> tuple[int, int, int]:
-    """Decode steps, tokens decoded, tokens of rows that ended, over some training steps."""
-    streams = Streams(slots, lambda _: PROMPT, lengths, windows=window > 0)
-    drawn, made, trained, draw = 0, 0, 0, hf._Batch.draw
-
-    def counted(self: Any, *args: Any) -> Any:
-        nonlocal drawn
-        drawn += 1
-        return draw(self, *args)
-
-    hf._Batch.draw = counted  # type: ignore[method-assign]
+def count(
+    engine: hf.HFEngine, slots: int, lengths: Sequence[int], window: int, steps: int
+) -> tuple[int, int, int, float]:
+    """Forward passes, tokens decoded, tokens of rows that ended, and seconds, over some training steps."""
+    sampler = Sampler(slots, lambda _: PROMPT, limit=max(lengths), window=window, lengths=lengths)
+    alone: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
+    passes: list[Any] = []
+    hook = engine.model.register_forward_pre_hook(lambda *args: passes.append(1))
+    trained = 0
+    seconds = 0.0
     for step in range(1, steps + 1):
-        requests = [streams.request(step, slot) for slot in range(slots)]
-        held = {request.row: len(request.response) for request in requests}
-        how = Window(window, streams.slots, streams.following) if window else WHOLE
-        for stopped in engine.generate(requests, RolloutConfig(max_new_tokens=max(lengths)), seed=0, window=how):
-            made += sum(len(sample.response) - held.get(sample.row, 0) for sample in stopped)
-            trained += sum(sample.tokens for sample in streams.take(step, stopped))
-        streams.share(lambda part: [part])
-    hf._Batch.draw = draw  # type: ignore[method-assign]
-    return drawn, made, trained
+        start = time.process_time()
+        lists = list(sampler.generate(engine, step, range(slots), RolloutConfig(), 0))
+        seconds += time.process_time() - start
+        trained += sum(sample.tokens for ended in lists for sample in ended)
+        sampler.share(alone, lambda: [range(slots)])
+    hook.remove()
+    goes_on = sum(row.tokens for row in sampler.open.values())
+    return len(passes), trained + goes_on, trained, seconds
 
 
 def main() -> None:
@@ -66,13 +67,13 @@ def main() -> None:
         base = None
         for window in options.windows:
             steps = options.steps if not window else round(options.steps * sum(lengths) / len(lengths) / window)
-            drawn, made, trained = count(engine, options.slots, lengths, window, max(1, steps))
+            drawn, made, trained, seconds = count(engine, options.slots, lengths, window, max(1, steps))
             rate = 1000 * drawn / made
             base = base or rate
             at_once = f", {base / (1000 / options.slots):.2f}x fewer filled at once" if window else ""
             print(
                 f"window {window:>4}: {drawn:>5} decode steps for {made:,} tokens ({trained:,} of rows that ended): "
-                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}",
+                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}; {1e6 * seconds / made:.1f} us a token",
                 flush=True,
             )
 

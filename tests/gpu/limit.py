@@ -141,8 +141,7 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
     from peaks import estimated
 
     from splitppo import actor, train
-    from splitppo.engine import hf
-    from splitppo.rollout import Sample
+    from splitppo.engine import Piece, hf
     from splitppo.run import memory
     from splitppo.run.build import Builder
 
@@ -158,11 +157,14 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / total))
         init(self, given, *args)
 
-    def rows(self: Any, requests: Any, *_: Any) -> Any:
+    def submit(self: Any, asks: Any) -> None:
         level = -torch.log(torch.tensor(float(self.vocabulary))).item()
-        for request in requests:
-            ids = torch.randint(2, self.vocabulary, (request.length,), generator=draw).tolist()
-            yield [Sample(request.row, request.prompt, ids, [level] * request.length, "limit")]
+        for ask in asks:
+            ids = torch.randint(2, self.vocabulary, (ask.tokens,), generator=draw).tolist()
+            kept.setdefault("pieces", []).append(Piece(ask.row, ids, [level] * ask.tokens, "limit"))
+
+    def poll(_: Any) -> Any:
+        return kept.pop("pieces", [])
 
     def emptying(self: Any, weights: Any) -> None:
         if on_gpu and case.emptied:
@@ -174,7 +176,8 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
         return report(*args)
 
     setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, as the next ones
-    setattr(hf.HFEngine, "_rows", rows)  # noqa: B010
+    setattr(hf.HFEngine, "_submit", submit)  # noqa: B010
+    setattr(hf.HFEngine, "_poll", poll)  # noqa: B010
     setattr(hf.HFEngine, "_load", emptying)  # noqa: B010
     setattr(memory, "out_of_memory", out_of_memory)  # noqa: B010
     actor.MISMATCH.update(dict.fromkeys(actor.MISMATCH, (99.0, 99.0)))  # made up rows are not the policy's

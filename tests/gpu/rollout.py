@@ -21,10 +21,11 @@ from torch.profiler import ProfilerActivity
 from transformers import AutoConfig
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
+from splitppo.engine import Ask
 from splitppo.engine.vllm.host import SETTINGS, start_llm
+from splitppo.engine.vllm.messages import Submit
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
-from splitppo.rollout import Request
 from splitppo.tools.bench import lengths_of
 
 
@@ -68,9 +69,9 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     """Seconds of a rollout, and those of its decode steps by the rows left, up to a power of two."""
     draw, rows, steps = random.Random(seed), Rows(llm, plan.eos), {}
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
-    requests = [Request(row, *given) for row, given in enumerate(zip(prompts, lengths, strict=True))]
+    asks = [Ask(row, ids, 0, tokens, False) for row, (ids, tokens) in enumerate(zip(prompts, lengths, strict=True))]
     began = last = time.perf_counter()
-    rows.add(0, {request.row: [request] for request in requests}, plan.config.rollout, seed)
+    rows.add(0, Submit(asks, plan.config.rollout, seed))
     while rows.open:
         left = 1 << (len(rows.open) - 1).bit_length()
         rows.step()

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -149,12 +151,15 @@ def _child(
     os._exit(0)
 
 
+PATIENCE = 20.0  # seconds that a thread waits for the others
+
+
 class _Line:
     """Ranks along one axis of a `ThreadMesh`: what a process group is to a DeviceMesh."""
 
     def __init__(self, size: int) -> None:
         self.shown: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
 
 
 class ThreadGroup:
@@ -172,25 +177,29 @@ class ThreadGroup:
         return found
 
 
+# A `Group` of one rank, as far as what only gathers and exchanges asks.
+ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
+
+
 class ThreadMesh:
     """The mesh of a rank that is a thread, as far as `Group` asks a DeviceMesh.
 
     Attributes:
-        at: the rank's place along each axis.
+        at: the rank's place along each axis: `rows`, `tensor`, or between them also `sequence`.
     """
 
     def __init__(self, shape: tuple[int, ...], at: tuple[int, ...], groups: list[ThreadGroup]) -> None:
         self.shape, self.at, self.groups = shape, at, groups
-        self.ndim = len(shape)
+        self.mesh_dim_names = ("rows", "sequence", "tensor") if len(shape) > 2 else ("rows", "tensor")[: len(shape)]
 
-    def get_local_rank(self, axis: int) -> int:
-        return self.at[axis]
+    def get_local_rank(self, axis: str) -> int:
+        return self.at[self.mesh_dim_names.index(axis)]
 
-    def size(self, axis: int) -> int:
-        return self.shape[axis]
+    def size(self) -> int:
+        return math.prod(self.shape)
 
-    def get_group(self, axis: int) -> ThreadGroup:
-        return self.groups[axis]
+    def get_group(self, axis: str) -> ThreadGroup:
+        return self.groups[self.mesh_dim_names.index(axis)]
 
 
 def thread_groups(*shape: int) -> tuple[list[Group], Callable[[], None]]:

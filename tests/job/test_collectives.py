@@ -1,9 +1,11 @@
-"""A group whose mesh has a second axis: ranks along it are a set that works on the same rows."""
+"""A group whose mesh has more axes than `rows`: ranks along them are a set that works on the same rows."""
+
+import math
 
 import pytest
 import torch
 from ranks import run_ranks, run_threads
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from splitppo.algo import Moments, moments
 from splitppo.job.collectives import Group
@@ -12,12 +14,13 @@ from splitppo.job.collectives import Group
 def asked(group: Group) -> dict:
     """What each method gives; every number differs by data-parallel rank, and what only maxima see by place in the
     set, too."""
-    place = group.mesh.get_local_rank(1) if group.mesh.ndim > 1 else 0
-    rows = torch.tensor([[1.0, 2.0, 6.0][: 1 + group.dp_rank]])  # of the data-parallel rank, so of all its set
-    (whole,) = group.all_moments([moments(rows, torch.ones_like(rows))])
+    place = group.set_rank
+    rows = torch.tensor([1.0, 2.0, 6.0][: 1 + group.dp_rank])  # of the data-parallel rank, so of all its set
+    (whole,) = group.all_moments([moments(rows)])
     group.barrier()
     return {
         "rank": (group.dp_rank, group.dp_size),
+        "place": (group.set_rank, group.set_size),
         "speaks": group.speaks,
         "is_first": group.is_first,
         "sum": group.all_sum(torch.tensor([1, 10 * (group.dp_rank + 1)])),
@@ -38,6 +41,7 @@ def check(parts: list[dict], width: int) -> None:
     for number, found in enumerate(parts):
         rank, place = divmod(number, width)
         assert found["rank"] == (rank, 2)
+        assert found["place"] == (place, width)
         assert found["speaks"] == (place == 0)
         assert found["is_first"] == (number == 0)
         assert found["sum"].tolist() == [2, 30], "a set's rows count once"
@@ -58,18 +62,26 @@ def check(parts: list[dict], width: int) -> None:
         ]
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2), (2, 3), (2, 2, 3)])
 def test_rows_count_once_and_a_set_has_what_its_first_rank_has(shape):
-    check(run_threads(shape, asked), shape[-1] if len(shape) > 1 else 1)
+    check(run_threads(shape, asked), math.prod(shape[1:]))
 
 
-def mesh_rank(rank: int) -> dict:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return asked(Group(mesh))
+def mesh_rank(rank: int) -> list[dict]:
+    """A rank of a mesh, and of the mesh with its axes in the other order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "tensor"))
+    turned = DeviceMesh.from_group(
+        [mesh.get_group("tensor"), mesh.get_group("rows")],
+        "cpu",
+        mesh=mesh.mesh.T.contiguous(),
+        mesh_dim_names=("tensor", "rows"),
+    )
+    return [asked(Group(mesh)), asked(Group(turned))]
 
 
-def test_a_real_mesh_of_processes_does_the_same():
-    check(run_ranks(4, mesh_rank), 2)
+def test_a_real_mesh_of_processes_does_the_same_in_any_order_of_its_axes():
+    for found in zip(*run_ranks(4, mesh_rank), strict=True):
+        check(list(found), 2)
 
 
 def test_an_alone_group_talks_to_nobody():

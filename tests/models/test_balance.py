@@ -86,9 +86,9 @@ def test_ranks_without_rows_take_part():
 def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
     asked: set[int] = set()
 
-    def note(_: Any, tokens: int) -> float:
-        asked.add(tokens)
-        return float(tokens)
+    def note(_: Any, tokens: list[int]) -> list[float]:
+        asked.update(tokens)
+        return [float(count) for count in tokens]
 
     def run(group: Group) -> None:
         rollout = Rollout([sample(2 * group.dp_rank)])

@@ -404,7 +404,7 @@ def test_a_models_own_code_does_not_run_unless_it_may(files, tmp_path, monkeypat
     with pytest.raises(UserError, match="trust-remote-code"):
         read_config(str(tmp_path / "own"))
     model: Any = build(read_config(str(tmp_path / "known")), "policy")
-    assert type(model) is LlamaForCausalLM
+    assert type(model.causal) is LlamaForCausalLM
     tokens = json.loads(files["tokenizer_config.json"]) | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     tokens["tokenizer_class"] = "OwnTokenizer"
     (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(tokens))

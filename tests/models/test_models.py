@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
 )
 
@@ -17,10 +18,11 @@ from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
+from splitppo.models import heads
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import ROUND, micro_batch
 from splitppo.models.build import build, read_config
-from splitppo.models.heads import PolicyOutputs
+from splitppo.models.heads import PolicyModel, PolicyOutputs
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import place
@@ -102,6 +104,32 @@ def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
     for name, gradient in alone.items():
         # some of a tensor's figures are sums of others that cancel, and as uncertain as these
         torch.testing.assert_close(among[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+
+
+class Louder(LlamaForCausalLM):
+    """Scales its logits, and no setting says so."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = self.model.loudness * out.logits
+        return out
+
+
+def test_what_a_model_does_after_its_output_layer_is_done_to_a_piece_at_a_time(monkeypatch):
+    monkeypatch.setattr(heads, "LOGIT_PIECE", 4)
+    causal: Any = Louder(LlamaConfig(**SIZE, tie_word_embeddings=True, initializer_range=0.5)).eval()
+    causal.model.loudness = 3.0
+    model, seen = PolicyModel(causal), []
+    assert model.state_dict().keys() == causal.state_dict().keys()
+    causal.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    logprobs, _ = PolicyOutputs(1.0, 50)(model, micro_batch(rows(), CPU), entropy=True)
+    logprobs.sum().backward()
+    assert seen == [4, 4, 4, 3, 3, 4, 4, 4]  # again in the backward pass
+    for sample, found in zip(rows(), logprobs, strict=True):
+        ids = torch.tensor([sample.prompt + sample.response])
+        start = len(sample.prompt) - 1
+        due = causal(ids).logits[0, start:-1].log_softmax(-1).gather(-1, ids[0, start + 1 :, None])[:, 0]
+        torch.testing.assert_close(found[: len(due)], due)
 
 
 def test_a_packed_batch_holds_the_rows_and_nothing_but_a_round_number_of_tokens():

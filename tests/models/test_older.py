@@ -77,7 +77,7 @@ def outputs(model: Any) -> torch.Tensor:
     """A policy's logits or a value model's values, `[T, ...]`."""
     if hasattr(model, "score"):
         return model(at=torch.arange(IDS.shape[1]), input_ids=IDS)
-    return model(input_ids=IDS, use_cache=False).logits[0]
+    return model.causal(input_ids=IDS, use_cache=False).logits[0]
 
 
 def exported(folder: Path, name: str) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def by_the_library(folder: Path, texts: list[list[int]]) -> list[float]:
 
 
 def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: int) -> dict[int, float]:
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
     tokenizer = AutoTokenizer.from_pretrained(policy)
     config = ours.read_config(str(folder))
     model = ours.build(config, "reward")

@@ -12,7 +12,7 @@ LENGTHS, TRUNCATED = [4, 8, 10, 7], [False, False, True, False]
 
 
 def of(config: RewardConfig, moments: algo.Moments | None = None) -> list[float]:
-    moments = moments or algo.moments(SCORES[None], torch.ones(1, 4))
+    moments = moments or algo.moments(SCORES)
     return shape_scores(SCORES, LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist()
 
 
@@ -36,16 +36,16 @@ def test_normalised_scores_have_mean_0_and_deviation_1() -> None:
 
 
 def test_a_batch_of_equal_scores_becomes_zeros() -> None:
-    same = torch.full((1, 4), 7.0)
-    moments = algo.moments(same, torch.ones(1, 4))
+    same = torch.full((4,), 7.0)
+    moments = algo.moments(same)
     config = RewardConfig(normalize="batch")
-    assert shape_scores(same[0], LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
+    assert shape_scores(same, LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
 
 
 def test_a_failed_row_beside_equal_scores_is_as_far_from_them_as_it_was() -> None:
     """It is no part of the moments, whose deviation is then 0, or the rounding of a mean."""
     scores = torch.tensor([0.1, 0.1, 0.1, 0.0])
-    moments = algo.moments(scores[None], torch.tensor([[1, 1, 1, 0]]))
+    moments = algo.moments(scores[:3])
     for rounding in (0.0, 1e-17):
         near = algo.Moments(moments.count, moments.mean, moments.variance + rounding)
         shaped = shape_scores(scores, LENGTHS, TRUNCATED, near, RewardConfig(normalize="batch"), max_new_tokens=10)
@@ -69,7 +69,7 @@ def test_what_is_added_to_the_deviation_is_1e_8() -> None:
 
 def test_no_response_costs_more_than_the_whole_penalty() -> None:
     config = RewardConfig(overlong_tokens=4, overlong_penalty=2.0)
-    moments = algo.moments(torch.zeros(1, 0), torch.zeros(1, 0))  # of no scores
+    moments = algo.moments(torch.zeros(0))  # of no scores
     shaped = shape_scores(torch.zeros(3), [6, 10, 14], [False] * 3, moments, config, max_new_tokens=10)
     assert shaped.tolist() == [0.0, -2.0, -2.0]
 

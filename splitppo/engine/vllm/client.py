@@ -1,7 +1,7 @@
 """The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the actor's GPU.
 
-The ranks of an engine send requests through a Unix socket in a private folder (no port), and receive rows. Weights go
-through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU. This
+The ranks of an engine talk to it (messages.py) through a Unix socket in a private folder (no port). Weights go through
+two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU. This
 process never imports vLLM, which changes the settings of its process.
 """
 
@@ -21,15 +21,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PretrainedConfig
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import TICK, RolloutEngine, Window, check_weights, weight_names
+from splitppo.engine import TICK, Ask, Piece, RolloutEngine, check_weights, weight_names
+from splitppo.engine.vllm.messages import Close, Done, Entry, Halt, Hello, Load, Pieces, Sleep, Submit, Verify, Wake
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.footprint import USABLE
-from splitppo.rollout import Request, Sample
 
-AHEAD = 2  # rows of each slot that the engine has beside the open one: it must not wait for this process
 ALIGN = 512  # bytes; tensors in a bucket start at multiples of it
 BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
 
@@ -53,6 +52,9 @@ class VLLMEngine(RolloutEngine):
         self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
         self.sleep, self.peak, self.timeout = sleep, peak, timeout
         self.names = weight_names(build(config, "policy"))
+        self._sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
+        self._sampling, self._seed = RolloutConfig(), 0
+        self._heard = 0.0  # when the engine last said something
         self._level = 0  # vLLM's sleep level now; 0: awake
         self._conn: Any = None  # the socket; None before `connect`, after `close` and after a failure
 
@@ -67,12 +69,12 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(0.02)
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
         size = max(BUCKET[self.device.type], largest)
-        paths = [str(Path(self.address).parent / f"bucket_{self.index}_{slot}") for slot in range(2)]
+        paths = [str(Path(self.address).parent / f"bucket_{self.index}_{number}") for number in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
         handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
             handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
-        line = self._ask("hello", (self.index, handles))
+        line = self._ask(Hello(self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return line
@@ -82,7 +84,7 @@ class VLLMEngine(RolloutEngine):
         if self.sleep == "off":
             return
         stay = self.sleep == "auto" and trained and self._fits()
-        self._level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
+        self._level = self._ask(Sleep(0 if stay else 1 if self.sleep == "1" else 2))
         self.loaded = self._level < 2
 
     def close(self) -> None:
@@ -90,9 +92,10 @@ class VLLMEngine(RolloutEngine):
         if self.process:
             self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
-            self._send("close")
+            self._send(Close())
             self._conn.close()
         self._conn = None
+        self._sender.shutdown(wait=False)
         if self.process:
             self.process.end(kill=not connected)
 
@@ -102,19 +105,19 @@ class VLLMEngine(RolloutEngine):
         sums: dict[str, Tensor] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
         try:
-            for slot, entries in self._fill(weights, sums):
+            for bucket, entries in self._fill(weights, sums):
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
                 if loading:
-                    self._answer("load")
-                self._send("load", (slot, entries))
+                    self._answer(Load)
+                self._send(Load(bucket, entries))
                 loading = True
         finally:
             if loading and self._conn:
-                self._answer("load")
+                self._answer(Load)
         totals = torch.stack(list(sums.values())).tolist() if sums else []
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
-        lost, different = self._ask("verify", sent)
+        lost, different = self._ask(Verify(sent))
         if lost:
             wrong = f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them"
             raise UserError(f"{wrong}: {', '.join(lost[:3])}; use --engine.kind hf")
@@ -123,57 +126,56 @@ class VLLMEngine(RolloutEngine):
             raise EngineError(f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM")
         self._wake("weights", "kv_cache")
 
-    def _rows(
-        self, requests: Sequence[Request], sampling: RolloutConfig, seed: int, window: Window
-    ) -> Iterator[list[Sample]]:
+    def _begin(self, sampling: RolloutConfig, seed: int) -> None:
         self._wake("weights", "kv_cache")
-        done, heard = False, time.monotonic()
-        sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
-        try:
-            slots, goes_on = first_rows(requests, window), window.following is not None
-            self._send("generate", (slots, sampling, seed, window.tokens, goes_on))
-            while True:
-                if self._conn.poll(TICK):
-                    heard = time.monotonic()
-                    kind, value = self._receive("the next row")
-                    if done := kind == "done":
-                        self.step_ms = value
-                        return
-                    if more := more_rows(value, window):
-                        sender.submit(self._conn.send, ("more", more))  # if it fails, so does the next wait
-                    yield value
-                elif time.monotonic() - heard > self.timeout:
-                    raise self._timed_out("the next row")
-                else:
-                    yield []
-        finally:
-            if not done and self._conn:
-                sender.submit(self._conn.send, ("halt", None))
-                while self._receive("the end of an aborted rollout")[0] != "done":
-                    pass
-            sender.shutdown()
+        self._sampling, self._seed = sampling, seed
+        self._heard = time.monotonic()
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> Iterator[tuple[int, list[Any]]]:
-        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into `sums`. Yields the slot,
-        and (name, dtype, shape, first byte) of each tensor in it."""
-        slot, at, entries = 0, 0, []
+    def _submit(self, asks: Sequence[Ask]) -> None:
+        # if it fails, so does the next wait
+        self._sender.submit(self._conn.send, Submit(asks, self._sampling, self._seed))
+
+    def _poll(self) -> list[Piece]:
+        if not self._conn.poll(TICK):
+            if time.monotonic() - self._heard > self.timeout:
+                raise self._timed_out("the next row")
+            return []
+        found: Pieces = self._receive("the next row")
+        self._heard = time.monotonic()
+        self.step_ms = found.step_ms
+        return list(found.pieces)
+
+    def _abort(self) -> None:
+        if self._conn:
+            self._sender.submit(self._conn.send, Halt())
+            while not isinstance(self._receive("the end of an aborted rollout"), Done):
+                pass
+
+    def _fill(
+        self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
+    ) -> Iterator[tuple[int, list[Entry]]]:
+        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into `sums`. Yields the
+        bucket's number, and what is in it."""
+        bucket = at = 0
+        entries: list[Entry] = []
         for name, given in check_weights(weights, self.names):
             tensor = given.to(self.device, self.dtype).contiguous()
-            if at + tensor.nbytes > len(self._buckets[slot]):
-                yield slot, entries
-                slot, at, entries = 1 - slot, 0, []
-            self._buckets[slot][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
+            if at + tensor.nbytes > len(self._buckets[bucket]):
+                yield bucket, entries
+                bucket = 1 - bucket
+                at, entries = 0, []
+            self._buckets[bucket][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             sums[name] = checksum(tensor)
-            entries.append((name, tensor.dtype, tensor.shape, at))
+            entries.append(Entry(name, tensor.dtype, tensor.shape, at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
-        yield slot, entries
+        yield bucket, entries
 
     def _wake(self, *tags: str) -> None:
         """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's cache."""
         if not self._level:
             return
         torch.cuda.empty_cache()
-        self._ask("wake", tags)
+        self._ask(Wake(tags))
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> bool:
@@ -186,15 +188,15 @@ class VLLMEngine(RolloutEngine):
         logging.getLogger(__name__).info("of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes)
         return others + peak <= USABLE * total
 
-    def _send(self, kind: str, value: Any = None) -> None:
+    def _send(self, message: Any) -> None:
         if self._conn is None:
             raise EngineError("the vLLM engine is closed")
         try:
-            self._conn.send((kind, value))
+            self._conn.send(message)
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
 
-    def _receive(self, what: str) -> tuple[str, Any]:
+    def _receive(self, what: str) -> Any:
         """The engine's next message. `what` is expected, for the error."""
         if not self._conn.poll(self.timeout):
             raise self._timed_out(what)
@@ -203,12 +205,12 @@ class VLLMEngine(RolloutEngine):
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
 
-    def _ask(self, kind: str, value: Any) -> Any:
-        self._send(kind, value)
-        return self._answer(kind)
+    def _ask(self, message: Any) -> Any:
+        self._send(message)
+        return self._answer(type(message))
 
-    def _answer(self, kind: str) -> Any:
-        return self._receive(f"an answer to {kind!r}")[1]
+    def _answer(self, kind: type) -> Any:
+        return self._receive(f"an answer to {kind.__name__!r}").value
 
     def _ended(self) -> EngineError:
         self._conn = None
@@ -220,23 +222,6 @@ class VLLMEngine(RolloutEngine):
         self._conn = None
         waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
         return EngineError(f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited)
-
-
-def first_rows(requests: Sequence[Request], window: Window) -> dict[int, list[Request]]:
-    """By slot: its first row, and the `AHEAD` rows that follow there, if any do."""
-    slots = {request.row % window.slots: [request] for request in requests}
-    if window.following:
-        for rows in slots.values():
-            rows += [window.following(rows[0].row + i * window.slots) for i in range(AHEAD)]
-    return slots
-
-
-def more_rows(stopped: Sequence[Sample], window: Window) -> list[tuple[int, Request]]:
-    """For each row that has ended, its slot and one more row for it: the next one that the engine does not have."""
-    if not window.following:
-        return []
-    rows = [sample.row for sample in stopped if sample.end != "window"]
-    return [(row % window.slots, window.following(row + AHEAD * window.slots)) for row in rows]
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

@@ -2,10 +2,7 @@
 
     python -m splitppo.engine.vllm.host PARENT     (started by process.Process of the process PARENT)
 
-A rank sends `hello` (its index and buckets), and in each step `load`, `load`, ..., `verify`, `generate`; also `halt`,
-`sleep`, `wake`, `close`, and with windows `more`: further rows of slots. `samples` are rows that have ended. `done`
-answers each message but `more`. For `generate` it follows the last row and holds the milliseconds of a decode step.
-Messages about the whole engine take effect when all its ranks have sent them.
+messages.py has what they say to each other.
 """
 
 # pyright: reportMissingImports=false
@@ -24,12 +21,13 @@ from typing import Any
 
 import torch
 
+from splitppo.engine import Piece
 from splitppo.engine.vllm import vllm_version
+from splitppo.engine.vllm.messages import Close, Done, Halt, Hello, Load, Pieces, Sleep, Submit, Verify, Wake
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
 from splitppo.engine.vllm.weight_check import compare
 from splitppo.job.child import end_with_parent
-from splitppo.rollout import Sample
 
 STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
 SETTINGS = {
@@ -132,63 +130,63 @@ class Host:
         self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
         self.inbox: list[deque[Any]] = [deque() for _ in conns]  # what ranks have sent before the others
         self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
-        self.began: dict[int, tuple[int, float]] = {}  # both at the start of a rank's rollout
+        self.began: dict[int, tuple[int, float]] = {}  # both when a rank's first row began
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
+        self.together = {Load: self._load, Verify: self._verify, Sleep: self._sleep, Wake: self._wake}
 
     def serve(self) -> None:
-        """Runs until all ranks have sent `close`."""
+        """Runs until all ranks have sent Close."""
         serving = list(self.conns)
         while serving:
             ready: Any = wait(serving, timeout=0 if self.rows.open else None)
             for conn in ready:
-                kind, value = conn.recv()
-                if kind == "close":
+                message = conn.recv()
+                if isinstance(message, Close):
                     serving.remove(conn)
                 else:
-                    self._handle(self.conns.index(conn), kind, value)
+                    self._handle(self.conns.index(conn), message)
             if self.rows.open:
                 start = time.monotonic()
                 ended = self.rows.step()
                 self.steps, self.seconds = self.steps + 1, self.seconds + time.monotonic() - start
-                if ended:
-                    self._answer(ended)
+                self._send(ended)
 
-    def _handle(self, rank: int, kind: str, value: Any) -> None:
-        if kind == "generate":
-            self.began[rank] = self.steps, self.seconds
-            self.rows.add(rank, *value)
-            self._answer([])
-        elif kind == "more":
-            self.rows.add_more(rank, value)
-        elif kind == "halt":
+    def _handle(self, rank: int, message: Any) -> None:
+        if isinstance(message, Submit):
+            if rank not in self.rows.ranks():
+                self.began[rank] = self.steps, self.seconds
+            self.rows.add(rank, message)
+        elif isinstance(message, Halt):
             self.rows.abort(rank)
-            self._answer([])
+            self.conns[rank].send(Done())
         else:
-            self.inbox[rank].append(value)
+            self.inbox[rank].append(message)
             if all(self.inbox):
-                answer = getattr(self, f"_{kind}")([inbox.popleft() for inbox in self.inbox])
+                messages = [inbox.popleft() for inbox in self.inbox]
+                answer = self.together[type(message)](messages)
                 for conn in self.conns:
-                    conn.send(("done", answer))
+                    conn.send(Done(answer))
 
-    def _load(self, buckets: Sequence[tuple[int, list[Any]]]) -> None:
-        self.llm.collective_rpc("splitppo_load", args=buckets[0])
+    def _load(self, buckets: Sequence[Load]) -> None:
+        bucket, entries = buckets[0].bucket, buckets[0].entries
+        self.llm.collective_rpc("splitppo_load", args=(bucket, entries))
 
-    def _verify(self, sent: Sequence[dict[str, tuple[int, int]]]) -> tuple[list[str], list[str]]:
+    def _verify(self, sent: Sequence[Verify]) -> tuple[list[str], list[str]]:
         """The names of tensors that the engine does not have completely, and of tensors that differ there."""
         self._drain()  # the prefix cache holds keys of the old weights
-        return compare(sent, self.llm.collective_rpc("splitppo_report"))
+        return compare([part.sums for part in sent], self.llm.collective_rpc("splitppo_report"))
 
-    def _sleep(self, levels: Sequence[int]) -> int:
+    def _sleep(self, asked: Sequence[Sleep]) -> int:
         """Goes to the deepest level that a rank asked for; returns it."""
-        if level := max(levels):
+        if level := max(sleep.level for sleep in asked):
             self._drain()
             self.llm.sleep(level)
             self.asleep = {"weights", "kv_cache"}
         return level
 
-    def _wake(self, tags: Sequence[tuple[str, ...]]) -> None:
+    def _wake(self, asked: Sequence[Wake]) -> None:
         """Wakes the parts that sleep, one by one: vLLM ignores a call that names an awake part."""
-        for tag in [tag for tag in tags[0] if tag in self.asleep]:
+        for tag in [tag for tag in asked[0].tags if tag in self.asleep]:
             self.llm.wake_up([tag])
             self.asleep.remove(tag)
 
@@ -200,14 +198,12 @@ class Host:
             self.llm.step()
         raise RuntimeError("vLLM keeps cache blocks of rows that have ended")
 
-    def _answer(self, ended: Sequence[tuple[int, Sample]]) -> None:
-        """Sends each rank its rows that have ended, and ends the rollouts of ranks that have no slots left."""
+    def _send(self, ended: Sequence[tuple[int, Piece]]) -> None:
+        """Sends each rank what has ended of its rows."""
         for rank in {rank for rank, _ in ended}:
-            self.conns[rank].send(("samples", [sample for owner, sample in ended if owner == rank]))
-        for rank in self.began.keys() - self.rows.ranks():
-            steps, seconds = self.began.pop(rank)
-            steps, seconds = self.steps - steps, self.seconds - seconds
-            self.conns[rank].send(("done", 1e3 * seconds / steps if steps else 0.0))
+            steps, seconds = self.began[rank]
+            step_ms = 1e3 * (self.seconds - seconds) / (self.steps - steps)
+            self.conns[rank].send(Pieces([piece for owner, piece in ended if owner == rank], step_ms))
 
 
 def connect(plan: Plan) -> list[tuple[Connection, Any]]:
@@ -215,8 +211,9 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     size = plan.config.engine.tensor_parallel
     with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
         accepted = [listener.accept() for _ in range(size)]
-    hellos = sorted((*conn.recv()[1], conn) for conn in accepted)  # index, buckets, connection
-    return [(conn, buckets) for _, buckets, conn in hellos]
+    hellos: list[tuple[Hello, Connection]] = [(conn.recv(), conn) for conn in accepted]
+    hellos.sort(key=lambda pair: pair[0].index)
+    return [(conn, hello.buckets) for hello, conn in hellos]
 
 
 def read_plan() -> Plan:
@@ -241,7 +238,7 @@ def main() -> int:
         conns, buckets = zip(*connect(plan), strict=True)
         llm.collective_rpc("splitppo_attach", args=(buckets,))
         for conn in conns:
-            conn.send(("done", line))
+            conn.send(Done(line))
         Host(llm, conns, plan).serve()
         if len(conns) > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory

@@ -1,40 +1,26 @@
-"""The rows that a vLLM engine generates: from requests to finished samples."""
+"""The rows that a vLLM engine draws tokens for: from asks to pieces."""
 
 # pyright: reportMissingImports=false
 
-import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import extend, row_seed
-from splitppo.rollout import End, Request, Sample
+from splitppo.engine import Ask, Piece, row_seed
+from splitppo.engine.vllm.messages import Submit
+from splitppo.rollout import End
 
 # vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and stop strings.
 ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
 @dataclass
-class Slot:
-    """A slot of a rank: tokens left to decode; whether it goes on after a row; the next rows; whether it waits."""
-
-    rank: int
-    sampling: RolloutConfig
-    seed: int = 0
-    left: int = sys.maxsize
-    refills: bool = False
-    rows: deque[Request] = field(default_factory=deque)
-    idle: bool = False
-
-
-@dataclass
 class OpenRow:
     """A row that is being generated, and its new tokens."""
 
-    slot: Slot
-    request: Request
+    rank: int
+    ask: Ask
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -58,62 +44,36 @@ class Rows:
     def __init__(self, llm: Any, eos: Sequence[int]):
         self.llm, self.eos = llm, list(eos)
         self.open: dict[str, OpenRow] = {}  # by request id
-        self.slots: dict[tuple[int, int], Slot] = {}  # by rank and number; those that have tokens left
         self._text = False  # whether stop strings may end these rows
 
-    def add(self, rank: int, slots: Mapping[int, Sequence[Request]], sampling: RolloutConfig, *rest: Any) -> None:
-        """Starts a rank's slots, by number, with their rows; `rest` are further fields of `Slot`."""
+    def add(self, rank: int, submitted: Submit) -> None:
+        """Begins a rank's rows."""
+        sampling = submitted.sampling
         self._text = bool(sampling.stop)
-        for number, requests in slots.items():
-            self.slots[rank, number] = slot = Slot(rank, sampling, *rest, rows=deque(requests))
-            self._start(slot)
-
-    def add_more(self, rank: int, more: Sequence[tuple[int, Request]]) -> None:
-        """Further rows of slots, by number. A slot that has no tokens left is not there any more."""
-        for number, request in more:
-            if slot := self.slots.get((rank, number)):
-                slot.rows.append(request)
-                if slot.idle:
-                    self._start(slot)
+        for ask in submitted.asks:
+            noise = row_seed(submitted.seed, ask.row, ask.begun)
+            params = params_of(sampling, seed=noise, eos=self.eos, tokens=ask.tokens, fixed=not ask.free)
+            name = f"{rank}/{ask.row}"
+            core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
+            if not self._text:
+                self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
+            self.open[name if self._text else core_name] = OpenRow(rank, ask)
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
-        names = [name for name, row in self.open.items() if row.slot.rank == rank]
+        names = [name for name, row in self.open.items() if row.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
         for name in names:
             del self.open[name]
-        self.slots = {place: slot for place, slot in self.slots.items() if slot.rank != rank}
 
-    def step(self) -> list[tuple[int, Sample]]:
-        """Runs vLLM's next step. Returns the rows that ended with it, each with its rank."""
+    def step(self) -> list[tuple[int, Piece]]:
+        """Runs vLLM's next step. Returns what ended with it, each with its rank."""
         ended = self._ended_by_text() if self._text else self._ended()
-        samples = [(row.slot.rank, sample_of(row, reason)) for row, reason in ended]
-        for row, _ in ended:
-            row.slot.left -= len(row.tokens)
-            if row.slot.refills and row.slot.left:
-                self._start(row.slot)
-            else:
-                self.slots = {place: slot for place, slot in self.slots.items() if slot is not row.slot}
-        return samples
+        return [(row.rank, piece_of(row, reason)) for row, reason in ended]
 
     def ranks(self) -> set[int]:
-        """The ranks that have slots with tokens left."""
-        return {slot.rank for slot in self.slots.values()}
-
-    def _start(self, slot: Slot) -> None:
-        """Starts the slot's next row. Without one, the slot waits."""
-        slot.idle = not slot.rows
-        if slot.idle:
-            return
-        request = slot.rows.popleft()
-        most = min(request.left(slot.sampling.max_new_tokens), slot.left)
-        noise = row_seed(slot.seed, request.row, len(request.response))
-        params = params_of(slot.sampling, seed=noise, eos=self.eos, tokens=most, fixed=request.length is not None)
-        name, ids = f"{slot.rank}/{request.row}", [*request.prompt, *request.response]
-        core_name = self.llm.add_request(name, {"prompt_token_ids": ids}, params)
-        if not self._text:
-            self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
-        self.open[name if self._text else core_name] = OpenRow(slot, request)
+        """The ranks that have open rows."""
+        return {row.rank for row in self.open.values()}
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
         ended, rows = [], self.open
@@ -163,13 +123,10 @@ def params_of(sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens:
     )
 
 
-def sample_of(row: OpenRow, reason: str) -> Sample:
-    """The row as far as it goes. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
-    request = row.request
+def piece_of(row: OpenRow, reason: str) -> Piece:
+    """What was drawn for a row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
+    number = row.ask.row
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
         counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
-        raise RuntimeError(f"row {request.row} ended by {reason!r} with {counts}")
-    end, drawn = ENDS_BY[reason], len(row.tokens)
-    if end == "limit" and drawn == row.slot.left and drawn < request.left(row.slot.sampling.max_new_tokens):
-        end = "window"
-    return extend(request, row.tokens, row.logprobs, end)
+        raise RuntimeError(f"row {number} ended by {reason!r} with {counts}")
+    return Piece(number, row.tokens, row.logprobs, ENDS_BY[reason])

@@ -11,6 +11,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
+from splitppo.engine.vllm.messages import Entry
 from splitppo.engine.vllm.weight_check import Received, Report
 from splitppo.job.child import kill_with_parent
 
@@ -53,12 +54,13 @@ class WeightReceiver:
             if vocabulary < module.org_vocab_size:
                 module.register_forward_hook(limit)
 
-    def splitppo_load(self, slot: int, entries: list[tuple[str, torch.dtype, torch.Size, int]]) -> None:
-        """Loads a bucket's tensors: (name, dtype, shape, first byte) each."""
-        bucket, sent = self._splitppo_buckets[slot], {}
-        for name, dtype, shape, start in entries:
-            size = shape.numel() * dtype.itemsize
-            sent[name] = bucket[start : start + size].view(dtype).view(shape)
+    def splitppo_load(self, number: int, entries: list[Entry]) -> None:
+        """Loads a bucket's tensors."""
+        bucket, sent = self._splitppo_buckets[number], {}
+        for entry in entries:
+            size = entry.shape.numel() * entry.dtype.itemsize
+            own = bucket[entry.first : entry.first + size]
+            sent[entry.name] = own.view(entry.dtype).view(entry.shape)
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket again
