@@ -37,8 +37,10 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
-        use = 'write it as [section] and key = value, with texts in quotes and "None" for off'
-        raise UserError(f"--config {path}: not TOML: {error}; {use}") from error
+        raise UserError(
+            f"--config {path}: not TOML: {error}; "
+            'write it as [section] and key = value, with texts in quotes and "None" for off'
+        ) from error
     sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
