@@ -19,8 +19,19 @@ from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
-PATHS = ("run_dir", "resume", "policy.path", "reference.path", "value.path", "data.files", "data.validation_files")
-PATHS += ("rollout.lengths", "reward.function", "reward.validation", "reward.model")
+PATHS = (
+    "run_dir",
+    "resume",
+    "policy.path",
+    "reference.path",
+    "value.path",
+    "data.files",
+    "data.validation_files",
+    "rollout.lengths",
+    "reward.function",
+    "reward.validation",
+    "reward.model",
+)
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
@@ -101,8 +112,9 @@ def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") 
         if is_dataclass(value):
             changed[field.name] = map_paths(value, change, f"{name}.")
         elif name in PATHS and value:
-            is_one = isinstance(value, str)
-            changed[field.name] = change(name, value) if is_one else tuple(change(name, path) for path in value)
+            changed[field.name] = (
+                change(name, value) if isinstance(value, str) else tuple(change(name, path) for path in value)
+            )
     return replace(config, **changed)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +41,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
 )  # fmt: skip
+Contradictions = list[tuple[object, str]]  # whether two settings contradict each other, and what is said then
 SIGNED = ("seed", "reward.failed_score", "reward.model_weight")  # no other setting may be a number below 0
 
 
@@ -57,9 +58,9 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    for contradictions in (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic):
-        for message in contradictions(config):
-            raise UserError(message)
+    parts = (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic)
+    for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
+        raise UserError(message)
 
 
 def _check_size(name: str, number: Any) -> None:
@@ -71,108 +72,185 @@ def _check_size(name: str, number: Any) -> None:
         raise UserError(f"{name}={number} must be 0, or of a size between {least:g} and {most:g}")
 
 
-def _of_job(config: Config) -> Iterator[str]:
-    log, ppo = config.log, config.ppo
-    if config.world_size is not None and not config.dry_run:
-        yield f"world_size={config.world_size} is for --dry-run; in a run, torchrun's --nproc_per_node sets the ranks"
-    if config.placement.reference == "critic" and (ppo.kl_loss_coef > 0 or ppo.kl_coef == 0):
-        wrong = f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, ppo.kl_loss_coef={ppo.kl_loss_coef:g}"
-        yield f"{wrong}: the critic group only uses the KL in the reward; set kl_coef above 0 alone, or use actor"
-    if log.validate_samples > 1 and log.validate_temperature == 0:
-        yield f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise log.validate_temperature"
+def _of_job(config: Config) -> Contradictions:
+    log, ppo, cut = config.log, config.ppo, config.tensor_parallel
     groups = {"reference": "policy" if config.placement.reference == "actor" else "value", "reward": "value"}
-    for model, group in groups.items():
-        size, least = config.tensor_parallel(model), config.tensor_parallel(group)
-        if size % least:
-            yield f"{model}.tensor_parallel={size} is no multiple of the {group}'s, {least}; leave it unset"
-    if config.reward.tensor_parallel and config.reward.model is None:
-        yield f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none is set; unset it"
+    return [
+        (
+            config.world_size is not None and not config.dry_run,
+            f"world_size={config.world_size} is for --dry-run; in a run, torchrun's --nproc_per_node sets the ranks",
+        ),
+        (
+            config.placement.reference == "critic" and (ppo.kl_loss_coef > 0 or ppo.kl_coef == 0),
+            f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, "
+            f"ppo.kl_loss_coef={ppo.kl_loss_coef:g}: the critic group only uses the KL in the reward; "
+            "set kl_coef above 0 alone, or use actor",
+        ),
+        (
+            log.validate_samples > 1 and log.validate_temperature == 0,
+            f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise log.validate_temperature",
+        ),
+        *(
+            (
+                cut(model) % cut(group),
+                f"{model}.tensor_parallel={cut(model)} is no multiple of the {group}'s, {cut(group)}; leave it unset",
+            )
+            for model, group in groups.items()
+        ),
+        (
+            config.reward.tensor_parallel and config.reward.model is None,
+            f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none is set; unset it",
+        ),
+    ]
 
 
-def _of_rollout(config: Config) -> Iterator[str]:
+def _of_rollout(config: Config) -> Contradictions:
     rollout, ppo, window = config.rollout, config.ppo, config.rollout.window
-    rows, unit = rollout.batch_size, math.lcm(rollout.samples, ppo.mini_batches)
-    if rows % rollout.samples:
-        yield f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {_use(rows, unit)}"
-    if rows % ppo.mini_batches:
-        yield f"rollout.batch_size={rows} does not cut into {ppo.mini_batches} mini-batches; {_use(rows, unit)}"
-    if config.data.overlong != "refuse" and rollout.max_prompt_tokens is None:
-        yield f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too long? set it"
-    if rollout.lengths and rollout.stop:
-        yield "rollout.lengths fixes the length of responses; leave rollout.stop unset"
-    if rollout.lengths and ppo.mask_truncated:
-        yield "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one"
-    if window and rollout.stop:
-        yield f"rollout.window={window} with rollout.stop: no engine finds a string across two windows; unset one"
-    if window and ppo.importance == "sequence":
-        yield f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly noise; use token"
-    if window and config.old_logprobs == "trainer" and ppo.importance == "off":
-        wrong = "ppo.old_logprobs=trainer, ppo.importance=off: older policies sampled some tokens of a row"
-        yield f"rollout.window={window} with {wrong}; set ppo.importance=token, or ppo.old_logprobs=engine"
+    rows = rollout.batch_size
+    use = _use(rows, math.lcm(rollout.samples, ppo.mini_batches))
+    return [
+        (
+            rows % rollout.samples,
+            f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {use}",
+        ),
+        (
+            rows % ppo.mini_batches,
+            f"rollout.batch_size={rows} does not cut into {ppo.mini_batches} mini-batches; {use}",
+        ),
+        (
+            config.data.overlong != "refuse" and rollout.max_prompt_tokens is None,
+            f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too long? set it",
+        ),
+        (rollout.lengths and rollout.stop, "rollout.lengths fixes the length of responses; leave rollout.stop unset"),
+        (
+            rollout.lengths and ppo.mask_truncated,
+            "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
+        ),
+        (
+            window and rollout.stop,
+            f"rollout.window={window} with rollout.stop: no engine finds a string across two windows; unset one",
+        ),
+        (
+            window and ppo.importance == "sequence",
+            f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly noise; use token",
+        ),
+        (
+            window and config.old_logprobs == "trainer" and ppo.importance == "off",
+            f"rollout.window={window} with ppo.old_logprobs=trainer, ppo.importance=off: "
+            "older policies sampled some tokens of a row; "
+            "set ppo.importance=token, or ppo.old_logprobs=engine",
+        ),
+    ]
 
 
-def _of_reward(config: Config) -> Iterator[str]:
+def _of_reward(config: Config) -> Contradictions:
     reward, rollout, functions = config.reward, config.rollout, config.reward.function
-    if functions == ("none",) and reward.model is None:
-        yield "reward.function=none needs a reward.model, or nothing scores the rows"
-    if functions == ("none",) and config.log.validate_every and not reward.validation:
-        wrong = f"log.validate_every={config.log.validate_every}: functions score held-out rows"
-        yield f"{wrong}, and reward.function is none; name one in --reward.validation"
-    if functions != ("none",) and ("none" in functions or not functions):
-        yield f"reward.function={' '.join(functions)}: name functions, or none alone beside a reward.model"
-    if "none" in reward.validation:
-        yield "reward.validation=none would score every held-out row 0; name a function"
-    if reward.weights and len(reward.weights) != len(functions):
-        yield f"reward.weights={reward.weights} for {len(functions)} functions; give one weight each, in their order"
-    if reward.normalize == "batch" and (window := rollout.window):
-        yield f"reward.normalize=batch with rollout.window={window}: a step's only row would score 0; use running"
-    if reward.overlong_tokens >= (limit := rollout.max_new_tokens):
-        yield f"reward.overlong_tokens={reward.overlong_tokens} must be below rollout.max_new_tokens={limit}; lower it"
+    every, limit = config.log.validate_every, rollout.max_new_tokens
+    return [
+        (
+            functions == ("none",) and reward.model is None,
+            "reward.function=none needs a reward.model, or nothing scores the rows",
+        ),
+        (
+            functions == ("none",) and every and not reward.validation,
+            f"log.validate_every={every}: functions score held-out rows, and reward.function is none; "
+            "name one in --reward.validation",
+        ),
+        (
+            functions != ("none",) and ("none" in functions or not functions),
+            f"reward.function={' '.join(functions)}: name functions, or none alone beside a reward.model",
+        ),
+        ("none" in reward.validation, "reward.validation=none would score every held-out row 0; name a function"),
+        (
+            reward.weights and len(reward.weights) != len(functions),
+            f"reward.weights={reward.weights} for {len(functions)} functions; give one weight each, in their order",
+        ),
+        (
+            reward.normalize == "batch" and rollout.window,
+            f"reward.normalize=batch with rollout.window={rollout.window}: "
+            "a step's only row would score 0; use running",
+        ),
+        (
+            reward.overlong_tokens >= limit,
+            f"reward.overlong_tokens={reward.overlong_tokens} must be below rollout.max_new_tokens={limit}; lower it",
+        ),
+    ]
 
 
-def _of_ppo(config: Config) -> Iterator[str]:
+def _of_ppo(config: Config) -> Contradictions:
     ppo, rollout, steps = config.ppo, config.rollout, config.ppo.mini_batches
-    if (count := ppo.value_mini_batches) is not None:
-        if max(count, steps) % min(count, steps):
-            yield f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple of it"
-        if (rows := rollout.batch_size) % count:
-            yield f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}"
-    if config.old_logprobs == "engine" and ppo.importance != "off":
-        wrong = f"ppo.importance={ppo.importance} needs the trainer's old log-probs"
-        yield f"{wrong}, which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them back"
-    if config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0):
-        wrong = f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}"
-        yield f"{wrong}: the engine's log-probs are then of a part of the distribution; use top_p 1 and top_k 0"
-    if ppo.kl_target is not None and ppo.kl_coef == 0:
-        yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it at 0.05, say"
-    if ppo.clip_mode == "clip" and ppo.clip_low >= 1:
-        yield f"ppo.clip_low={ppo.clip_low} must be below 1: the ratio's lower bound is 1 - clip_low; lower it"
-    if ppo.clip_mode == "mask" and ppo.dual_clip is not None:
-        yield f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; unset one"
-    if ppo.critic_warmup >= config.steps:
-        yield f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the policy; raise steps"
+    rows, count = rollout.batch_size, ppo.value_mini_batches or steps
+    return [
+        (
+            max(count, steps) % min(count, steps),
+            f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple of it",
+        ),
+        (
+            rows % count,
+            f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}",
+        ),
+        (
+            config.old_logprobs == "engine" and ppo.importance != "off",
+            f"ppo.importance={ppo.importance} needs the trainer's old log-probs, "
+            "which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them back",
+        ),
+        (
+            config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0),
+            f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, "
+            f"rollout.top_k={rollout.top_k}: the engine's log-probs are then of a part of the "
+            "distribution; use top_p 1 and top_k 0",
+        ),
+        (
+            ppo.kl_target is not None and ppo.kl_coef == 0,
+            f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it at 0.05, say",
+        ),
+        (
+            ppo.clip_mode == "clip" and ppo.clip_low >= 1,
+            f"ppo.clip_low={ppo.clip_low} must be below 1: the ratio's lower bound is 1 - clip_low; lower it",
+        ),
+        (
+            ppo.clip_mode == "mask" and ppo.dual_clip is not None,
+            f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; unset one",
+        ),
+        (
+            ppo.critic_warmup >= config.steps,
+            f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the policy; raise steps",
+        ),
+    ]
 
 
-def _of_critic(config: Config) -> Iterator[str]:
-    ppo, value, rows, samples = config.ppo, config.value, config.rollout.batch_size, config.rollout.samples
-    if value.pretrain_steps and ppo.critic_warmup:
-        wrong = f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup}"
-        yield f"{wrong} are both for the first steps; unset one"
-    if value.pretrain_steps > config.steps:
-        yield f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; raise steps"
-    if value.pretrain_steps and value.ensemble > 1:
-        wrong = f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}"
-        yield f"{wrong}: pretrain one value model in a run of its own, then start the ensemble from it with value.path"
+def _of_critic(config: Config) -> Contradictions:
+    ppo, value, samples = config.ppo, config.value, config.rollout.samples
+    rows = config.rollout.batch_size
+    prompts = rows // samples
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
-    if samples >= value.ensemble and samples % value.ensemble:
-        yield f"rollout.samples={samples} does not {parts}; {_use(samples, value.ensemble)}"
-    if samples < value.ensemble and rows // samples % value.ensemble:
-        yield (
-            f"the {rows // samples} prompts of rollout.batch_size={rows} do not {parts};"
-            f" {_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}"
-        )
-    if ppo.baseline == "none" and ppo.lam == "adaptive":
-        yield "ppo.baseline=none uses no values; unset ppo.lam=adaptive"
+    return [
+        (
+            value.pretrain_steps and ppo.critic_warmup,
+            f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup} "
+            "are both for the first steps; unset one",
+        ),
+        (
+            value.pretrain_steps > config.steps,
+            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; raise steps",
+        ),
+        (
+            value.pretrain_steps and value.ensemble > 1,
+            f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}: "
+            "pretrain one value model in a run of its own, "
+            "then start the ensemble from it with value.path",
+        ),
+        (
+            samples >= value.ensemble and samples % value.ensemble,
+            f"rollout.samples={samples} does not {parts}; {_use(samples, value.ensemble)}",
+        ),
+        (
+            samples < value.ensemble and prompts % value.ensemble,
+            f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
+            f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
+        ),
+        (ppo.baseline == "none" and ppo.lam == "adaptive", "ppo.baseline=none uses no values; unset ppo.lam=adaptive"),
+    ]
 
 
 def _use(rows: int, unit: int) -> str:

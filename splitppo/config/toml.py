@@ -37,22 +37,24 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
-        use = 'write it as [section] and key = value, with texts in quotes and "None" for off'
-        raise UserError(f"--config {path}: not TOML: {error}; {use}") from error
+        raise UserError(
+            f"--config {path}: not TOML: {error}; "
+            'write it as [section] and key = value, with texts in quotes and "None" for off'
+        ) from error
     sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
         del settings[name]
+    settings = {name: value for name, value in settings.items() if name not in sections or value != {}}
     for name, value in settings.items():
         if name in sections:
-            if value != {}:
-                raise UserError(f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below")
-        elif name not in known:
+            raise UserError(f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below")
+        if name not in known:
             raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(name, known)}")
-        elif isinstance(value, bool) != isinstance(known[name], bool):
+        if isinstance(value, bool) != isinstance(known[name], bool):
             use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")
-    return {name: value for name, value in settings.items() if name not in sections}
+    return settings
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -70,9 +70,10 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
             for column in table.schema_arrow:
                 # in such a column, "7" the text and 7 the number are the same bytes
                 if column.name in used and "arrow.json" in str(column.type):
-                    what = "of JSON texts (values of mixed types), where strings and numbers look the same"
-                    remedy = "give it one type, or write the rows as .jsonl"
-                    raise UserError(f"{file} has a column {column.name} {what}; {remedy}")
+                    raise UserError(
+                        f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
+                        "numbers look the same; give it one type, or write the rows as .jsonl"
+                    )
             for batch in table.iter_batches(batch_size=256):
                 yield from zip(numbers, batch.to_pylist(), strict=False)
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
@@ -90,8 +91,9 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
     content = path.read_bytes()
     rows = _parse_json(content, file) if content.strip() else []
     if not isinstance(rows, list):
-        kind = type(rows).__name__
-        raise UserError(f"{file} holds one {kind}; a .json file is a list of rows: write [...], or .jsonl")
+        raise UserError(
+            f"{file} holds one {type(rows).__name__}; a .json file is a list of rows: write [...], or .jsonl"
+        )
     return enumerate(rows, 1)
 
 
@@ -121,8 +123,10 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
     _check_prompt(config, prompt, f"data.prompt_key={config.prompt_key}: {where}")
     truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
     if config.answer_key and (truth is None or truth != truth):
-        remedy = "fill it in, or set --data.answer_key '' if the reward needs no answer"
-        raise UserError(f"data.answer_key={config.answer_key}: {where} has {json.dumps(truth)} there; {remedy}")
+        raise UserError(
+            f"data.answer_key={config.answer_key}: {where} has {json.dumps(truth)} there; "
+            "fill it in, or set --data.answer_key '' if the reward needs no answer"
+        )
     source, extra = columns.get("data_source"), columns.get("extra_info")
     if not isinstance(source, str | None):
         raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row")
@@ -142,8 +146,10 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             known = ", ".join(name for name, _ in leaves(columns))
-            remedy = f"set --data.{field}" + ", or '' if the reward needs no answer" * (field == "answer_key")
-            raise UserError(f"data.{field}={key}: {where} has no such column; columns: {known}; {remedy}")
+            raise UserError(
+                f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}"
+                + ", or '' if the reward needs no answer" * (field == "answer_key")
+            )
         value = value[part]
     return value
 
@@ -151,15 +157,18 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
 def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list):
-        use = "it must be a string or a list of {role, content} messages: choose another column or fix the row"
-        raise UserError(f"{where} has a prompt of type {type(prompt).__name__}; {use}")
+        raise UserError(
+            f"{where} has a prompt of type {type(prompt).__name__}; it must be a string or "
+            "a list of {role, content} messages: choose another column or fix the row"
+        )
     for number, message in enumerate(messages, 1):
         if isinstance(message, int):
             raise UserError(f"{where} has token ids for a prompt; set data.prompt_key to a column of text")
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            use = "{role: string, content: string}; fix the row"
-            raise UserError(f"{where} has a prompt whose message {number} is not {use}")
+            raise UserError(
+                f"{where} has a prompt whose message {number} is not {{role: string, content: string}}; fix the row"
+            )
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
     if messages[-1]["role"] == "assistant" and not json.loads(config.chat_kwargs).get("continue_final_message"):

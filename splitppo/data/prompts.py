@@ -40,8 +40,10 @@ def check_files(config: DataConfig) -> None:
     trained = {os.path.realpath(file) for file in config.files}
     for file in config.validation_files:
         if os.path.realpath(file) in trained:
-            remedy = "held-out rows must not be trained on: split the file in two, or name another"
-            raise UserError(f"data.validation_files={file} is one of data.files, too; {remedy}")
+            raise UserError(
+                f"data.validation_files={file} is one of data.files, too; "
+                "held-out rows must not be trained on: split the file in two, or name another"
+            )
     for setting, files in (("data.files", config.files), ("data.validation_files", config.validation_files)):
         for file in files:
             first = next(read_file(config, file, setting))
@@ -82,8 +84,11 @@ def load_prompts(
             raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)")
     kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
     if wrong:
-        left_out = f"{len(wrong)} of {len(read)} rows of {setting} can't be used and are left out"
-        notes.insert(0, f"data.invalid=filter: {left_out}; the first: {wrong[min(wrong)]}")
+        notes.insert(
+            0,
+            f"data.invalid=filter: {len(wrong)} of {len(read)} rows of {setting} can't be used "
+            f"and are left out; the first: {wrong[min(wrong)]}",
+        )
     if split == "train" and any(prompt.messages is None for prompt in prompts.values()) and _ends_texts(tokenizer):
         notes.append(f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts")
     if split == "train" and CLOCK in str(tokenizer.chat_template):
@@ -118,15 +123,17 @@ def tokenize(
     for index, row in rows.items():
         messages = _conversation(config, row, tokenizer)
         try:
-            text: Any = row.prompt
-            if messages is not None:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            text: Any = (
+                row.prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            )
             prompts[index] = Prompt(
                 text, [], row.data_source, row.ground_truth, row.extra_info, messages, column=row.prompt
             )
         except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
-            refused = f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())})"
-            wrong[index] = UserError(f"{refused}; fix the row, or data.chat_kwargs or data.system if set")
+            wrong[index] = UserError(
+                f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())}); "
+                "fix the row, or data.chat_kwargs or data.system if set"
+            )
     # one call for plain texts, which get special tokens, and one for rendered texts, which already hold them
     for plain in {prompt.messages is None for prompt in prompts.values()}:
         chosen = {index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain}
@@ -147,8 +154,10 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
     given = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
     for setting in (name for name, is_set in given.items() if is_set):
         if not tokenizer.chat_template:
-            none = f"the tokenizer ({tokenizer.name_or_path}) has none; use an instruct model or drop {setting}"
-            raise UserError(f"{setting} is for the chat template, but {none}")
+            raise UserError(
+                f"{setting} is for the chat template, but the tokenizer ({tokenizer.name_or_path}) "
+                f"has none; use an instruct model or drop {setting}"
+            )
         if not config.chat:
             raise UserError(f"{setting} is for the chat template, but data.chat is off; drop one of the two")
     if not (arguments or CLOCK in str(tokenizer.chat_template)):
@@ -181,9 +190,10 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
             return None
         messages = [{"role": "user", "content": messages}]
     elif not tokenizer.chat_template:
-        remedy = "use an instruct model or string prompts"
-        none = f"the tokenizer ({tokenizer.name_or_path}) has no chat template; {remedy}"
-        raise UserError(f"{row.where} has a prompt of chat messages, but {none}")
+        raise UserError(
+            f"{row.where} has a prompt of chat messages, but the tokenizer ({tokenizer.name_or_path}) "
+            "has no chat template; use an instruct model or string prompts"
+        )
     if config.system is None or any(message["role"] in ("system", "developer") for message in messages):
         return messages
     return [{"role": "system", "content": config.system}, *messages]
@@ -199,19 +209,29 @@ def _fit(
         return prompts, []
     count, limit, first = len(prompts), f"rollout.max_prompt_tokens={longest}", rows[over[0]].where
     if config.overlong == "refuse":
-        long = f"{first} has a prompt of {lengths[over[0]]} tokens ({len(over)} of {count} rows are too long)"
-        remedy = f"set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
-        raise UserError(f"{limit}: {long}; {remedy}")
+        raise UserError(
+            f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens "
+            f"({len(over)} of {count} rows are too long); "
+            f"set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
+        )
     if config.overlong == "filter" and len(over) == count:
-        remedy = f"the shortest has {min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
-        raise UserError(f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; {remedy}")
-    kept, change = {index: prompt for index, prompt in prompts.items() if lengths[index] <= longest}, "are left out"
+        raise UserError(
+            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; "
+            f"the shortest has {min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
+        )
     if config.overlong == "cut":
-        tails, change = {index: prompts[index].tokens[-longest:] for index in over}, "lose their first tokens"
-        cut = {index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids) for index, ids in tails.items()}
-        kept = prompts | cut
-    what = f"{len(over)} of {count} rows of {setting} have prompts over {limit} and {change}"
-    return kept, [f"data.overlong={config.overlong}: {what}; the first is {first} ({lengths[over[0]]} tokens)"]
+        change = "lose their first tokens"
+        tails = {index: prompts[index].tokens[-longest:] for index in over}
+        kept = prompts | {
+            index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids) for index, ids in tails.items()
+        }
+    else:
+        change = "are left out"
+        kept = {index: prompt for index, prompt in prompts.items() if lengths[index] <= longest}
+    return kept, [
+        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts over "
+        f"{limit} and {change}; the first is {first} ({lengths[over[0]]} tokens)"
+    ]
 
 
 def prompt_index(n_prompts: int, place: int, seed: int) -> int:

@@ -5,14 +5,25 @@ import os
 import signal
 import sys
 
-TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
-TORCHRUN |= {"MASTER_ADDR", "MASTER_PORT"}
+TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without torchrun's variables: a child process is no rank of the job."""
-    prefixes = ("TORCHELASTIC_", "ROLE_")
-    return {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith(prefixes)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN and not name.startswith(("TORCHELASTIC_", "ROLE_"))
+    }
 
 
 def kill_with_parent() -> None:

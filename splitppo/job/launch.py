@@ -32,8 +32,12 @@ class Launch:
         if "RANK" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
-        default = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", "")}
-        env = {**default, "GROUP_WORLD_SIZE": "1", **os.environ}
+        env = {
+            "LOCAL_RANK": os.environ["RANK"],
+            "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", ""),
+            "GROUP_WORLD_SIZE": "1",
+            **os.environ,
+        }
         given = [env.get(name, "") for name in names]
         if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or "MASTER_ADDR" not in env:
             found = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
@@ -43,8 +47,10 @@ class Launch:
     def check_nodes(self) -> None:
         """Raises UserError if this node has more or fewer ranks than the average node."""
         if self.nodes > 1 and self.local_world * self.nodes != self.world:
-            found = f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}"
-            raise UserError(f"{found}: all nodes need the same number; give every torchrun the same --nproc_per_node")
+            raise UserError(
+                f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}: "
+                "all nodes need the same number; give every torchrun the same --nproc_per_node"
+            )
 
 
 def ends_quietly() -> bool:

@@ -80,8 +80,10 @@ def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tu
         while not store.check(keys):
             if time.monotonic() > end:
                 found = {i: json.loads(store.get(key))["host"] for i, key in enumerate(keys) if store.check([key])}
-                missing, hosts = sorted({*range(len(keys))} - {*found}), (f"{i} on {found[i]}" for i in found)
-                raise RuntimeError(f"{waited} ranks {missing}, which did not start; those that did: {', '.join(hosts)}")
+                raise RuntimeError(
+                    f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start; "
+                    f"those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
+                )
             while answered < store.add("splitppo/tickets", 0):
                 answered += 1
                 store.set(f"splitppo/ticket/{answered}", str(count))
@@ -95,8 +97,11 @@ def facts_of(config: Config) -> dict[str, str]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
-    found = {"torch": torch.__version__, "transformers": installed("transformers")}
-    found["splitppo"] = f"{installed('splitppo')} (code {code.hexdigest()[:8]})"
+    found = {
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})",
+    }
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
         found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
@@ -117,8 +122,10 @@ def check_alike(first: Mapping[str, str], own: Mapping[str, str], peers: Sequenc
         there, here = first.get(name, "none"), own.get(name, "none")
         if there != here:
             remedy = "give all nodes the same flags" if name.startswith("--") else "install the same on all nodes"
-            hosts = f"{there} on {peers[0].host} (rank 0), {here} on {peers[rank].host} (rank {rank})"
-            raise UserError(f"nodes differ in {name}: {hosts}; {remedy}")
+            raise UserError(
+                f"nodes differ in {name}: {there} on {peers[0].host} (rank 0), "
+                f"{here} on {peers[rank].host} (rank {rank}); {remedy}"
+            )
 
 
 def process_state(pid: int) -> tuple[str, str]:
@@ -138,10 +145,11 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     addresses = interfaces()
     if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         if addresses.get(given, "127.").startswith("127."):
-            wrong = f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes"
             shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
-            remedy = f"set it to the interface of their network, one of {shown}"
-            raise UserError(f"{wrong}, {', '.join(others)}; {remedy}")
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes, "
+                f"{', '.join(others)}; set it to the interface of their network, one of {shown}"
+            )
     elif found := _interface_to_others(peers, rank, addresses):
         os.environ["GLOO_SOCKET_IFNAME"] = found
 

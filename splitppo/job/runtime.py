@@ -147,14 +147,17 @@ class Runtime:
             senders = range(self.launch.world) if me == 0 else [0]
             missing = [rank for rank in senders if not self.store.check([f"{key}/{rank}"])]
             names = ", ".join(self.status.describe(rank) for rank in missing[:8]) or "ranks that rank 0 names"
-            waited = f"rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s"
-            raise RuntimeError(f"{key}: {waited} for {names}; raise --timeout if that is only slow") from error
+            raise RuntimeError(
+                f"{key}: rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s for {names}; "
+                "raise --timeout if that is only slow"
+            ) from error
 
 
 def format_map(placement: Placement, hosts: list[str], devices: list[str]) -> str:
     """The table of ranks, hosts, devices and roles."""
     sizes = ", ".join(f"{len(ranks)} {role}" for role, ranks in placement.groups.items())
-    lines = [f"placement {placement.mode}: {sizes}"]
-    for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
-        lines.append(f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}")
-    return "\n".join(lines)
+    ranks = (
+        f"  rank {rank:>3}  {host:<24} {device:<8} {' + '.join(placement.roles(rank))}"
+        for rank, (host, device) in enumerate(zip(hosts, devices, strict=True))
+    )
+    return "\n".join([f"placement {placement.mode}: {sizes}", *ranks])

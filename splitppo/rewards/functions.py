@@ -25,13 +25,25 @@ FLOAT32_MAX = 3.4028234663852886e38
 # of that name. Returns a number, or a dict with `score` and more numbers, or an awaitable of either.
 RewardFunction = Callable[..., Any]
 
-_FAST = (rules.exact_match, rules.last_number, rules.gsm8k, rules.gsm8k_flexible, rules.echo)
-FAST: dict[str, RewardFunction] = {rule.__name__: rule for rule in _FAST}  # microseconds a row: need no worker
+FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
+    "exact_match": rules.exact_match,
+    "last_number": rules.last_number,
+    "gsm8k": rules.gsm8k,
+    "gsm8k_flexible": rules.gsm8k_flexible,
+    "echo": rules.echo,
+}
 BY_NAME = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
 # the rule that `auto` takes for a data source
-BY_DATA_SOURCE = {"echo": "echo", "addition": "last_number", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
-BY_DATA_SOURCE |= dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"), "math")
-BY_DATA_SOURCE |= dict.fromkeys(("HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"), "math")
+BY_DATA_SOURCE = {
+    "echo": "echo",
+    "addition": "last_number",
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "EleutherAI/hendrycks_math": "math",
+}
 IMPORTED = "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
 
 
@@ -85,8 +97,10 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     except ValueError:  # some callables written in C have no signature
         pass
     except TypeError as error:
-        use = "define it with (data_source, solution_str, ground_truth, extra_info)"
-        raise UserError(f"{wrong} it does not take a reward function's arguments ({error}); {use}") from error
+        raise UserError(
+            f"{wrong} it does not take a reward function's arguments ({error}); "
+            "define it with (data_source, solution_str, ground_truth, extra_info)"
+        ) from error
     return found
 
 
@@ -115,8 +129,9 @@ def _import_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        why = describe(error, str(file))
-        raise UserError(f"importing the reward file {file} failed: {why}; fix the file") from error
+        raise UserError(
+            f"importing the reward file {file} failed: {describe(error, str(file))}; fix the file"
+        ) from error
     return module
 
 
@@ -169,8 +184,12 @@ def read_result(result: Any) -> Outcome:
     bad = [key for key, value in numbers.items() if math.isnan(value)]
     if bad or "score" not in numbers:
         reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
-        use = "return float(...), or a dict of numbers with the key 'score'"
-        return Failure("", "invalid", f"returned {one_line(repr(result))[:120]}: {reason}; {use}")
+        return Failure(
+            "",
+            "invalid",
+            f"returned {one_line(repr(result))[:120]}: {reason}; "
+            "return float(...), or a dict of numbers with the key 'score'",
+        )
     return numbers.pop("score"), numbers
 
 

@@ -79,8 +79,10 @@ def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:
     """The ground truth of a rule that needs `need`. Raises UserError if it is not there, or empty."""
     truth = "" if ground_truth is None else str(ground_truth)
     if not truth.strip():
-        wrong = f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule {rule} needs {need}"
-        raise UserError(f"{wrong}; set --reward.function or --data.answer_key")
+        raise UserError(
+            f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule {rule} "
+            f"needs {need}; set --reward.function or --data.answer_key"
+        )
     return truth
 
 
@@ -95,6 +97,8 @@ def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground
     # GSM8K's own column holds the whole solution, which ends in "#### NUMBER"
     truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())
     if truth is None:
-        wrong = f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule {rule}"
-        raise UserError(f"{wrong} needs a number; set --reward.function or --data.answer_key")
+        raise UserError(
+            f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule "
+            f"{rule} needs a number; set --reward.function or --data.answer_key"
+        )
     return float(bool(found) and _value(found[-1]) == _value(truth))

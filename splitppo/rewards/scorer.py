@@ -48,8 +48,11 @@ def check_prompts(
     library."""
     sources = {prompt.data_source for prompt in prompts.values()}
     if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
-        wrong = f"no rule for data_source {', '.join(map(repr, unknown))} (known: {', '.join(BY_DATA_SOURCE)})"
-        raise UserError(f"{setting}=auto: {wrong}; set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name")
+        raise UserError(
+            f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} "
+            f"(known: {', '.join(BY_DATA_SOURCE)}); "
+            f"set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
     if "math" in (scored_by(function, source) for function in functions for source in sources):
         find_function("math", setting)  # it needs a library
     errors: dict[int, UserError] = {}
@@ -65,8 +68,12 @@ def check_prompts(
 
 def row_of(prompt: Prompt, response: str) -> dict[str, Any]:
     """The keyword arguments of a reward function; `response` is decoded, without special tokens."""
-    source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
-    return {"data_source": source, "solution_str": response, "ground_truth": truth, "extra_info": extra}
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
 
 
 class Scorer:
@@ -115,10 +122,11 @@ class Scorer:
                 outcome = (self._failed_score, {})
             score, numbers = outcome
             total += weight * score
-            if len(self._weights) == 1:
-                figures = numbers
-            else:
-                figures |= {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+            figures |= (
+                numbers
+                if len(self._weights) == 1
+                else {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+            )
         return Scored(total, figures, tuple(failures))
 
     def close(self) -> None:
@@ -132,8 +140,7 @@ def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    parts = [
+    return "rewards that failed: " + "; ".join(
         f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
         for (name, kind), rows in sorted(found.items())
-    ]
-    return "rewards that failed: " + "; ".join(parts)
+    )

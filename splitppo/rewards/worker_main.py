@@ -35,8 +35,7 @@ from splitppo.rewards.functions import (
 
 def failure_of(name: str, error: BaseException) -> Failure:
     """The failure of a function that raised `error`."""
-    path, _, _ = name.rpartition(":")
-    return Failure("", "error", describe(error, os.path.realpath(path)))
+    return Failure("", "error", describe(error, os.path.realpath(name.rpartition(":")[0])))
 
 
 def serve(connection: Connection, functions: Mapping[str, RewardFunction]) -> NoReturn:

@@ -124,8 +124,11 @@ class Worker:
         self.kill()
         os.close(self.ended)
         status = self.process.wait()
-        how = f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
-        return f"its process {how}"
+        return (
+            f"its process ended with status {status}"
+            if status >= 0
+            else f"its process was killed by {signal.Signals(-status).name}"
+        )
 
 
 class WorkerPool:
