@@ -46,8 +46,14 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     """The run, in which the longest prompt of the data stands for an unset `rollout.max_prompt_tokens`; training
     prompts and held-out prompts, checked against what scores them."""
     config, reward = resolved.config, resolved.config.reward
-    fixed: Any = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens, "now": resolved.now}
-    read = functools.partial(data.load_prompts, resolved.data, resolved.tokenizer, **fixed)
+    read = functools.partial(
+        data.load_prompts,
+        resolved.data,
+        resolved.tokenizer,
+        seed=config.seed,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        now=resolved.now,
+    )
     training = read(split="train", check=functools.partial(check_prompts, reward.function))
     setting = "reward.validation" if reward.validation else "reward.function"
     check = functools.partial(check_prompts, reward.validation or reward.function, setting=setting)
@@ -61,9 +67,12 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
 
 def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.PromptSet) -> dict[str, str]:
     """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are rendered."""
-    models = {name: model.name for name, model in resolved.models.items()}
-    rendered = {TRAINING: training.prompts, VALIDATION: validation.prompts}
-    return inputs_of(resolved.config, models, resolved.local, rendered)
+    return inputs_of(
+        resolved.config,
+        {name: model.name for name, model in resolved.models.items()},
+        resolved.local,
+        {TRAINING: training.prompts, VALIDATION: validation.prompts},
+    )
 
 
 def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
@@ -213,11 +222,19 @@ class Builder:
 
     def links(self) -> Links:
         """This rank's end of the three channels."""
-        runtime, config = self.runtime, self.config
-        rank, (group,), describe = runtime.launch.rank, runtime.groups.values(), runtime.status.describe
-        wire = Wire(rank, runtime.wire, runtime.wire_store, runtime.device, config.timeout, describe)
-        owned, rollout = self.context.ownership, config.rollout
-        return Links(wire, runtime.placement, owned, group, chunks=rollout.messages, window=rollout.window)
+        runtime, rollout = self.runtime, self.config.rollout
+        wire = Wire(
+            runtime.launch.rank,
+            runtime.wire,
+            runtime.wire_store,
+            runtime.device,
+            self.config.timeout,
+            runtime.status.describe,
+        )
+        (group,) = runtime.groups.values()
+        return Links(
+            wire, runtime.placement, self.context.ownership, group, chunks=rollout.messages, window=rollout.window
+        )
 
     def exchange(self) -> Exchange:
         """What stands in the place of the channels on a rank that plays both roles."""
@@ -250,9 +267,15 @@ class Builder:
 
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
         chosen = self.config.policy if name == "policy" else self.config.value
-        once, aggregate = self.config.compute.gather == "mini_batch", self.config.ppo.aggregate
-        how: Any = {"steps": self.config.steps, "aggregate": aggregate, "gather_once": once}
-        return Learner(self._model(name, runner, number), runner, chosen.optim, offload=chosen.offload, **how)
+        return Learner(
+            self._model(name, runner, number),
+            runner,
+            chosen.optim,
+            offload=chosen.offload,
+            steps=self.config.steps,
+            aggregate=self.config.ppo.aggregate,
+            gather_once=self.config.compute.gather == "mini_batch",
+        )
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
@@ -265,8 +288,9 @@ class Builder:
             return None
         model = self.resolved.models["reward"]
         tokenizer = read_tokenizer(model.path, own_code=self.config.policy.trust_remote_code)
-        longest = longest_text(model.config, tokenizer)
-        text = RewardText(tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest)
+        text = RewardText(
+            tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest_text(model.config, tokenizer)
+        )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
         return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
@@ -282,8 +306,9 @@ class Builder:
         if held_out := reward.validation if self.config.log.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
         scorer = self._scorer(reward, self.validation.prompts, runner)
-        write = functools.partial(write_rows, self.folder / "validation")
-        return Validator(self.context, engine, runner.group, scorer, write)
+        return Validator(
+            self.context, engine, runner.group, scorer, functools.partial(write_rows, self.folder / "validation")
+        )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
         """Builds, shards and fills a model; `number` counts in an ensemble."""
@@ -296,13 +321,23 @@ class Builder:
         build.freeze(model, found.frozen, f"{name}.freeze")
         # a reward model runs padded, over texts of its own: compiling it would take longer than it saves
         compiled = resolved.compiled and name != "reward"
-        checkpointing = config.compute.activation_checkpointing and not frozen
-        mesh = self.runtime.shards[resolved.role_of(name)]
-        tensor = self.runtime.sets[resolved.role_of(name)].get(config.tensor_parallel(name))
-        how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
-        parallelize(model, mesh, dtype=resolved.dtype, **how)
-        draw: Any = {"random_init": found.random_init, "head": config.value.head, "seed": config.seed + number}
-        weights.fill(model, str(found.folder(self.folder)), device=runner.device, **draw)
+        role = resolved.role_of(name)
+        parallelize(
+            model,
+            self.runtime.shards[role],
+            dtype=resolved.dtype,
+            activation_checkpointing=config.compute.activation_checkpointing and not frozen,
+            compiled=compiled,
+            tensor=self.runtime.sets[role].get(config.tensor_parallel(name)),
+        )
+        weights.fill(
+            model,
+            str(found.folder(self.folder)),
+            device=runner.device,
+            random_init=found.random_init,
+            head=config.value.head,
+            seed=config.seed + number,
+        )
         return model
 
     def _begin_phase(self, name: str) -> None:

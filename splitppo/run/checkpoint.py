@@ -123,8 +123,10 @@ def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, report:
             return folder
         damaged.append(f"{folder}: {wrong}")
     if damaged:
-        why = f"no checkpoint can be used: {'; '.join(damaged)}"
-        raise UserError(f"{why}; name another one with --resume, or start in another --run-dir")
+        raise UserError(
+            f"no checkpoint can be used: {'; '.join(damaged)}; "
+            "name another one with --resume, or start in another --run-dir"
+        )
     return None
 
 
@@ -172,8 +174,10 @@ def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
         dcp.load(into, storage_reader=TensorReader(part), **how)
     except CheckpointException as error:  # a BaseException
         cause, _ = next(iter(error.failures.values()))
-        why = f"{part} can't be loaded ({type(cause).__name__}: {cause})"
-        raise UserError(f"{why}; set the models that it was written with, or remove it") from cause
+        raise UserError(
+            f"{part} can't be loaded ({type(cause).__name__}: {cause}); "
+            "set the models that it was written with, or remove it"
+        ) from cause
 
 
 class TensorReader(FileSystemReader):

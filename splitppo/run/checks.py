@@ -21,8 +21,8 @@ from splitppo.run.trackers import check_trackers
 
 def without_validation(config: Config) -> tuple[Config, str]:
     """The configuration, without validation if nothing is held out of the user's own data, and then a line on that."""
-    every, files = config.log.validate_every, config.data.files
-    if every <= 0 or not files or config.data.validation_files:
+    every = config.log.validate_every
+    if every <= 0 or not config.data.files or config.data.validation_files:
         return config, ""
     line = f"nothing is held out (data.validation_files), so log.validate_every={every} is not used"
     return replace(config, log=replace(config.log, validate_every=0)), line
@@ -53,8 +53,10 @@ def preflight(resolved: Resolved) -> None:
     if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
-        none = "config.json, generation_config.json and the tokenizer name no eos_token_id, so no response would end"
-        raise UserError(f"policy.path={config.policy.path}: {none}; name one there, or set --rollout.stop")
+        raise UserError(
+            f"policy.path={config.policy.path}: config.json, generation_config.json and the tokenizer "
+            "name no eos_token_id, so no response would end; name one there, or set --rollout.stop"
+        )
     check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
@@ -62,8 +64,10 @@ def preflight(resolved: Resolved) -> None:
         begun = config.run_dir and os.path.isfile(os.path.join(config.run_dir, "inputs.json"))
         check_run_folder(config, inputs_of(config, model_paths(config), resolved.local) if begun else None)
     elif config.run_dir is None and config.checkpoint.every:
-        needs = "needs --run-dir: each restart would begin in a folder of its own"
-        raise UserError(f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts {needs}")
+        raise UserError(
+            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: "
+            "each restart would begin in a folder of its own"
+        )
 
 
 def warnings(resolved: Resolved) -> list[str]:
@@ -78,19 +82,28 @@ def warnings(resolved: Resolved) -> list[str]:
     for role, ranks in data_parallel(config, placement).items():
         cuts = ppo.value_mini_batches or ppo.mini_batches if role == "critic" else ppo.mini_batches
         if ranks * cuts > rows:
-            few = f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks"
-            found.append(f"{few}: {ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have")
+            found.append(
+                f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks: "
+                f"{ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have"
+            )
     if config.rollout.window and ppo.clip_mode == "mask":
-        loses = "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
-        found.append(f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: {loses}")
+        found.append(
+            f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: "
+            "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
+        )
     for token in (token for token, source in resolved.eos.items() if source == TEMPLATE):
-        turn = f"the chat template ends a turn in {resolved.tokenizer.convert_ids_to_tokens(token)} (id {token})"
-        found.append(f"policy.path={config.policy.path}: {turn}, which no eos_token_id names; it ends responses, too")
+        found.append(
+            f"policy.path={config.policy.path}: the chat template ends a turn in "
+            f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}), which no eos_token_id names; "
+            "it ends responses, too"
+        )
     for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
         if value := getattr(config.reference, setting):
             found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
         if optim.warmup_steps > config.steps:
-            peak = f"the learning rate does not reach its peak in {config.steps} steps"
-            found.append(f"{name}.optim.warmup_steps={optim.warmup_steps}: {peak}")
+            found.append(
+                f"{name}.optim.warmup_steps={optim.warmup_steps}: "
+                f"the learning rate does not reach its peak in {config.steps} steps"
+            )
     return found

@@ -71,8 +71,10 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
         numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
         record |= numbers | {"step": int(record["step"]), "spans": spans}
     except BROKEN as error:
-        rule = "a record has `step`, numbers and `spans` of [name, start, end]"
-        raise UserError(f"{where}: {line[:40]!r} is no record of a step; {rule}; fix or remove that line") from error
+        raise UserError(
+            f"{where}: {line[:40]!r} is no record of a step; "
+            "a record has `step`, numbers and `spans` of [name, start, end]; fix or remove that line"
+        ) from error
     return record
 
 

@@ -61,14 +61,18 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     for path in (existing, *(path for name in FOLDERS if (path := folder / name).exists())):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-            wrong = f"{path} is no folder that can be written to; move it away, or choose another --run-dir"
-            raise UserError(f"run_dir={folder}: {wrong}")
+            raise UserError(
+                f"run_dir={folder}: {path} is no folder that can be written to; "
+                "move it away, or choose another --run-dir"
+            )
     found = checkpoint.find(folder, config.resume)
     begun = not found and config.resume != "never" and has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
-        held = f"run_dir={folder} holds a run without checkpoints"
-        raise UserError(f"{held}; choose another, --resume never to move it aside, or --force to start again in it")
+        raise UserError(
+            f"run_dir={folder} holds a run without checkpoints; "
+            "choose another, --resume never to move it aside, or --force to start again in it"
+        )
     if begun or (found and found.parent.parent.resolve() == folder.resolve()):
         check_same_run(config, folder, inputs)
     if found and (step := checkpoint.step_of(found)) > config.steps:
@@ -88,8 +92,10 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
             found.append(f"{name} was {was}, and is {now}{why}")
     if found:
         named = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
-        remedy = "restore the old values, choose another --run-dir, or --force to resume all the same"
-        raise UserError(f"{named}: that is another run than the one in {folder}; {remedy}")
+        raise UserError(
+            f"{named}: that is another run than the one in {folder}; "
+            "restore the old values, choose another --run-dir, or --force to resume all the same"
+        )
 
 
 def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
@@ -142,11 +148,13 @@ def inputs_of(
     """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's imports. FILE does not
     depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path.
     `prompts`: name -> prompts whose texts, as they are rendered, have a hash under that name."""
-    data, reward = config.data, config.reward
-    given = {"data.files": data.files, "data.validation_files": data.validation_files}
-    given["rollout.lengths"] = (config.rollout.lengths or "",)
-    for setting, functions in (("reward.function", reward.function), ("reward.validation", reward.validation)):
-        given[setting] = tuple(function.rpartition(":")[0] for function in functions)
+    given = {
+        "data.files": config.data.files,
+        "data.validation_files": config.data.validation_files,
+        "rollout.lengths": (config.rollout.lengths or "",),
+        "reward.function": tuple(name.rpartition(":")[0] for name in config.reward.function),
+        "reward.validation": tuple(name.rpartition(":")[0] for name in config.reward.validation),
+    }
     for folder, name in {folder: name for name, folder in reversed([*models.items()])}.items():  # each folder once
         given["reward.model" if name == "reward" else f"{name}.path"] = () if folder == "tiny" else (folder,)
     found = {}
@@ -205,7 +213,8 @@ def write_run_files(
     if before is not None:  # a run that an earlier version began has no such file
         write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
     if resumed:
-        own = ", with its settings where the command gives none" * has_steps(folder)  # not of another run's checkpoint
+        # not of another run's checkpoint
+        own = ", with its settings where the command gives none" * has_steps(folder)
         print(f"going on from {resumed}{own}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
@@ -213,9 +222,12 @@ def write_run_files(
         warn(f"{folder} holds steps without a checkpoint: they are overwritten")
     write_whole(folder / "config.toml", to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
-    versions = {"python": platform.python_version(), "command": " ".join(sys.argv)}
-    versions |= {name: installed(name) for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    versions["git"] = revision or "not a checkout"
+    versions = {
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+        **{name: installed(name) for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")},
+        "git": revision or "not a checkout",
+    }
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

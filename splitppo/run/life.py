@@ -60,8 +60,12 @@ def _begin_folder(
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
     if LAUNCHER in os.environ:
         Path(os.environ[LAUNCHER]).write_text(str(folder))
-    form, path = "%(asctime)s %(name)s %(levelname)s %(message)s", folder / "logs" / f"rank_{rank:03d}.log"
-    logging.basicConfig(filename=path, format=form, level=logging.INFO, force=True)
+    logging.basicConfig(
+        filename=folder / "logs" / f"rank_{rank:03d}.log",
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        level=logging.INFO,
+        force=True,
+    )
     logging.captureWarnings(True)
     return folder, found
 
@@ -89,8 +93,8 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
         own = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
         return next(filter(None, runtime.all_gather(f"damage/{folder}", own)), "")
 
-    listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
-    found = checkpoint.choose(list(listed), damage_of, report=launch.rank == 0)
+    listed = [Path(line) for line in runtime.broadcast("candidates", candidates).splitlines()]
+    found = checkpoint.choose(listed, damage_of, report=launch.rank == 0)
     if launch.rank == 0:
         start = checkpoint.step_of(found) if found else 0
         for path in folder.glob("metrics/*.jsonl") if start else ():
@@ -197,9 +201,10 @@ class Run:
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates
         self.bad[role] = self.bad.get(role, 0) + 1 if all_skipped else 0
         if self.bad[role] >= BAD_STEPS:
-            remedy = f"try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
-            wrong = f"no gradient of the {role}'s last {BAD_STEPS} steps was finite"
-            raise FloatingPointError(f"{wrong}; check its loss and the scores, and {remedy}")
+            raise FloatingPointError(
+                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss and the scores, "
+                f"and try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
+            )
         if role == "actor":
             self.trackers.update()
 
@@ -232,9 +237,10 @@ class Run:
         if self.runtime.launch.rank == 0:
             notices = next(follow(self.folder, silent(self.build.resolved)))
             say(summary(self.folder, self.config, self.last_checkpoint(), notices))
-            if why := self.stopped:
-                where = checkpoint.complete(self.folder)[-1].name
-                folder = shlex.quote(str(self.folder))
-                say(f"stopped by {why}: {where} is saved; the same command with --run-dir {folder} resumes")
+            if self.stopped:
+                say(
+                    f"stopped by {self.stopped}: {checkpoint.complete(self.folder)[-1].name} is saved; "
+                    f"the same command with --run-dir {shlex.quote(str(self.folder))} resumes"
+                )
         self.runtime.wait_for_all()
         self.lock.release()

@@ -27,8 +27,14 @@ class Lock:
 
     def __init__(self, own: Peer):
         self.own, self.released = own, threading.Event()
-        held = {"host": own.host, "pid": own.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self.text = json.dumps(held | {"machine": own.machine, "started": process_state(own.pid)[1]})
+        held = {
+            "host": own.host,
+            "pid": own.pid,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "machine": own.machine,
+            "started": process_state(own.pid)[1],
+        }
+        self.text = json.dumps(held)
         self.path = Path()
 
     def take(self, folder: Path) -> Path:
@@ -71,8 +77,11 @@ class Lock:
         if here or touched != (first or touched):
             raise UserError(f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir")
         if not first:
-            left = f"up to {STALE - max(age, 0):.0f} s to see whether it is alive"
-            print(f"{path.parent} was last held by {owner}: waiting {left}", flush=True)
+            print(
+                f"{path.parent} was last held by {owner}: "
+                f"waiting up to {STALE - max(age, 0):.0f} s to see whether it is alive",
+                flush=True,
+            )
         time.sleep(1)
         return first or touched
 

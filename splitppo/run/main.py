@@ -95,9 +95,14 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     memory.use_expandable_segments(resolved, launch.rank)
-    sets, facts = set_sizes(config), facts_of(config)
     runtime = rank.runtime = Runtime(
-        launch, placement, device, config.timeout, shard_size=config.fsdp.shard_size, set_sizes=sets, facts=facts
+        launch,
+        placement,
+        device,
+        config.timeout,
+        shard_size=config.fsdp.shard_size,
+        set_sizes=set_sizes(config),
+        facts=facts_of(config),
     )
     signals = StopSignals(runtime)
     if runtime.status.stopped_before_restart():
@@ -117,8 +122,10 @@ def dry_run(config: Config, launch: Launch) -> str:
     """Settings, placement, models, data, and estimated memory a rank; needs no process group."""
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
-        remedy = f"set --world-size to a multiple of {config.nodes}"
-        raise UserError(f"world_size={world} does not cut into {config.nodes} nodes; {remedy}")
+        raise UserError(
+            f"world_size={world} does not cut into {config.nodes} nodes; "
+            f"set --world-size to a multiple of {config.nodes}"
+        )
     local_world = world // config.nodes
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
@@ -132,12 +139,19 @@ def dry_run(config: Config, launch: Launch) -> str:
         check_run_folder(resolved.config, all_inputs(resolved, training, validation))
         check_open_rows(build_sampler(resolved, training), find(Path(config.run_dir), config.resume))
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
-    parts = [to_toml(resolved.config), format_map(placement, hosts, [device.type] * len(hosts))]
-    parts += [f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN) + [f"resolved: {resolved.to_json()}"]
-    parts += filter(None, [move_aside(config, dry=True), offloaded])
-    parts += [f"warning: {warning}" for warning in warnings(resolved)]
-    parts += [f"data: {counted(training, validation)}", *training.notes, *validation.notes]
-    return "\n".join([*parts, *memory.table(resolved, memory.gpu_memory(resolved) or memory.GPU)])
+    parts = [
+        to_toml(resolved.config),
+        format_map(placement, hosts, [device.type] * len(hosts)),
+        *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
+        f"resolved: {resolved.to_json()}",
+        *filter(None, [move_aside(config, dry=True), offloaded]),
+        *(f"warning: {warning}" for warning in warnings(resolved)),
+        f"data: {counted(training, validation)}",
+        *training.notes,
+        *validation.notes,
+        *memory.table(resolved, memory.gpu_memory(resolved) or memory.GPU),
+    ]
+    return "\n".join(parts)
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> tuple[Resolved, tuple[PromptSet, PromptSet]]:

@@ -49,9 +49,11 @@ def needed(parts: Parts) -> float:
 def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     """The phases, and what is held in each, in GiB."""
     found = phases(resolved, memory).items()
-    lines = [f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}" for phase, parts in found]
     of = f", of {card(memory)}" if resolved.device.type == "cuda" else ""
-    return [f"memory a rank needs by phase, estimated (GiB){of}:", *lines]
+    return [
+        f"memory a rank needs by phase, estimated (GiB){of}:",
+        *(f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}" for phase, parts in found),
+    ]
 
 
 def trainer_peak(resolved: Resolved) -> float:
@@ -89,8 +91,7 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
     need, phase, parts = highest(resolved, memory)
     if need <= USABLE * memory:
         return None
-    text = f"{phase} needs about {_gib(need)} of {card(memory)}: {_listed(parts)}; "
-    text += remedies(resolved, memory)
+    text = f"{phase} needs about {_gib(need)} of {card(memory)}: {_listed(parts)}; {remedies(resolved, memory)}"
     if SURE * sum(size for part, size in parts.items() if not part.startswith("activations")) > memory:
         raise UserError(text)
     return f"with rows of full length, {text}"
@@ -101,8 +102,11 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
     parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
     used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
-    held = f"estimated {_gib(needed(parts))} of {card(memory)}: {_listed(parts)}{used}"
-    return [f"memory ran out in {phase!r}", held, remedies(resolved, memory)]
+    return [
+        f"memory ran out in {phase!r}",
+        f"estimated {_gib(needed(parts))} of {card(memory)}: {_listed(parts)}{used}",
+        remedies(resolved, memory),
+    ]
 
 
 def remedies(resolved: Resolved, memory: float | None = None) -> str:
@@ -141,9 +145,11 @@ def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
         return resolved, ""
     (before, *_), flags = highest(resolved, memory), tuple(f"--{name}.offload" for name in automatic)
     resolved, chosen = fitted(resolved, memory, flags)
-    need = f"{_gib(before)} of {card(memory)}, with it {_gib(highest(resolved, memory)[0])}"
-    off = " ".join(f"{flag} none" for flag in chosen)
-    line = f"{' '.join(chosen.values())} by itself: the run would need about {need}; {off} turns it off"
+    line = (
+        f"{' '.join(chosen.values())} by itself: the run would need about {_gib(before)} of "
+        f"{card(memory)}, with it {_gib(highest(resolved, memory)[0])}; "
+        f"{' '.join(f'{flag} none' for flag in chosen)} turns it off"
+    )
     return resolved, line if chosen else ""
 
 
@@ -159,13 +165,19 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     half, least = config.compute.micro_batch_tokens // 2, max(config.rollout.max_row_tokens, FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
     movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
-    found: list[tuple[str, str, Any]] = [("compute", "micro_batch_tokens", half)] * (half >= least)
-    found += [("compute", "activation_checkpointing", True)] + [("placement", "reference", other)] * movable
-    found += [("reference", "offload", True), ("reward", "model_offload", True)]
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
-    found += [(model, "offload", kind) for kind in ("optimizer", "all") for model in more if more[model] == kind]
-    found += [("engine", "tensor_parallel", engine)] * (resolved.engine == "vllm" and sizes[0] % engine == 0)
-    found += [("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes)
+    on_engines = resolved.engine == "vllm" and sizes[0] % engine == 0
+    found: list[tuple[str, str, Any]] = [
+        *[("compute", "micro_batch_tokens", half)] * (half >= least),
+        ("compute", "activation_checkpointing", True),
+        *[("placement", "reference", other)] * movable,
+        ("reference", "offload", True),
+        ("reward", "model_offload", True),
+        *[(model, "offload", "optimizer") for model in more if more[model] == "optimizer"],
+        *[(model, "offload", "all") for model in more if more[model] == "all"],
+        *[("engine", "tensor_parallel", engine)] * on_engines,
+        *[("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes),
+    ]
     for table, name, setting in found:
         flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
         yield flag, with_setting(resolved, table, name, setting)
@@ -174,8 +186,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
 
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
     """The same with another setting."""
-    changed = replace(getattr(resolved.config, table), **{name: setting})
-    return replace(resolved, config=replace(resolved.config, **{table: changed}))
+    changed = {table: replace(getattr(resolved.config, table), **{name: setting})}
+    return replace(resolved, config=replace(resolved.config, **changed))
 
 
 def _twice_as_many(resolved: Resolved) -> Resolved:
@@ -259,14 +271,16 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
-    gathered = (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize
-    return {"gathered weights": gathered, f"activations of {tokens:,} tokens": max(states, logits)}
+    return {
+        "gathered weights": (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize,
+        f"activations of {tokens:,} tokens": max(states, logits),
+    }
 
 
 def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
     """A piece of the logits, and what is computed from it in float32, of which compiled code keeps little."""
     rollout, width = resolved.config.rollout, resolved.dtype.itemsize
-    responses = tokens * rollout.max_new_tokens // resolved.config.rollout.max_row_tokens
+    responses = tokens * rollout.max_new_tokens // rollout.max_row_tokens
     numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
     ids = resolved.vocabulary_size if found.vocabulary else 0
     return min(responses, LOGIT_PIECE) * (found.vocabulary * width + ids * 4 * numbers)
@@ -289,8 +303,10 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
         gathered, gradients = held * width, held * 4 * model.trained / model.parameters
-    activations = {f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside)}
-    first = {"gathered weights": gathered} | activations
+    first = {
+        "gathered weights": gathered,
+        f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),
+    }
     reduced = found.root * (8 if shards == 1 else width + 4)
     last = {"gathered weights": gathered + reduced, "gradients": gradients}
     if count > 1 or once:

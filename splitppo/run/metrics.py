@@ -73,8 +73,13 @@ class ColumnLog:
         for name, start, end in self.spans:
             seconds[name] += end - start
         step_time, idle = now - self.began, sum(value for name, value in seconds.items() if name.startswith("wait_"))
-        record = {"step": step, "time": now, **metrics}
-        record |= {f"timing_s/{name}": value for name, value in seconds.items()} | {"timing_s/step": step_time}
+        record = {
+            "step": step,
+            "time": now,
+            **metrics,
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+            "timing_s/step": step_time,
+        }
         if "tokens" in metrics:  # of prompts and responses, in all groups
             record["perf/throughput"] = metrics["tokens"] / step_time
         if torch.cuda.is_initialized():

@@ -96,18 +96,30 @@ class Resolved:
 
     def to_json(self) -> str:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
-        facts: dict[str, Any] = {"placement": self.placement.mode}
-        facts |= {role: len(ranks) for role, ranks in self.placement.groups.items()}
-        facts |= {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
-        facts |= {"compiled": self.compiled, "engine": self.engine, "vocabulary_size": self.vocabulary_size}
-        facts["models"] = {}
-        for name, model in self.models.items():
-            own = {"name": model.name, "folder": model.path if model.path == "tiny" else os.path.abspath(model.path)}
-            own["type"] = model.config.model_type
-            own |= {"group": self.role_of(name), "parameters": model.parameters * model.number}
-            own |= {"random_init": model.random_init, "packed": model.packed}
-            own |= {"tensor_parallel": self.config.tensor_parallel(name), "offload": self.offload(name)}
-            facts["models"][name] = own
+        models = {
+            name: {
+                "name": model.name,
+                "folder": model.path if model.path == "tiny" else os.path.abspath(model.path),
+                "type": model.config.model_type,
+                "group": self.role_of(name),
+                "parameters": model.parameters * model.number,
+                "random_init": model.random_init,
+                "packed": model.packed,
+                "tensor_parallel": self.config.tensor_parallel(name),
+                "offload": self.offload(name),
+            }
+            for name, model in self.models.items()
+        }
+        facts = {
+            "placement": self.placement.mode,
+            **{role: len(ranks) for role, ranks in self.placement.groups.items()},
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compiled": self.compiled,
+            "engine": self.engine,
+            "vocabulary_size": self.vocabulary_size,
+            "models": models,
+        }
         return json.dumps(facts, indent=1)
 
 
@@ -115,8 +127,9 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
     """Fetches what is named on the hub; reads and checks each model's folder. With `probe` it tries whether the models
     run on packed rows: one rank does it for all (`main.agree`). Raises UserError if a model can't be read, or run."""
     dtype = dtype_of(config, device)
-    wanted = config.compute.packing == "on"
-    wanted |= config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
+    wanted = config.compute.packing == "on" or (
+        config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
+    )
     config, local = pin(config)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         check_run_folder(config)  # a setting that makes this another run is told before what follows from the setting
@@ -144,23 +157,35 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
     size = vocabulary_size(tokenizer)
     eos = eos_ids(models["policy"].config, tokenizer, None if policy == "tiny" else Path(policy))
     check_sizes(config, models, size)
-    compiled = config.compute.compile == "on" or (config.compute.compile == "auto" and device.type == "cuda")
-    engine = engine_kind(config, device.type)
+    compiling = {"on": True, "off": False, "auto": device.type == "cuda"}
     return Resolved(
-        config, local, placement, local_world, device, dtype, compiled, engine, models, tokenizer, size, eos
+        config,
+        local,
+        placement,
+        local_world,
+        device,
+        dtype,
+        compiling[config.compute.compile],
+        engine_kind(config, device.type),
+        models,
+        tokenizer,
+        size,
+        eos,
     )
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
     """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few."""
     gpus, wanted = torch.cuda.device_count(), config.compute.device
-    embedded = config.policy.path == "tiny"
-    if wanted == "cpu" or (wanted == "auto" and (not gpus or (embedded and gpus < launch.local_world))):
+    few = gpus < launch.local_world
+    if wanted == "cpu" or (wanted == "auto" and (not gpus or (few and config.policy.path == "tiny"))):
         return torch.device("cpu")
-    if gpus < launch.local_world:
-        few = f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs"
-        start = f"start {f'{gpus} ranks' if gpus else 'on a GPU machine'}"
-        raise UserError(f"{few}: each rank needs its own; {start} or set --compute.device cpu")
+    if few:
+        raise UserError(
+            f"compute.device={wanted} with {launch.local_world} ranks on a node of {gpus} GPUs: "
+            f"each rank needs its own; start {f'{gpus} ranks' if gpus else 'on a GPU machine'} "
+            "or set --compute.device cpu"
+        )
     return torch.device("cuda", launch.local_rank)
 
 
@@ -202,8 +227,10 @@ def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted
     if why and wanted and config.compute.packing == "on":
         raise UserError(f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off")
     if why and (not wanted or find_mismatch(model, KINDS[name], packed=False)):
-        wrong = f"type {model.model_type!r} does not run here as in transformers: {why}"
-        raise UserError(f"{name}.path={path}: {wrong}; use another model")
+        raise UserError(
+            f"{name}.path={path}: type {model.model_type!r} does not run here as in transformers: "
+            f"{why}; use another model"
+        )
     return wanted and not why
 
 
@@ -215,14 +242,17 @@ def check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int, lo
         text = model.config.get_text_config()
         most, setting = most_positions(text)
         if most and (prompt or longest) + new > most:
-            given = f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
-            given += f" and rollout.max_new_tokens={new} are {(prompt or longest) + new} together"
-            remedy = "lower one of them, or use another model"
-            if not prompt:
-                remedy = "lower the latter, or set rollout.max_prompt_tokens and data.overlong to leave such rows out"
+            given = f"a prompt of {longest} tokens"
+            remedy = "lower the latter, or set rollout.max_prompt_tokens and data.overlong to leave such rows out"
+            if prompt:
+                given = f"rollout.max_prompt_tokens={prompt}"
+                remedy = "lower one of them, or use another model"
             raise UserError(
-                f"{given}, more than the {most} ({setting}) that {name}.path={model.name} can read; {remedy}"
+                f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} together, "
+                f"more than the {most} ({setting}) that {name}.path={model.name} can read; {remedy}"
             )
         if text.vocab_size < vocabulary:
-            small = f"its vocabulary of {text.vocab_size} is smaller than the policy's tokenizer ({vocabulary})"
-            raise UserError(f"{name}.path={model.name}: {small}; the {name} must read the policy's token ids")
+            raise UserError(
+                f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than "
+                f"the policy's tokenizer ({vocabulary}); the {name} must read the policy's token ids"
+            )

@@ -106,12 +106,13 @@ class Saver:
         self.thread.join()
         self.thread = None
         if self.error is not None:
-            folder = step_folder(self.run_dir, self.step)
-            why = f"the {self.role}'s part of checkpoint {folder} could not be written; earlier ones are whole"
             # torch's error holds each rank's error
             cause = next(iter(getattr(self.error, "failures", {}).values()), (self.error,))[0]
             kind = UserError if isinstance(cause, OSError) else RuntimeError
-            raise kind(f"{why} ({cause})") from self.error
+            raise kind(
+                f"the {self.role}'s part of checkpoint {step_folder(self.run_dir, self.step)} "
+                f"could not be written; earlier ones are whole ({cause})"
+            ) from self.error
 
     def _write(self, state: str) -> None:
         part = step_folder(self.run_dir, self.step) / self.role

@@ -108,5 +108,7 @@ def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False)
     try:
         return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
     except UserError as error:
-        missing = f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's cache"
-        raise UserError(f"{missing}; put that model there, or its files into {copy}") from error
+        raise UserError(
+            f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's cache; "
+            f"put that model there, or its files into {copy}"
+        ) from error

@@ -28,8 +28,10 @@ def check_trackers(config: Config) -> None:
     """Raises UserError if a tracker's package is not installed."""
     for name in config.log.trackers:
         if getattr(find_spec(name), "origin", None) is None:  # a folder of that name has no origin
-            remedy = f"pip install {name}, or leave {name} out"
-            raise UserError(f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; {remedy}")
+            raise UserError(
+                f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
+                f"pip install {name}, or leave {name} out"
+            )
 
 
 class Wandb:

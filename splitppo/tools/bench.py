@@ -82,8 +82,10 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
         split, mode = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor"), "per_node"
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
             raise UserError(f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}")
-    flags = f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]}"
-    flags += f" --placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
+    flags = (
+        f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]} "
+        f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
+    )
     return split, flags.split()
 
 
@@ -149,14 +151,22 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
 
 def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     """The figures of a job's run, without its first `warmup` steps."""
-    columns = zip(ROLES, read_columns(folder), strict=True)
-    steps = {role: [step.metrics for step in column.values()] for role, column in columns}
+    steps = {
+        role: [step.metrics for step in column.values()]
+        for role, column in zip(ROLES, read_columns(folder), strict=True)
+    }
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
     work = measured(steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch)
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()}
-    tokens_s = metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"]
-    return Result(job, split, work, metrics, tokens_s, [step["timing_s/step"] for step in last["actor"]])
+    return Result(
+        job,
+        split,
+        work,
+        metrics,
+        tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
+        steps_s=[step["timing_s/step"] for step in last["actor"]],
+    )
 
 
 def gpu_name() -> str | None:

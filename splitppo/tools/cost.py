@@ -46,9 +46,8 @@ class Split:
     reference: Side = "actor"
 
     def __str__(self) -> str:
-        if not self.critic:
-            return f"colocated on {self.actor}"
-        return f"{self.actor}+{self.critic}, reference with the {self.reference}"
+        groups = f"{self.actor}+{self.critic}, reference with the {self.reference}"
+        return groups if self.critic else f"colocated on {self.actor}"
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,10 @@ def window_advice(work: Work, split: Split, lengths: Sequence[int], choices: Seq
         each = {s: predict(with_window(work, s, lengths, window), s) for s in choices}
         best = min(each, key=lambda other: each[other])
         age, speed = sum(n * n for n in lengths) / sum(lengths) / 2 / window, window / each[best]
-        speeds = f"{work.batch * speed:,.0f} response tokens/s, {speed / own:.2f}x this run's"
-        lines.append(f"  rollout.window {window}: {speeds}, on {best}; tokens are {age:.1f} steps old on average")
+        lines.append(
+            f"  rollout.window {window}: {work.batch * speed:,.0f} response tokens/s, "
+            f"{speed / own:.2f}x this run's, on {best}; tokens are {age:.1f} steps old on average"
+        )
     return lines
 
 

@@ -43,11 +43,16 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    own_code = config.policy.trust_remote_code
     for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
-        save(model, folder, model_folder(config, run, kind), model_folder(config, run, "policy"), own_code=own_code)
+        save(
+            model,
+            folder,
+            model_folder(config, run, kind),
+            model_folder(config, run, "policy"),
+            own_code=config.policy.trust_remote_code,
+        )
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
     return out

@@ -34,8 +34,10 @@ def model_config(name: str) -> PretrainedConfig:
         try:
             folder = str(Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent)
         except hub.FAILURES as error:
-            problem = f"no such folder, and its config.json can't be fetched from the hub ({type(error).__name__})"
-            raise UserError(f"{name}: {problem}; name a folder with a config.json") from error
+            raise UserError(
+                f"{name}: no such folder, and its config.json can't be fetched from the hub "
+                f"({type(error).__name__}); name a folder with a config.json"
+            ) from error
     config = read_config(folder)
     check_type(config, "policy", name)
     return config
@@ -63,29 +65,43 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         else:
             least.append((need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least"))
     if not found:
-        where = f"{name} on {gpus} GPUs, each with {card(total)}"
-        raise UserError(f"{where}: {min(least)[1]}; use more GPUs, or a smaller --length")
-    parameters = f"{models['policy'].parameters:,} parameters each for policy, reference and value model"
-    how = f"{ROWS} rows a step, responses a quarter of the longest on average"
-    lines = [
-        f"{name}: {parameters}; rows of {length:,} tokens",
+        raise UserError(
+            f"{name} on {gpus} GPUs, each with {card(total)}: {min(least)[1]}; use more GPUs, or a smaller --length"
+        )
+    return [
+        f"{name}: {models['policy'].parameters:,} parameters each for policy, reference and value model; "
+        f"rows of {length:,} tokens",
         f"planned for {card(total)}",
-        f"estimates, nothing is measured: {how}; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
+        f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest on average; "
+        f"updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
+        *(line for _, *both in sorted(found)[:SHOWN] for line in both),
+        *(f"  {line}" for _, line in sorted(least)[:1]),
     ]
-    best = [line for _, *both in sorted(found)[:SHOWN] for line in both]
-    return lines + best + [f"  {line}" for _, line in sorted(least)[:1]]
 
 
 def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, list[str]]:
     """A run with a placement, and the flags of the placement."""
     flags = [f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated"]
     flags += ["--placement.reference critic"] if split.reference == "critic" else []
-    argv = f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} --rollout.batch-size {ROWS}"
-    argv += f" --rollout.max-prompt-tokens {length // 4} --rollout.max-new-tokens {length - length // 4}"
+    argv = (
+        f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} --rollout.batch-size {ROWS} "
+        f"--rollout.max-prompt-tokens {length // 4} --rollout.max-new-tokens {length - length // 4}"
+    )
     config, world = parse([*argv.split(), *" ".join(flags).split()]), split.actor + split.critic
-    placement, device = place(config.placement, world=world, local_world=world, gpu=True), torch.device("cuda")
-    ids = models["policy"].config.vocab_size
-    return Resolved(config, {}, placement, world, device, torch.bfloat16, True, "vllm", models, None, ids), flags
+    resolved = Resolved(
+        config,
+        local={},
+        placement=place(config.placement, world=world, local_world=world, gpu=True),
+        local_world=world,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        compiled=True,
+        engine="vllm",
+        models=models,
+        tokenizer=None,
+        vocabulary_size=models["policy"].config.vocab_size,
+    )
+    return resolved, flags
 
 
 def _work(resolved: Resolved) -> Work:

@@ -58,7 +58,9 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     split = Split(found["actor"], critics, config.placement.reference)
     actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
     work, lengths = measured(actor, critic, split, config.rollout.batch_size), row_lengths(run)
-    movable = may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef)
-    sets = config.tensor_parallel("policy"), config.tensor_parallel("value")
-    choices = splits(gpus or split.actor + split.critic, movable=movable, sets=sets)
+    choices = splits(
+        gpus or split.actor + split.critic,
+        movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
+        sets=(config.tensor_parallel("policy"), config.tensor_parallel("value")),
+    )
     return advice(work, split, choices) + (window_advice(work, split, lengths, choices) if lengths else [])

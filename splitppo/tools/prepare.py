@@ -93,17 +93,22 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
     for index, (number, row) in enumerate(raw_rows(file, "source", set(data.columns))):
         texts: dict[str, Any] = {name: row.get(name) for name in data.columns} if isinstance(row, dict) else {}
         if not texts or not all(isinstance(text, str) for text in texts.values()):
-            columns = " and ".join(data.columns)
-            raise UserError(f"{file} row {number} has no texts {columns}; give the file as it is published")
+            raise UserError(
+                f"{file} row {number} has no texts {' and '.join(data.columns)}; give the file as it is published"
+            )
         question, solution = (texts.pop(name) for name in data.columns[:2])
         if not (truth := answer_of(solution)):
             left_out.append(number)
             continue
-        prompt = [{"content": f"{question} {data.instruction}", "role": "user"}]
-        texts |= {"data_source": data.repo, "prompt": prompt, "ability": "math"}
-        texts |= {"reward_model": {"ground_truth": truth, "style": "rule"}}
-        extra = {"answer": solution, "index": index, "question": question, "split": split}
-        rows.append(texts | {"extra_info": extra})
+        made = {
+            **texts,
+            "data_source": data.repo,
+            "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
+            "ability": "math",
+            "reward_model": {"ground_truth": truth, "style": "rule"},
+            "extra_info": {"answer": solution, "index": index, "question": question, "split": split},
+        }
+        rows.append(made)
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
     note = f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}" if left_out else ""

@@ -19,9 +19,20 @@ from splitppo.tools.timeline import WAIT, Timeline, build_timeline, choose_step,
 DARK, GREY = "#2b2f36", "#80868f"
 WAIT_LOOK: Any = {"facecolor": "#f0f1f3", "edgecolor": "#c3c7cd", "hatch": "////"}
 LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 5, "borderaxespad": 0.1, "frameon": False}
-STYLE: Any = {"font.size": 11, "legend.fontsize": 10, "axes.titlesize": 13, "axes.titleweight": "bold"}
-STYLE |= {"axes.titlelocation": "left", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {"axes.edgecolor": "#b4b9c0", "grid.color": "#e6e8ec", "text.color": DARK, "hatch.linewidth": 0.6}
+STYLE: Any = {
+    "font.size": 11,
+    "legend.fontsize": 10,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#b4b9c0",
+    "grid.color": "#e6e8ec",
+    "text.color": DARK,
+    "hatch.linewidth": 0.6,
+}
 
 LEFT, RIGHT = False, True  # the right axis is for a second quantity with a scale of its own
 PANELS = {  # title: (label, metric, axis)
@@ -159,9 +170,17 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
         for i, (title, metric) in enumerate(panels):
             own = [("", metric, LEFT, run.colour, run.series[metric]) for run in runs if metric in run.series]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
-        look: Any = {"family": "monospace", "fontsize": 12, "weight": "bold", "parse_math": False}
         for i, line in enumerate(lines):
-            figure.text(0.04, (below - 0.8 - 0.25 * i) / height, line, color=colours.get(i, DARK), **look)
+            figure.text(
+                0.04,
+                (below - 0.8 - 0.25 * i) / height,
+                line,
+                color=colours.get(i, DARK),
+                family="monospace",
+                fontsize=12,
+                weight="bold",
+                parse_math=False,
+            )
     return figure
 
 

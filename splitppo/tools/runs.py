@@ -89,8 +89,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         columns = read_columns(folder)
         if not columns[0]:
             raise UserError(f"{folder} has no step in metrics/actor.jsonl: name runs that have begun")
-        own = read_settings(folder) or {}, columns, read_if_there(folder / "given.json", json.loads)
-        runs.append(Run(name, colour, curves(*columns), *own))
+        run = Run(
+            name,
+            colour,
+            series=curves(*columns),
+            settings=read_settings(folder) or {},
+            columns=columns,
+            given=read_if_there(folder / "given.json", json.loads),
+        )
+        runs.append(run)
     return runs
 
 
@@ -131,11 +138,17 @@ def results_table(runs: Sequence[Run]) -> Rows:
         names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
         held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
         total, steps = sum(took), [value for step, value in run.series.get("timing_s/step", {}).items() if step]
-        row = [run.name, str(max(map(max, run.series.values())))]
-        row += [f"{held_out[-1]:.4g}", f"{max(held_out):.4g}"] if held_out else ["-", "-"]
-        row += [f"{training[-1]:.4g}" if training else "-", seconds(median(steps)) if steps else "-"]
-        row += [f"{median(speed):,.0f}" if speed else "-"]
-        rows.append((*row, "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min"))
+        row = (
+            run.name,
+            str(max(map(max, run.series.values()))),
+            f"{held_out[-1]:.4g}" if held_out else "-",
+            f"{max(held_out):.4g}" if held_out else "-",
+            f"{training[-1]:.4g}" if training else "-",
+            seconds(median(steps)) if steps else "-",
+            f"{median(speed):,.0f}" if speed else "-",
+            "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+        )
+        rows.append(row)
     return rows
 
 

@@ -74,8 +74,14 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
         title = f"both columns worked at once for {seconds(both)} of {seconds(length)} ({both / length:.0%})"
     last = max(b for _, spans in lanes for n, _, _, b in spans if n == step)
     low, high = -0.06 * length, min(max(last + 0.05 * length, 1.02 * length), 2 * length)
-    seen = [(lane, [bar for bar in spans if bar[2] < high and bar[3] > low]) for lane, spans in lanes]
-    return Timeline(step, f"Step {step}: {title}", length, (low, high), seen, shared)
+    return Timeline(
+        step,
+        title=f"Step {step}: {title}",
+        length=length,
+        view=(low, high),
+        lanes=[(lane, [bar for bar in spans if bar[2] < high and bar[3] > low]) for lane, spans in lanes],
+        shared=shared,
+    )
 
 
 def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
