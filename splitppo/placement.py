@@ -257,7 +257,7 @@ def _deal(mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks:
         room = [len(part) for part in cut_evenly(slots, ranks)]
         smallest = [(sums[rank], rank) for rank in range(ranks) if room[rank]]  # of ranks with room
         heapify(smallest)
-        for slot in sorted(slots, key=lambda slot: -contexts[slot]):
+        for slot in sorted(slots, key=contexts.__getitem__, reverse=True):  # of equal ones, the first comes first
             _, rank = smallest[0]
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]

@@ -7,7 +7,18 @@ import pytest
 
 from splitppo.config import Config, FsdpConfig, PlacementConfig, ReferenceConfig, ValueConfig
 from splitppo.errors import UserError
-from splitppo.placement import Ownership, Role, check_sets, chunk_sizes, data_parallel, own, place, replicas, set_sizes
+from splitppo.placement import (
+    Ownership,
+    Role,
+    check_sets,
+    chunk_sizes,
+    cut_evenly,
+    data_parallel,
+    own,
+    place,
+    replicas,
+    set_sizes,
+)
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
 SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
@@ -256,6 +267,15 @@ def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
     plain, found = own(**cut), own(**cut, contexts=contexts)
     assert found.mini_batches == plain.mini_batches
     assert [sorted(slots) for slots in found.orders] == [sorted(slots) for slots in plain.mini_batches]
+    sums = [0] * actor
+    for slots, order in zip(found.mini_batches, found.orders, strict=True):  # a scan finds what the heap finds
+        pieces: list[list[int]] = [[] for _ in range(actor)]
+        room = [len(part) for part in cut_evenly(slots, actor)]
+        for slot in sorted(slots, key=lambda slot: -contexts[slot]):
+            rank = min((i for i in range(actor) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
+            pieces[rank].append(slot)
+            sums[rank] += contexts[slot]
+        assert order == tuple(itertools.chain(*pieces))
     held = [[sum(contexts[slot] for slot in c.all_slots("actor", i)) for i in range(actor)] for c in (plain, found)]
     spread = [max(sums) - min(sums) for sums in held]
     assert spread[1] < min(24, spread[0] / 4)

@@ -34,7 +34,7 @@ class RewardText:
             return "the policy's token ids"
         return "the text in its own chat template" if self.chat else "plain text, the response behind the prompt"
 
-    def encode(self, prompt: Prompt, sample: Sample) -> tuple[Sequence[int], bool]:
+    def encode(self, prompt: Prompt, sample: Sample) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut."""
         if self.same:
             ids = sample.ids.tolist()

@@ -5,12 +5,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_threads
 from transformers import LlamaConfig
 
 from splitppo.job.collectives import Group
 from splitppo.models import runner as running
+from splitppo.models.batching import partition
 from splitppo.models.runner import Runner
 from splitppo.placement import own
 from splitppo.rollout import Rollout, Sample
@@ -98,3 +100,20 @@ def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
     monkeypatch.setattr(running, "work", note)
     run_threads(2, run)
     assert asked == {len(s.prompt) + len(s.response) for s in (sample(0), sample(2))}
+
+
+@pytest.mark.parametrize("room", [0, 30, 60])
+def test_a_heap_finds_the_bins_that_a_scan_finds(room):
+    """Each item, the dearest first, goes to the cheapest bin with room for it; of equal bins and items, the first."""
+    for seed in range(50):
+        drawn = random.Random(seed)
+        sizes = [drawn.randint(1, 20) for _ in range(drawn.randint(0, 30))]
+        costs = [size * (1 + size / 100) for size in sizes]
+        bins: list[list[int]] | None = [[] for _ in range(5)]
+        for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+            fit = [bin for bin in bins if not room or not bin or sum(sizes[j] for j in [*bin, i]) <= room]
+            if not fit:
+                bins = None
+                break
+            min(fit, key=lambda bin: sum(costs[j] for j in bin)).append(i)
+        assert partition(costs, 5, sizes=sizes if room else (), room=room) == bins

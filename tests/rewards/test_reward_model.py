@@ -140,7 +140,7 @@ def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, 
     assert text.encode(prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
     same = RewardText(tokenizer, tokenizer, chat=True, longest=5)
     assert same.reads == "the policy's token ids"
-    assert same.encode(prompts[1], samples[1]) == ((samples[1].prompt + samples[1].response)[-5:], True)
+    assert same.encode(prompts[1], samples[1]) == (samples[1].ids[-5:].tolist(), True)
 
 
 def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:

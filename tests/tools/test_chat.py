@@ -52,7 +52,7 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
     before: Any = AutoModelForCausalLM.from_pretrained(run / "tiny")
     ids = tokenizer("12+7=").input_ids
     found = chat.load(run, step, 0.0, 4)("12+7=", 0)
-    for model, answer in zip((trained, before), found, strict=True):
+    for model, answer in zip((trained.causal, before), found, strict=True):
         response = greedy(model, ids, 4)
         assert "".join(answer["text"]) == tokenizer.decode(response, skip_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids + response])}
