@@ -31,7 +31,7 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Sample:
 
 def make_critic(group: Group, config: Config) -> Critic:
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-    return Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
+    return Critic(cast(Any, SimpleNamespace(config=config, configs=(config,))), cast(Any, value), cast(Any, None), None)
 
 
 def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:

@@ -23,7 +23,7 @@ from splitppo import channel, train
 from splitppo.channel import Hop, Wire
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
-from splitppo.job import nodes, runtime
+from splitppo.job import collectives, nodes, runtime
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import Ownership, Placement, Role, chunk_sizes, own, place
 from splitppo.rollout import Sample, pack_rows
@@ -170,6 +170,12 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     Wire.send, Wire.recv, Wire.is_clear = send, recv, lambda self, hop: True
     store = dist.HashStore()
     there = nodes.Peer("host", "cpu", os.getpid(), "network", "machine", "")
+
+    def all_to_all(_: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        count.add("all_to_all", sum(part.nbytes for part in parts))
+        return parts
+
+    collectives.Group.all_to_all = all_to_all  # type: ignore[assignment, method-assign]
     runtime.connect, runtime.join = lambda _: store, lambda *_: (0, [there] * world)
     runtime.Runtime.all_gather = lambda self, key, value: [value] * world
     runtime.Runtime.broadcast = lambda self, key, value, *, patience=0.0: "built" if key == "tiny" else value()

@@ -154,7 +154,9 @@ def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> t
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-    critic = Critic(cast(Any, SimpleNamespace(config=config)), cast(Any, value), cast(Any, None), None)
+    critic = Critic(
+        cast(Any, SimpleNamespace(config=config, configs=(config,))), cast(Any, value), cast(Any, None), None
+    )
     padded = torch.zeros(rollout.tokens - 4)
     scored = Scored(rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, [])
     old = torch.cat([torch.full((4,), -1.0), padded])

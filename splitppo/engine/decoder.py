@@ -64,12 +64,12 @@ class _Columns(DynamicLayer):
 
     first = at = 0
 
-    def __init__(self, like: DynamicLayer, places: int, columns: int):
+    def __init__(self, like: Any, places: int, columns: int):
         super().__init__()
         self.is_initialized = True
-        if like.keys is not None and like.values is not None:  # if not, the layer reads another one's
-            self.keys = like.keys.new_zeros(places, like.keys.shape[1], columns, like.keys.shape[3])
-            self.values = like.values.new_zeros(places, like.values.shape[1], columns, like.values.shape[3])
+        if like.keys is not None:  # if not, the layer reads another one's
+            self.keys: Any = like.keys.new_zeros(places, like.keys.shape[1], columns, like.keys.shape[3])
+            self.values: Any = like.values.new_zeros(places, like.values.shape[1], columns, like.values.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.keys[:, :, self.at] = key_states[:, :, 0]
@@ -112,7 +112,7 @@ class Decoder:
     def begin(self, draw: Draw, stop: StopStringCriteria | None = None) -> None:
         """How tokens are drawn for the rows to come. `stop` gets what was drawn for a row, never the prompt."""
         self._draw = draw
-        self._stop = stop
+        self._stop: Any = stop
         self.steps = 0
         self.seconds = 0.0
 
@@ -197,7 +197,7 @@ class Decoder:
         contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
         ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         mask = (ids >= 0).long()
-        cache = DynamicCache(config=None if self.movable else self.model.config)
+        cache: Any = DynamicCache(config=None if self.movable else self.model.config)
         logits = self._forward(ids.where(ids >= 0, self.pad), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
         places, columns = list(rows), slice(self._at - ids.shape[1], self._at)
         self._mask[places] = 0
@@ -269,8 +269,7 @@ class Decoder:
             return [False] * len(rows)
         most = self._stop.maximum_token_len  # it looks at so many tokens
         last = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
-        scores: Any = None
-        return self._stop(torch.tensor(last), scores).tolist()
+        return self._stop(torch.tensor(last), None).tolist()
 
 
 def is_movable(config: PretrainedConfig) -> bool:

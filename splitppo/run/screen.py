@@ -180,12 +180,12 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
-    lines.append(("weights", str(saved or "not saved (--checkpoint.no-last)")))
-    lines += [("warning", notice) for notice in notices]
     tools = (("next", "report"), ("", "chat"), ("", "export"))
-    # commands are not wrapped: they are to be copied
+    # paths and commands are not wrapped: they are to be copied
+    weights = f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}"
+    warnings = [_titled("warning", notice) for notice in notices]
     commands = [f"{title:<12} splitppo {tool} {shlex.quote(str(folder))}" for title, tool in tools]
-    return "\n".join([*(_titled(*line) for line in lines), *commands])
+    return "\n".join([*(_titled(*line) for line in lines), weights, *warnings, *commands])
 
 
 def _shares(steps: Sequence[Mapping[str, Any]]) -> str:

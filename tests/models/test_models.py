@@ -138,7 +138,7 @@ def test_a_packed_batch_holds_the_rows_and_nothing_but_a_round_number_of_tokens(
     ids, begins = batch.inputs["input_ids"][0], batch.inputs["cu_seq_lens_q"].tolist()
     assert len(ids) == ROUND == begins[-1]
     for sample, start in zip(samples, begins, strict=False):
-        row = sample.prompt + sample.response
+        row = sample.ids.tolist()
         assert ids[start : start + len(row)].tolist() == row
         assert batch.inputs["position_ids"][0, start : start + len(row)].tolist() == list(range(len(row)))
     assert ids[batch.before + 1].tolist() == batch.responses.tolist()

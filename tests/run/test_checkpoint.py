@@ -166,8 +166,7 @@ def test_what_a_run_may_go_on_from(tmp_path):
     assert checkpoint.candidates(other, str(second)) == [second]
     with pytest.raises(UserError, match="holds step_000004, a later one"):
         checkpoint.candidates(run, str(second))
-    with pytest.raises(UserError, match=r"never.*holds step_000004"):
-        checkpoint.candidates(run, "never")
+    assert checkpoint.candidates(run, "never") == []
     half = made_up(other, 6, ["actor"])
     with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.candidates(run, str(half))

@@ -308,7 +308,7 @@ def clock_rank(rank: int, argv: list[str]) -> tuple[int, list[str], str]:
         train.train(run)
 
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        status = run_main.run_rank(play, argv)
+        status = run_main.run_rank(play, lambda: argv)
     return status, found, said.getvalue()
 
 

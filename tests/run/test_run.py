@@ -41,7 +41,8 @@ from splitppo.run import main as run_main
 from splitppo.run.checks import warnings
 from splitppo.run.folder import check_run_folder, check_same_run, write_run_files
 from splitppo.run.life import Run
-from splitppo.run.sources import model_paths, pick_device
+from splitppo.run.resolve import pick_device
+from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
 from splitppo.tools import chat, export
 
