@@ -53,7 +53,7 @@ class Context:
         return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
 
 
-def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str) -> dict[str, Any]:
+def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str | None) -> dict[str, Any]:
     """A scored row as it is written to the run's folder. Its `question`: of a chat, what the user said last."""
     asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
     return {

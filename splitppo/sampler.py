@@ -10,7 +10,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -170,7 +170,7 @@ class Sampler:
 
     def _decode(
         self, engine: RolloutEngine, step: int, slots: Sequence[int], sampling: RolloutConfig, seed: int
-    ) -> Iterator[list[Sample]]:
+    ) -> Generator[list[Sample], None, None]:
         """The rows of these slots as they stop: ended, or open since their slot has decoded the window's tokens."""
         budgets = dict.fromkeys(slots, self.window or sys.maxsize)
         asked: dict[int, Sample] = {}

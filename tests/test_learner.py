@@ -139,7 +139,7 @@ def plain(folder, kind, weights):
         loss, _ = objective(model, batch, row)
         losses.append(loss * len(sample.response) / tokens)
         with torch.no_grad():
-            ids = torch.tensor([sample.prompt + sample.response])
+            ids = sample.ids[None].long()
             if kind == "policy":
                 logits = model.causal(input_ids=ids).logits[0]
             else:

@@ -157,7 +157,7 @@ def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict,
     before = {name: x.clone() for name, x in model.state_dict().items()}
 
     def of_row(sample: Sample) -> torch.Tensor:
-        ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
+        ids, n = sample.ids[None].long(), len(sample.response)
         if kind == "value":
             return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[:, 0]
         log_p = (model(input_ids=ids).logits[0, -n - 1 : -1, :80] / 0.7).log_softmax(-1)
@@ -350,5 +350,5 @@ def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size)
     for sample in samples():
         if sample.row in seen:
             with torch.no_grad():
-                due = float(model(input_ids=torch.tensor([sample.prompt + sample.response])).logits[0, 0])
+                due = float(model(input_ids=sample.ids[None].long()).logits[0, 0])
             assert seen[sample.row] == pytest.approx(due, abs=1e-5)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
@@ -103,7 +104,7 @@ class FakePending:
         return self.outcomes
 
 
-def decode(tokens: list[int]) -> str:
+def decode(tokens: Sequence[int]) -> str:
     return "".join(map(chr, tokens))
 
 

@@ -32,7 +32,7 @@ from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.notices import follow, silent
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
-from splitppo.run.screen import opening, summary
+from splitppo.run.screen import Screen, opening, summary
 from splitppo.run.sources import keep_copies
 from splitppo.run.trackers import Trackers
 
@@ -212,13 +212,13 @@ class Run:
         """Starts a thread that writes a step's samples and gives them to the screen, on the critic group's first rank;
         `finish` waits for it."""
 
-        def write() -> None:
+        def write(screen: Screen) -> None:
             if rows := samples():
                 write_rows(self.folder / "samples", step, rows)
                 screen.samples = rows
 
         if screen := self.logs["critic"].screen:
-            self.written = self.writer.submit(write)
+            self.written = self.writer.submit(write, screen)
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most

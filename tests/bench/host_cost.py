@@ -30,7 +30,8 @@ from splitppo.job.collectives import Group
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Runner
 from splitppo.placement import cut_evenly, own
-from splitppo.rollout import HEADER, Prompt, Rollout, Sample, Streams, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import HEADER, Prompt, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
+from splitppo.sampler import Sampler
 
 PROMPT, MINI, FIELDS, BUDGET = [7] * 128, 4, 3, 32_768
 PASSES = 4  # forward passes over a row: policy and value model, before and in the update
@@ -224,11 +225,11 @@ def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any
     mini = [rollout.rows[i::MINI] for i in range(MINI)]
     runner = Runner(pickling, torch.device("cpu"), BUDGET)
     watch("now", "balance", lambda: runner.balance(MODEL, rollout, mini, fields), 2)
-    streams = Streams(owned.count, lambda row: Prompt("", PROMPT, "", "", {}), [], windows=True)
-    going_on = [Sample(s.row, s.prompt, s.response, s.logprobs, "window") for s in samples[rank]]
-    streams.take(1, going_on)
+    sampler = Sampler(owned.count, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1)
+    for s in samples[rank]:
+        sampler._keep(Sample(s.row, s.prompt, [], []).extended(1, s.response, s.logprobs, None))
     slots = owned.of_ranks("actor")
-    watch("now", "share", lambda: streams.share(pickling, lambda: slots))
+    watch("now", "share", lambda: sampler.share(pickling, lambda: slots))
 
 
 def long_row() -> None:

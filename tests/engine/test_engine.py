@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,7 +230,9 @@ def some_requests(count: int = 24) -> list[Request]:
     return [Request(3 * index + 1, prompt) for index, prompt in enumerate(draws)]
 
 
-def stream(engine: Any, requests: list[Request], sampling: RolloutConfig, *, seed: int) -> Iterator[list[Drawn]]:
+def stream(
+    engine: Any, requests: list[Request], sampling: RolloutConfig, *, seed: int
+) -> Generator[list[Drawn], None, None]:
     """The rows as they end; empty lists in between."""
     prompts, most = {request.row: request.prompt for request in requests}, sampling.max_new_tokens
     engine.begin(sampling, seed)

@@ -37,7 +37,7 @@ def decode(
     return ended
 
 
-def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str]]:
+def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str | None]]:
     return {row: (list(sample.response), sample.end) for row, sample in rows.items()}
 
 

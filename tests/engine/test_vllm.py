@@ -698,7 +698,7 @@ def differences(rows: dict[int, Drawn], model: LlamaForCausalLM) -> Tensor:
     """Of the engine's log-probs and those of a plain forward."""
     found = []
     for sample in rows.values():
-        logits = plain_logits(model, sample.ids.tolist())[len(sample.prompt) - 1 : -1]
+        logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
         plain = logits.log_softmax(-1)[range(len(sample.response)), list(sample.response)]
         found.append((plain - torch.tensor(sample.logprobs)).abs())
     return torch.cat(found)

@@ -151,7 +151,7 @@ def check_rows(folder: Path, plain: Any, mesh: Any, *, packs: bool) -> None:
                 got = value_outputs(model, batch)
                 assert head.weight.any()
             for i, sample in enumerate(rows()):
-                ids, n = torch.tensor([sample.prompt + sample.response]), len(sample.response)
+                ids, n = sample.ids[None].long(), len(sample.response)
                 if kind == "policy":
                     logp = (plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1] / 0.7).log_softmax(-1)
                     due = logp.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]

@@ -111,7 +111,7 @@ class Louder(LlamaForCausalLM):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        out.logits = self.model.loudness * out.logits
+        out.logits = cast(Any, self.model).loudness * out.logits
         return out
 
 
@@ -126,7 +126,7 @@ def test_what_a_model_does_after_its_output_layer_is_done_to_a_piece_at_a_time(m
     logprobs.sum().backward()
     assert seen == [4, 4, 4, 3, 3, 4, 4, 4]  # again in the backward pass
     for sample, found in zip(rows(), logprobs, strict=True):
-        ids = torch.tensor([sample.prompt + sample.response])
+        ids = sample.ids[None].long()
         start = len(sample.prompt) - 1
         due = causal(ids).logits[0, start:-1].log_softmax(-1).gather(-1, ids[0, start + 1 :, None])[:, 0]
         torch.testing.assert_close(found[: len(due)], due)

@@ -1,5 +1,6 @@
 """The text of each token: the pieces give the whole, however the tokenizer cuts characters and words."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_the_unknown_character_has_a_token_of_its_own():
 def test_the_work_grows_with_the_length_of_the_text():
     tokenizer, decoded = words_tokenizer(), []
 
-    def decode(ids: list[int]) -> str:
+    def decode(ids: Sequence[int]) -> str:
         decoded.append(len(ids))
         return tokenizer.decode(ids)
 

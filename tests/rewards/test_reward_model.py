@@ -122,7 +122,7 @@ def test_scores_are_the_librarys(folders: dict[str, Path], kind: str, world: int
         assert texts[0][0] == 1
         assert texts[0][-1] == 2
     else:
-        texts = [s.prompt + s.response for s in samples]  # the policy's own ids
+        texts = [s.ids.tolist() for s in samples]  # the policy's own ids
     expected = by_the_library(folders[kind], texts)
     assert len(found) == 4
     for row, score in found.items():

@@ -508,9 +508,9 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
         time.sleep(2)
         return update(self, step, scored, returns)
 
-    def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def reading(self: Actor, step: int, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)
-        return logprobs(self, rollout)
+        return logprobs(self, step, rollout)
 
     Critic.update, Actor.logprobs = learning, reading
     return main_rank(rank, argv)

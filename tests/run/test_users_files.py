@@ -276,7 +276,7 @@ def test_failures_of_all_critic_ranks_are_counted_once(tmp_path: Path) -> None:
     given += [f"--data.validation-files={held_out}", "--log.validate-every=2"]
     out = run(tmp_path / "run", f"--data.files={data}", *given, "--placement.critic=2", world=3)
     counts = {"error": 3, "invalid": 1, "crash": 1}
-    due = {f"critic/reward_failures/{kind}": count for kind, count in counts.items()}
+    due: dict[str, float] = {f"critic/reward_failures/{kind}": count for kind, count in counts.items()}
     due["critic/reward_failures/share"] = 5 / 8
     for record in records(tmp_path / "run", "critic").values():
         assert {name: v for name, v in record.items() if "reward_f" in name} == due | {"critic/reward_failures": 5}
