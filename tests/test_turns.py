@@ -170,10 +170,7 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
     config = Config(ppo=PPOConfig(gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=4), log=LogConfig(samples=2))
     prompt = Prompt("", [], "", "", {})
     context = SimpleNamespace(
-        config=config,
-        configs=(config,),
-        prompt=lambda row: prompt,
-        decode=lambda ids: "".join(f"{i} " for i in ids),
+        config=config, configs=(config,), prompt=lambda row: prompt, decode=lambda ids: "".join(f"{i} " for i in ids)
     )
     critic = Critic(
         cast(Any, context), cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]), cast(Any, None), None
