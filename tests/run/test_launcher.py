@@ -67,7 +67,7 @@ def killed() -> None:
 
 def after_the_steps(terminal: Terminal) -> list[str]:
     lines = terminal.lines()
-    last = max(i for i, line in enumerate(lines) if re.search(r"\] +step +\d+/|^ .*grad", line))
+    last = max(i for i, line in enumerate(lines) if re.search(r"\] +(step +\d+/|question |answer )", line))
     return lines[last + 1 :]
 
 
