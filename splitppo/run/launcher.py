@@ -10,7 +10,7 @@ from pathlib import Path
 
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
-from splitppo.errors import UserError, one_line, say
+from splitppo.errors import CLEAR, UserError, one_line, say
 
 # torchrun's flags that make sense here; an underscore may stand for a dash
 FLAGS = (
@@ -63,6 +63,8 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             torchrun.run(parser.parse_args([*flags, "--no-python", sys.executable, "-u", "-c", RANK, *argv]))
             return 0
         except errors.ChildFailedError as error:
+            if sys.stdout.isatty():
+                print(CLEAR, end="", flush=True)  # a progress bar that a rank drew behind the cause
             rank, failure = error.get_first_failure()
             status = failure.exitcode
             if status in (2, RESUMABLE) or (status == 1 and Path(failure.error_file).exists()):
