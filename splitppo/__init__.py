@@ -1,6 +1,7 @@
 """splitppo: PPO for language models on one torchrun, split into an actor and a critic group.
 
-A script of one's own begins with `from splitppo import Config, run`. That imports no torch; a call of `run` does.
+A script of one's own begins with `from splitppo import Config, run`. That imports no torch; a call
+of `run` does.
 """
 
 import importlib
@@ -16,7 +17,8 @@ __version__ = "0.1.0"
 
 
 class _RunPackage(ModuleType):
-    # Python finds the package `splitppo.run` under the name of the function `run`: to call it is to call the function
+    # Python finds the package `splitppo.run` under the name of the function `run`: to call it is to
+    # call the function
 
     def __call__(self, *args: Any, **named: Any) -> None:
         importlib.import_module("splitppo.train").run(*args, **named)

@@ -1,4 +1,5 @@
-"""`splitppo COMMAND ...` or `python -m splitppo COMMAND ...`: the trainer, and the tools beside it."""
+"""`splitppo COMMAND ...` or `python -m splitppo COMMAND ...`: the trainer, and the tools beside
+it."""
 
 import importlib
 import sys
@@ -8,11 +9,17 @@ from splitppo.errors import UserError, command, words
 from splitppo.run import launcher
 
 COMMANDS = {  # name: (module with a `main`, or with a function of that name; what it does)
-    "train": ("splitppo.train", "train on one process, or on N ranks: --nproc_per_node N, and torchrun's other flags"),
+    "train": (
+        "splitppo.train",
+        "train on one process, or on N ranks: --nproc_per_node N, and torchrun's other flags",
+    ),
     "report": ("splitppo.tools.report", "draw a run's curves and the timeline of a step"),
     "plan": ("splitppo.tools.plan", "predict which placements fit, and which is the fastest"),
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
-    "chat": ("splitppo.tools.chat", "ask the trained policy and the one before training, with the values"),
+    "chat": (
+        "splitppo.tools.chat",
+        "ask the trained policy and the one before training, with the values",
+    ),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
     "push": ("splitppo.tools.push", "upload a checkpoint's models to the Hugging Face hub"),
     "prepare": ("splitppo.tools.prepare", "write the data of the presets"),

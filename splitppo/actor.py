@@ -22,9 +22,9 @@ from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
-# Mean difference of the engine's and the trainer's log-probs, nats a token: above the first number the run warns, above
-# the second it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16; on GPUs, vLLM's attention is TF32 in
-# float32.)
+# Mean difference of the engine's and the trainer's log-probs, nats a token: above the first number
+# the run warns, above the second it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16;
+# on GPUs, vLLM's attention is TF32 in float32.)
 MISMATCH = {torch.float32: (0.03, 0.2), torch.bfloat16: (0.1, 0.5)}
 
 
@@ -49,12 +49,20 @@ class Actor:
         engine_dtype: torch.dtype,
         validator: Validator,
     ):
-        self.context, self.policy, self.reference, self.engine = context, policy, reference, engine
-        self.group, self.learners = policy.runner.group, [policy]
-        self.engine_dtype, self.validator = engine_dtype, validator
-        self._outputs, self.sampler = outputs, sampler
+        self.context = context
+        self.policy = policy
+        self.reference = reference
+        self.engine = engine
+        self.group = policy.runner.group
+        self.learners = [policy]
+        self.engine_dtype = engine_dtype
+        self.validator = validator
+        self._outputs = outputs
+        self.sampler = sampler
         self.synced = -1
-        self.compared = False  # whether the engine's log-probs have been compared with the trainer's
+        self.compared = (
+            False  # whether the engine's log-probs have been compared with the trainer's
+        )
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
         # what that score belongs to, as this version says it and as earlier ones did
@@ -71,7 +79,9 @@ class Actor:
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
         given = ["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)]
-        self.policy.warm_up(partial(self._outputs, entropy=True), self._objective, fields=2, given=given)
+        self.policy.warm_up(
+            partial(self._outputs, entropy=True), self._objective, fields=2, given=given
+        )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -79,33 +89,46 @@ class Actor:
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
         stale = self.synced != self.policy.updates or not self.engine.loaded
-        if self.group.all_max([stale])[0]:  # engines decide on their own whether they sleep, so the group must agree
+        if self.group.all_max([stale])[
+            0
+        ]:  # engines decide on their own whether they sleep, so the group must agree
             self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
 
     def generate(self, step: int) -> Iterator[list[Sample]]:
-        """The rows of this rank's slots as they end; empty lists in between. Prints its progress if it takes long."""
+        """The rows of this rank's slots as they end; empty lists in between. Prints its progress if
+        it takes long."""
         config = self.context.config
         slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
-        done, printed = 0, time.monotonic()
-        for ended in self.sampler.generate(self.engine, step, slots, config.rollout, config.seed, self.group):
+        done = 0
+        printed = time.monotonic()
+        for ended in self.sampler.generate(
+            self.engine, step, slots, config.rollout, config.seed, self.group
+        ):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                say(f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots")
+                say(
+                    f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots"
+                )
                 printed = time.monotonic()
             yield ended
 
     def release_engine(self) -> None:
-        """The trainer needs the GPU now: the engine gives back the memory that an update will need."""
+        """The trainer needs the GPU now: the engine gives back the memory that an update will
+        need."""
         self.engine.release_memory(trained=self.trained)
 
     def logprobs(self, step: int, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
-        """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own; `[N]` the reference's,
-        if it is here. Also returns the rollout's metrics."""
+        """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own;
+        `[N]` the reference's, if it is here. Also returns the rollout's metrics."""
         sampled = rollout.logprobs()
-        by_engine, old, sums = self.context.config.old_logprobs == "engine", sampled, {}
-        slots = self.sampler.share(self.group, lambda: self.context.ownership(step + 1).of_ranks("actor"))
+        by_engine = self.context.config.old_logprobs == "engine"
+        old = sampled
+        sums = {}
+        slots = self.sampler.share(
+            self.group, lambda: self.context.ownership(step + 1).of_ranks("actor")
+        )
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
@@ -114,7 +137,8 @@ class Actor:
                 self._compare(sampled[fresh], trainers[fresh])
             if not by_engine:
                 old = trainers
-                sums = {  # over the tokens; the first three of the differences between engine and trainer
+                # over the tokens; the first three of the differences between engine and trainer
+                sums = {
                     "actor/mismatch_mean": float((sampled - old).abs().sum()),
                     "actor/mismatch_ratio": float(algo.clamp_log_ratio(old - sampled).exp().sum()),
                     "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
@@ -125,21 +149,27 @@ class Actor:
             ref = [self.reference.logprobs(rollout)]
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs()) | {"slots": slots}
+        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs()) | {
+            "slots": slots
+        }
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""
         if self.reference:
             self.reference.release_memory()
 
-    def update(self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> dict[str, Any]:
+    def update(
+        self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor
+    ) -> dict[str, Any]:
         """PPO's policy update; returns its metrics.
 
         Args:
             logprobs: the tensors that `logprobs` returned.
-            advantages: `[N]`; NaN while only the value model is trained, and then there is no update.
+            advantages: `[N]`; NaN while only the value model is trained, and then there is no
+                update.
         """
-        ppo, (old, *ref) = self.context.config.ppo, logprobs
+        ppo = self.context.config.ppo
+        old, *ref = logprobs
         names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
         names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
         names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
@@ -148,13 +178,18 @@ class Actor:
             fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
         weights, found = self._importance(rollout, old)
         waits = self.group.all_max([bool(advantages.isnan().any())])[0]
-        mini_batches, fields = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank), fields | weights
+        mini_batches = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank)
+        fields = fields | weights
         figures = (
             []
             if waits
-            else self.policy.update(rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs)
+            else self.policy.update(
+                rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs
+            )
         )
-        if not figures and (waits or self.policy.waited == step - 1):  # no step before had an update, either
+        if not figures and (
+            waits or self.policy.waited == step - 1
+        ):  # no step before had an update, either
             self.policy.waited = step
         if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
@@ -163,7 +198,9 @@ class Actor:
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
-        return metrics | {"actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0}
+        return metrics | {
+            "actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0
+        }
 
     def close(self) -> None:
         """Ends the engine and the processes of the validation's rewards."""
@@ -171,7 +208,8 @@ class Actor:
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the learner; all ranks of the group call it, and the first one's is whole."""
+        """What a checkpoint holds beside the learner; all ranks of the group call it, and the first
+        one's is whole."""
         return {
             "best": self.best,
             "validated_on": self.validated_on[0],
@@ -183,18 +221,29 @@ class Actor:
         """Goes on from what `state` returned. The best of another validation is left out."""
         known = state.get("validated_on", self.validated_on[0]) in self.validated_on
         self.best = tuple(state["best"]) if state["best"] and known else None
-        self.policy.waited = state.get("waited", 0)  # an older checkpoint's schedule goes on as it began
+        self.policy.waited = state.get(
+            "waited", 0
+        )  # an older checkpoint's schedule goes on as it began
         self.sampler.load_state(state.get("open", ()))
 
-    def _importance(self, rollout: Rollout, old: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _importance(
+        self, rollout: Rollout, old: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The field `weights`, if it is asked for, and its metrics."""
         ppo = self.context.config.ppo
         if ppo.importance == "off":
             return {}, {}
         engine = rollout.split(rollout.logprobs())
-        weights, sums = algo.importance_weights(rollout.split(old), engine, ppo.importance, ppo.importance_cap)
-        *totals, tokens = self.group.all_sum(torch.tensor([*sums.values(), float(rollout.tokens)])).tolist()
-        metrics = {f"actor/{name}": total / max(tokens, 1) for name, total in zip(sums, totals, strict=True)}
+        weights, sums = algo.importance_weights(
+            rollout.split(old), engine, ppo.importance, ppo.importance_cap
+        )
+        *totals, tokens = self.group.all_sum(
+            torch.tensor([*sums.values(), float(rollout.tokens)])
+        ).tolist()
+        metrics = {
+            f"actor/{name}": total / max(tokens, 1)
+            for name, total in zip(sums, totals, strict=True)
+        }
         return {"weights": torch.cat([*weights, torch.zeros(0)])}, metrics
 
     def validate(self, step: int) -> dict[str, float]:
@@ -210,7 +259,9 @@ class Actor:
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo, mask, weights = self.context.config.ppo, batch.mask, fields.get("weights")
+        ppo = self.context.config.ppo
+        mask = batch.mask
+        weights = fields.get("weights")
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         loss, metrics = algo.policy_loss(
             logprobs,
@@ -226,7 +277,12 @@ class Actor:
         )
         if "age" in fields:
             metrics |= algo.staleness(
-                logprobs, fields["sampled"], fields["age"], mask, clip_low=ppo.clip_low, clip_high=ppo.clip_high
+                logprobs,
+                fields["sampled"],
+                fields["age"],
+                mask,
+                clip_low=ppo.clip_low,
+                clip_high=ppo.clip_high,
             )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
@@ -237,15 +293,19 @@ class Actor:
         return loss, metrics
 
     def _compare(self, sampled: Tensor, old: Tensor) -> None:
-        """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of the group call it.
-        Raises UserError on all of them if rounding does not explain the difference."""
+        """Compares the engine's log-probs `[N]` of the first step with the trainer's; all ranks of
+        the group call it. Raises UserError on all of them if rounding does not explain the
+        difference."""
         rollout = self.context.config.rollout
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
         apart = (old - sampled).clamp(min=0) + (sampled - old - kept).clamp(min=0)
-        total, tokens = self.group.all_sum(torch.tensor([float(apart.sum()), float(len(apart))])).tolist()
+        total, tokens = self.group.all_sum(
+            torch.tensor([float(apart.sum()), float(len(apart))])
+        ).tolist()
         self.compared = tokens > 0
-        mean, (much, most) = total / max(tokens, 1), MISMATCH[self.engine_dtype]
+        mean = total / max(tokens, 1)
+        much, most = MISMATCH[self.engine_dtype]
         dtype = str(self.engine_dtype).removeprefix("torch.")
         found = f"log-probs of engine and trainer differ by {mean:.2g} nats a token; {dtype} explains {{:g}}: "
         if not math.isfinite(mean):
@@ -256,18 +316,35 @@ class Actor:
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
 
-    def _rollout_metrics(self, rollout: Rollout, sums: dict[str, float], difference: Tensor) -> dict[str, float]:
-        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`. Means over rows and
-        tokens are left out if no row has ended."""
+    def _rollout_metrics(
+        self, rollout: Rollout, sums: dict[str, float], difference: Tensor
+    ) -> dict[str, float]:
+        """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`.
+        Means over rows and tokens are left out if no row has ended."""
         prompts = sum(len(sample.prompt) for sample in rollout.samples)
         cut = sum(sample.truncated for sample in rollout.samples)
         ages = rollout.ages()
         fresh = int((ages == 0).sum())
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals), int(ages.sum()), fresh]
-        summed = self.group.all_sum(torch.tensor([float(part) for part in (*counts, *sums.values())])).tolist()
+        counts = [
+            len(rollout.rows),
+            rollout.tokens,
+            prompts,
+            cut,
+            sum(rollout.totals),
+            int(ages.sum()),
+            fresh,
+        ]
+        summed = self.group.all_sum(
+            torch.tensor([float(part) for part in (*counts, *sums.values())])
+        ).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
         worst = float(difference.max()) if len(difference) else 0.0
-        own = (max(rollout.lengths, default=0), int(ages.max()) if len(ages) else 0, worst, self.engine.step_ms)
+        own = (
+            max(rollout.lengths, default=0),
+            int(ages.max()) if len(ages) else 0,
+            worst,
+            self.engine.step_ms,
+        )
         longest, oldest, worsts, step_ms = zip(*self.group.all_gather(own), strict=True)
         found = {
             "tokens": whole,
@@ -278,7 +355,10 @@ class Actor:
             now += sum(row.stretches[-1][1] for row in self.sampler.open.values() if row.stretches)
             lengths = [row.tokens for row in self.sampler.open.values()]
             found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
-            found |= {"window/open_length/mean": sum(lengths) / len(lengths), "window/open_length/max": max(lengths)}
+            found |= {
+                "window/open_length/mean": sum(lengths) / len(lengths),
+                "window/open_length/max": max(lengths),
+            }
         if not rows:
             return found
         found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}

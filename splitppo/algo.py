@@ -1,14 +1,16 @@
-"""The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another rank.
+"""The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another
+rank.
 
-Shapes: `B` rows, `T` padded length, `N` packed tokens, `V` vocabulary. Losses take padded tensors: a mask is bool or
-0/1 and is 1 where the policy sampled a token; what lies outside is never read, and not-a-number there changes no
-result. What leads from scores to advantages takes packed tokens: those that the policy sampled, row after row, and the
-rows' `lengths`. Log-probs, KL and entropy are in nats.
-Shapes that don't fit and settings out of their range are a ValueError.
-Parts of a batch add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
+Shapes: `B` rows, `T` padded length, `N` packed tokens, `V` vocabulary. Losses take padded tensors:
+a mask is bool or 0/1 and is 1 where the policy sampled a token; what lies outside is never read,
+and not-a-number there changes no result. What leads from scores to advantages takes packed tokens:
+those that the policy sampled, row after row, and the rows' `lengths`. Log-probs, KL and entropy are
+in nats. Shapes that don't fit and settings out of their range are a ValueError. Parts of a batch
+add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
 
-Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438). Dual clip: Ye
-et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
+Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438).
+Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020
+(joschu.net/blog/kl-approx.html).
 """
 
 import math
@@ -26,11 +28,14 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
 STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
-LOG_RATIO = 20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
+LOG_RATIO = (
+    20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
+)
 
 
 def _check_shapes(axes: int, **tensors: Tensor) -> None:
-    """Refuse tensors that are not of one shape: broadcasting `[B]` against `[B, T]` would be silent and wrong."""
+    """Refuse tensors that are not of one shape: broadcasting `[B]` against `[B, T]` would be silent
+    and wrong."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != axes for shape in shapes.values()):
         raise ValueError(f"want tensors of one shape with {axes} axes, got {shapes}")
@@ -42,15 +47,15 @@ def _keep(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamped to `LOG_RATIO` on either side: a ratio beyond e^20 is a defect, and must not become inf. No gradient
-    flows into what is clamped."""
+    """Clamped to `LOG_RATIO` on either side: a ratio beyond e^20 is a defect, and must not become
+    inf. No gradient flows into what is clamped."""
     return log_ratio.clamp(-LOG_RATIO, LOG_RATIO)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors. Without tokens the mean is 0; with fewer
-    than two the variance is 0."""
+    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors. Without tokens the
+    mean is 0; with fewer than two the variance is 0."""
 
     count: Tensor
     mean: Tensor
@@ -58,7 +63,8 @@ class Moments:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` `[B, T]` over the mask `[B, T]`: a 0-d tensor, 0 (still on the graph) when the mask is empty."""
+    """Mean of `x` `[B, T]` over the mask `[B, T]`: a 0-d tensor, 0 (still on the graph) when the
+    mask is empty."""
     return aggregate_loss(x, mask, "token_mean")
 
 
@@ -79,8 +85,8 @@ def moments(x: Tensor) -> Moments:
 
 
 def merge_moments(parts: Sequence[Moments]) -> Moments:
-    """Moments of all the tokens of the parts: the squares inside them plus the squares between them (Chan, Golub &
-    LeVeque 1979, "Updating formulae"). Raises ValueError when there is no part."""
+    """Moments of all the tokens of the parts: the squares inside them plus the squares between them
+    (Chan, Golub & LeVeque 1979, "Updating formulae"). Raises ValueError when there is no part."""
     columns = zip(*((part.count, part.mean, part.variance) for part in parts), strict=True)
     counts, means, variances = map(torch.stack, columns)
     count = counts.sum()
@@ -91,7 +97,8 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
 
 
 def explained_variance(targets: Moments, errors: Moments) -> float:
-    """`1 - var(target - value) / var(target)`; 0 where the targets differ by no more than rounding."""
+    """`1 - var(target - value) / var(target)`; 0 where the targets differ by no more than
+    rounding."""
     spread = float(targets.variance)
     return 1 - float(errors.variance) / spread if spread > _ALIKE else 0.0
 
@@ -100,20 +107,23 @@ def explained_variance(targets: Moments, errors: Moments) -> float:
 def whiten(x: Tensor, over: Moments | None = None) -> Tensor:
     """`(x - mean) * rsqrt(variance + 1e-8)`; 0 for a token that is alone.
 
-    `x`: `[N]`. `over` is given when the statistics are over more tokens than these, as with a batch spread over ranks.
-    Returns `x`'s dtype, without gradient: advantages are constants of the policy's loss.
+    `x`: `[N]`. `over` is given when the statistics are over more tokens than these, as with a batch
+    spread over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the
+    policy's loss.
     """
     stats = moments(x) if over is None else over
     return ((x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)).to(x.dtype)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, `[N]` or `[B, T]`.
+    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, `[N]` or
+    `[B, T]`.
 
-    With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r, unbiased, may be negative;
-    `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r, unbiased and never negative; `abs` = |log r|.
-    `k3` is that of the clamped log r, and has no gradient where it is clamped (`clamp_log_ratio`).
-    Gradient flows into `logprobs` only. Both must be finite everywhere, padding included, if a gradient is taken.
+    With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r,
+    unbiased, may be negative; `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r,
+    unbiased and never negative; `abs` = |log r|. `k3` is that of the clamped log r, and has no
+    gradient where it is clamped (`clamp_log_ratio`). Gradient flows into `logprobs` only. Both must
+    be finite everywhere, padding included, if a gradient is taken.
     """
     _check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_r = ref_logprobs.detach() - logprobs
@@ -130,19 +140,22 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
 
 def _sizes(lengths: Sequence[int], *packed: Tensor) -> Tensor:
-    """The lengths `[B]`, as int64. Raises ValueError unless each of the packed tensors has as many tokens."""
+    """The lengths `[B]`, as int64. Raises ValueError unless each of the packed tensors has as many
+    tokens."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     tokens = int(sizes.sum())
     if any(x.shape != (tokens,) for x in packed):
         shapes = [tuple(x.shape) for x in packed]
-        raise ValueError(f"want tensors of one shape, ({tokens},) for rows of these lengths, got {shapes}")
+        raise ValueError(
+            f"want tensors of one shape, ({tokens},) for rows of these lengths, got {shapes}"
+        )
     return sizes
 
 
 @torch.no_grad()
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef: float) -> Tensor:
-    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token, if it has one. `scores`:
-    `[B]`, in the reward's unit. `kl`: `[N]`."""
+    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token, if it
+    has one. `scores`: `[B]`, in the reward's unit. `kl`: `[N]`."""
     sizes = _sizes(lengths, kl)
     if scores.shape != sizes.shape:
         raise ValueError(f"want one score a row, {tuple(sizes.shape)}, got {tuple(scores.shape)}")
@@ -151,8 +164,8 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef
 
 
 def adaptive_lambda(lengths: Sequence[int], alpha: float) -> Tensor:
-    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a row of l tokens, 0
-    for a row without tokens."""
+    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a
+    row of l tokens, 0 for a row without tokens."""
     return (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.int64))).clamp(min=0)
 
 
@@ -162,12 +175,13 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
 
-    `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and `lam` lie in [0, 1];
-    `lam` may be `[B]`, one a row. After a row's last token the value is 0: every row ends there, and there is no
-    bootstrap. Returns are advantages + values, the targets of the value model. Both `[N]`, without gradient.
+    `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and
+    `lam` lie in [0, 1]; `lam` may be `[B]`, one a row. After a row's last token the value is 0:
+    every row ends there, and there is no bootstrap. Returns are advantages + values, the targets of
+    the value model. Both `[N]`, without gradient.
 
-    The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one time, the longest
-    rows first: so each time's tokens are neighbours, and nothing is padded.
+    The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one
+    time, the longest rows first: so each time's tokens are neighbours, and nothing is padded.
     """
     sizes = _sizes(lengths, rewards, values)
     ends = sizes.cumsum(0)
@@ -175,13 +189,16 @@ def gae(
     residual = rewards + gamma * next_value - values
     order = sizes.argsort(descending=True, stable=True)
     time = torch.arange(len(values)) - (ends - sizes).repeat_interleave(sizes)
-    active = len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]  # rows with a token at each time
+    active = (
+        len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]
+    )  # rows with a token at each time
     begins = active.cumsum(0) - active
     place = begins[time] + order.argsort().repeat_interleave(sizes)
     by_time = torch.empty_like(residual).index_copy_(0, place, residual).numpy()
     decay = torch.as_tensor(gamma * lam, dtype=values.dtype).expand(len(sizes))[order].numpy()
     carry = np.zeros(len(sizes), by_time.dtype)
-    # numpy: a call of torch on a few numbers takes several times as long, and the longest row needs one for each token
+    # numpy: a call of torch on a few numbers takes several times as long, and the longest row needs
+    # one for each token
     for first, count in zip(reversed(begins.tolist()), reversed(active.tolist()), strict=True):
         carry[:count] *= decay[:count]
         carry[:count] += by_time[first : first + count]
@@ -191,10 +208,11 @@ def gae(
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when it is empty.
+    """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when
+    it is empty.
 
-    `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or the mean over
-    each row's tokens, then the mean over the rows with a non-empty mask.
+    `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or
+    the mean over each row's tokens, then the mean over the rows with a non-empty mask.
     """
     _check_shapes(2, x=x, mask=mask)
     lengths = mask.bool().sum(dim=1)
@@ -206,18 +224,20 @@ def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
 
 
 def aggregate_weight(lengths: Tensor, aggregate: Aggregate) -> Tensor:
-    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens in the mask `[B]`: the tokens, or the
-    rows that have one.
+    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens in the mask `[B]`:
+    the tokens, or the rows that have one.
 
-    Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the loss of the whole: so a
-    mini-batch gives the same loss and gradient however it is cut.
+    Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the
+    loss of the whole: so a mini-batch gives the same loss and gradient however it is cut.
     """
     _check_shapes(1, lengths=lengths)
     if aggregate == "token_mean":
         return lengths.sum().double()
     if aggregate in ("seq_mean_token_sum", "seq_mean_token_mean"):
         return (lengths > 0).sum().double()
-    raise ValueError(f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean")
+    raise ValueError(
+        f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean"
+    )
 
 
 def policy_loss(
@@ -225,31 +245,37 @@ def policy_loss(
     clip_low: float, clip_high: float, dual_clip: float | None = None, aggregate: Aggregate,
     weights: Tensor | None = None, mode: Literal["clip", "mask"] = "clip",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d tensors.
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d
+    tensors.
 
-    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side, where it has no
-    gradient (`clamp_log_ratio`), and advantage A, a token loses
-    `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by
-    `-c * A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
-    With the mode `mask` a token loses `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else 0 (SAO,
-    arXiv:2607.07508, eq. 3); there is no dual clip.
-    `weights` `[B, T]`, if given, multiply the tokens' losses (importance weights). Gradient flows into `logprobs` only.
+    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side,
+    where it has no gradient (`clamp_log_ratio`), and advantage A, a token loses `max(-A * ratio, -A
+    * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by `-c *
+    A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
+    With the mode `mask` a token loses `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else
+    0 (SAO, arXiv:2607.07508, eq. 3); there is no dual clip. `weights` `[B, T]`, if given, multiply
+    the tokens' losses (importance weights). Gradient flows into `logprobs` only.
 
-    Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share of tokens whose
-    clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip bounds; `ratio_mean`; `ratio_clamped`
-    share whose log-ratio is clamped; with `mask`, `pg_clipfrac` is the share of tokens left out, and `pg_lost` and
-    `pg_advantage` are the means of the size of their advantages and of all.
+    Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share
+    of tokens whose clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip
+    bounds; `ratio_mean`; `ratio_clamped` share whose log-ratio is clamped; with `mask`,
+    `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are the means of
+    the size of their advantages and of all.
     """
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if clip_low < 0 or clip_high < 0 or (dual_clip is not None and dual_clip <= 1):
-        raise ValueError(f"want clip_low, clip_high >= 0 and dual_clip > 1, got {clip_low}, {clip_high}, {dual_clip}")
+        raise ValueError(
+            f"want clip_low, clip_high >= 0 and dual_clip > 1, got {clip_low}, {clip_high}, {dual_clip}"
+        )
     advantages = advantages.detach()
-    # Masked here, not only in the mean: what overflows in the padding would give its log-probs a gradient of nan.
+    # Masked here, not only in the mean: what overflows in the padding would give its log-probs a
+    # gradient of nan.
     log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
     ratio = clamp_log_ratio(log_ratio).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    changed, losses = clipped > plain, torch.maximum(plain, clipped)
+    changed = clipped > plain
+    losses = torch.maximum(plain, clipped)
     if mode == "mask":
         changed = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
         losses = _keep(plain, ~changed)
@@ -259,7 +285,12 @@ def policy_loss(
     if weights is not None:
         _check_shapes(2, weights=weights, mask=mask)
         losses = losses * weights.detach()
-    figures = {"ppo_kl": -log_ratio, "pg_clipfrac": changed, "pg_clipfrac_lower": bounded, "ratio_mean": ratio}
+    figures = {
+        "ppo_kl": -log_ratio,
+        "pg_clipfrac": changed,
+        "pg_clipfrac_lower": bounded,
+        "ratio_mean": ratio,
+    }
     figures["ratio_clamped"] = log_ratio.abs() > LOG_RATIO
     if mode == "mask":
         figures |= {"pg_lost": _keep(advantages.abs(), changed), "pg_advantage": advantages.abs()}
@@ -267,51 +298,78 @@ def policy_loss(
 
 
 def staleness(
-    logprobs: Tensor, sampled: Tensor, age: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    sampled: Tensor,
+    age: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> dict[str, Tensor]:
     """How far the policy has moved from those that sampled the tokens; `STALENESS`, 0-d tensors.
 
-    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was sampled. The shares are of
-    all tokens of the mask: those of an age whose ratio to the behaviour policy lies outside the clip range. Then the
-    means of the ratio and of its square: the square of the one over the other is the ratios' effective sample size.
+    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was
+    sampled. The shares are of all tokens of the mask: those of an age whose ratio to the behaviour
+    policy lies outside the clip range. Then the means of the ratio and of its square: the square of
+    the one over the other is the ratios' effective sample size.
     """
     _check_shapes(2, logprobs=logprobs, sampled=sampled, age=age, mask=mask)
     ratio = clamp_log_ratio(_keep(logprobs - sampled, mask)).exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    figures = [*(outside & of_age for of_age in (age == 0, age == 1, age >= 2)), ratio, ratio.square()]
+    figures = [
+        *(outside & of_age for of_age in (age == 0, age == 1, age >= 2)),
+        ratio,
+        ratio.square(),
+    ]
     return _means(dict(zip(STALENESS, figures, strict=True)), mask, ratio.dtype)
 
 
 def importance_weights(
     old: Sequence[Tensor], engine: Sequence[Tensor], kind: str, cap: float
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Truncated importance weights (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"): min(pi_trainer / pi_engine, cap), of each token, or (`sequence`) of its whole response.
+    """Truncated importance weights (Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"): min(pi_trainer / pi_engine, cap), of each token, or (`sequence`)
+    of its whole response.
 
-    `old`, `engine`: log-probs `[T_i]` of each row. Returns weights `[T_i]`, and sums over tokens: `importance_mean`,
-    `importance_capped`.
+    `old`, `engine`: log-probs `[T_i]` of each row. Returns weights `[T_i]`, and sums over tokens:
+    `importance_mean`, `importance_capped`.
     """
     logs = [row - other for row, other in zip(old, engine, strict=True)]
-    ratios = [clamp_log_ratio(log.sum().expand_as(log) if kind == "sequence" else log).exp() for log in logs]
+    ratios = [
+        clamp_log_ratio(log.sum().expand_as(log) if kind == "sequence" else log).exp()
+        for log in logs
+    ]
     weights = [ratio.clamp(max=cap) for ratio in ratios]
     capped = sum(float((ratio > cap).sum()) for ratio in ratios)
-    return weights, {"importance_mean": sum(float(w.sum()) for w in weights), "importance_capped": capped}
+    return weights, {
+        "importance_mean": sum(float(w.sum()) for w in weights),
+        "importance_capped": capped,
+    }
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None, aggregate: Aggregate
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None,
+    aggregate: Aggregate,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d tensors.
+    """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d
+    tensors.
 
-    All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2)`; `clip=None`
-    leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9; clip and half are those of its code
-    (openai/baselines, ppo2). Gradient flows into `values` only. Metrics, detached means over the mask: `vf_clipfrac`
-    share of tokens whose clipped term is the larger loss; `vpred_mean`.
+    All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
+    R)^2)`; `clip=None` leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9;
+    clip and half are those of its code (openai/baselines, ppo2). Gradient flows into `values` only.
+    Metrics, detached means over the mask: `vf_clipfrac` share of tokens whose clipped term is the
+    larger loss; `vpred_mean`.
     """
     _check_shapes(2, values=values, old_values=old_values, returns=returns, mask=mask)
     if clip is not None and clip < 0:
         raise ValueError(f"clip must be at least 0 or None, got {clip}")
-    old_values, returns = old_values.detach(), returns.detach()
+    old_values = old_values.detach()
+    returns = returns.detach()
     kept = _keep(values, mask)
     plain = clipped = (kept - returns).square()
     if clip is not None:
@@ -321,23 +379,33 @@ def value_loss(
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32 (float64 stays). A logit
-    of -inf is a token that can't be sampled: it adds 0, to the gradient as well."""
+    """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32
+    (float64 stays). A logit of -inf is a token that can't be sampled: it adds 0, to the gradient as
+    well."""
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     # p log p goes to 0 with p, but 0 * -inf is nan.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)
 
 
 def learning_rate(
-    step: int, *, steps: int, peak: float, schedule: Schedule, warmup_steps: int, min_lr_ratio: float
+    step: int,
+    *,
+    steps: int,
+    peak: float,
+    schedule: Schedule,
+    warmup_steps: int,
+    min_lr_ratio: float,
 ) -> float:
     """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
 
-    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a warm-up) `linear` and
-    `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`; a run of one step keeps the peak.
+    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a
+    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
+    a run of one step keeps the peak.
     """
     if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"want step >= 1, warmup_steps >= 0 and a schedule, got {step}, {warmup_steps}, {schedule!r}")
+        raise ValueError(
+            f"want step >= 1, warmup_steps >= 0 and a schedule, got {step}, {warmup_steps}, {schedule!r}"
+        )
     if step <= warmup_steps:
         return peak * step / warmup_steps
     top = max(warmup_steps, 1)

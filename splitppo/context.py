@@ -10,7 +10,11 @@ from splitppo.config.cli import map_paths
 from splitppo.placement import Ownership, Role
 from splitppo.rollout import Prompt, Rollout
 
-WORK = ("padding", "imbalance", "update_tflop")  # figures of how the work was cut; they depend on the placement
+WORK = (
+    "padding",
+    "imbalance",
+    "update_tflop",
+)  # figures of how the work was cut; they depend on the placement
 
 
 @dataclass(frozen=True)
@@ -34,27 +38,35 @@ class Context:
 
     @property
     def configs(self) -> tuple[Config, Config]:
-        """The configuration with names in the place of paths, and as it is. A checkpoint names what its state belongs
-        to by the first, since files may be moved; earlier versions did by the second."""
+        """The configuration with names in the place of paths, and as it is. A checkpoint names what
+        its state belongs to by the first, since files may be moved; earlier versions did by the
+        second."""
         return map_paths(self.config, lambda _, path: os.path.basename(path)), self.config
 
     def value_model(self, row: int) -> int:
-        """The model of the ensemble that is trained on a row. The models take a prompt's responses in turn, or
-        the prompts, if these have fewer responses."""
-        models, samples = self.config.value.ensemble, self.config.rollout.samples
+        """The model of the ensemble that is trained on a row. The models take a prompt's responses
+        in turn, or the prompts, if these have fewer responses."""
+        models = self.config.value.ensemble
+        samples = self.config.rollout.samples
         slot = row % self.config.rollout.batch_size
         return (slot % samples if samples >= models else slot // samples) % models
 
-    def trainable_rows(self, step: int, rollout: Rollout, role: Role, rank: int, count: int = 0) -> list[list[int]]:
-        """The rows of each mini-batch that the losses are over; the arguments are those of `Ownership.slots`."""
+    def trainable_rows(
+        self, step: int, rollout: Rollout, role: Role, rank: int, count: int = 0
+    ) -> list[list[int]]:
+        """The rows of each mini-batch that the losses are over; the arguments are those of
+        `Ownership.slots`."""
         masked = self.config.ppo.mask_truncated
         rows = [sample.row for sample in rollout.samples if not (masked and sample.truncated)]
         owned = self.ownership(step)
         return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
 
 
-def record(step: int, row: int, score: float, prompt: Prompt, response: str, end: str | None) -> dict[str, Any]:
-    """A scored row as it is written to the run's folder. Its `question`: of a chat, what the user said last."""
+def record(
+    step: int, row: int, score: float, prompt: Prompt, response: str, end: str | None
+) -> dict[str, Any]:
+    """A scored row as it is written to the run's folder. Its `question`: of a chat, what the user
+    said last."""
     asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
     return {
         "step": step,
@@ -69,13 +81,18 @@ def record(step: int, row: int, score: float, prompt: Prompt, response: str, end
     }
 
 
-def learning_metrics(role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, Any]:
-    """Means over a step's optimizer steps (`figures`, of `Learner.update`), those that were skipped, and the bare
-    figures of each. A step that trained on no row has 0 for every mean. `names`: of the objective's metrics."""
+def learning_metrics(
+    role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Means over a step's optimizer steps (`figures`, of `Learner.update`), those that were
+    skipped, and the bare figures of each. A step that trained on no row has 0 for every mean.
+    `names`: of the objective's metrics."""
     metrics: dict[str, Any] = {}
     for name in figures[0] if figures else (*names, "loss", "grad_norm", "skipped", *WORK):
         total = sum((figure[name] for figure in figures), 0.0)
         full = f"perf/{name}" if name in WORK else f"{role}/{loss if name == 'loss' else name}"
         metrics[full] = total if name == "skipped" else total / max(1, len(figures))
-    metrics["optimizer_steps"] = [{name: figure[name] for name in ("loss", "grad_norm")} for figure in figures]
+    metrics["optimizer_steps"] = [
+        {name: figure[name] for name in ("loss", "grad_norm")} for figure in figures
+    ]
     return metrics

@@ -27,16 +27,17 @@ from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
 from splitppo.rollout import Prompt, Rollout, digest
 
-# the run ends when a reward function fails on every row for so many steps in a row, and rows in them
+# the run ends when a reward function fails on every row for so many steps in a row, and rows in
+# them
 FAILING_STEPS = 3
 FAILING_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored rows: values `[N]` of each value model, raw scores `[B]`, the rewards' further figures by name,
-    (row, failure of its reward). `ref`: the reference's log-probs `[N]`, if the critic group holds it. `figures`:
-    `[N]`, for RUN/samples."""
+    """Scored rows: values `[N]` of each value model, raw scores `[B]`, the rewards' further figures
+    by name, (row, failure of its reward). `ref`: the reference's log-probs `[N]`, if the critic
+    group holds it. `figures`: `[N]`, for RUN/samples."""
 
     rollout: Rollout
     by_model: list[Tensor]
@@ -53,8 +54,9 @@ class Scored:
 
 
 class Critic:
-    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores, values, KL rewards,
-    GAE, whitening. `pretrained` is called after the last step of pretraining, on all ranks of the group."""
+    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores,
+    values, KL rewards, GAE, whitening. `pretrained` is called after the last step of pretraining,
+    on all ranks of the group."""
 
     def __init__(
         self,
@@ -65,11 +67,15 @@ class Critic:
         reference: Reference | None = None,
         pretrained: Callable[[], object] = lambda: None,
     ):
-        self.context, self.learners, self.scorer = context, learners, scorer
+        self.context = context
+        self.learners = learners
+        self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
         self.pretraining = Pretraining(context.config, pretrained)
-        self.reward_model, self.reference = reward_model, reference
-        self.group, ppo = learners[0].runner.group, context.config.ppo
+        self.reward_model = reward_model
+        self.reference = reference
+        self.group = learners[0].runner.group
+        ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         # what gave the scores, as this version says it and as earlier ones did
         self.scored_by = [
@@ -83,30 +89,43 @@ class Critic:
             for config in context.configs
         ]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
-        self.failing: dict[str, list[int]] = {}  # reward function -> rows of each step, to the last, with no score
+        self.failing: dict[
+            str, list[int]
+        ] = {}  # reward function -> rows of each step, to the last, with no score
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
         for value in self.learners:
-            value.warm_up(lambda m, b: [value_outputs(m, b)], self._objective, fields=1, given=["old", "returns"])
+            value.warm_up(
+                lambda m, b: [value_outputs(m, b)],
+                self._objective,
+                fields=1,
+                given=["old", "returns"],
+            )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
-        """Starts a thread that decodes some rows of a step and starts the reward functions on them. They run while the
-        value model does."""
+        """Starts a thread that decodes some rows of a step and starts the reward functions on them.
+        They run while the value model does."""
         started = self.decoder.submit(self._start_rewards, rollout)
         return lambda: started.result()()
 
     def _start_rewards(self, rollout: Rollout) -> Pending:
-        rows = [(self.context.prompt(sample.row), self.context.decode(sample.response)) for sample in rollout.samples]
+        rows = [
+            (self.context.prompt(sample.row), self.context.decode(sample.response))
+            for sample in rollout.samples
+        ]
         return self.scorer.submit(rows)
 
     def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
-        """Values and reward scores of some rows of a step; all ranks of the group take part. `pending`: what `submit`
-        returned for them."""
-        values = [value.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0] for value in self.learners]
+        """Values and reward scores of some rows of a step; all ranks of the group take part.
+        `pending`: what `submit` returned for them."""
+        values = [
+            value.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
+            for value in self.learners
+        ]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
@@ -114,16 +133,22 @@ class Critic:
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
-        failures = wrong + [(row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures]
-        return Scored(rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures, ref)
+        failures = wrong + [
+            (row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures
+        ]
+        return Scored(
+            rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures, ref
+        )
 
     def _learned_scores(
         self, prompts: Sequence[Prompt], rollout: Rollout
     ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
-        """The reward model's part of the scores `[B]`, its figures, and the rows on which it failed."""
+        """The reward model's part of the scores `[B]`, its figures, and the rows on which it
+        failed."""
         if self.reward_model is None:
             return torch.zeros(len(prompts)), {}, []
-        config, (scores, cut) = self.context.config.reward, self.reward_model.score(prompts, rollout.samples)
+        config = self.context.config.reward
+        scores, cut = self.reward_model.score(prompts, rollout.samples)
         wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
         failures = [
             (row, Failure("reward_model", "invalid", wrong.format(score)))
@@ -135,7 +160,8 @@ class Critic:
         return scores * config.model_weight, extra, failures
 
     def release_frozen(self) -> None:
-        """No more rows in this step: models with `offload` go to host memory until their next turn."""
+        """No more rows in this step: models with `offload` go to host memory until their next
+        turn."""
         for model in filter(None, (self.reward_model, self.reference)):
             model.release_memory()
         for learner in self.learners:
@@ -144,18 +170,20 @@ class Critic:
     def advantages(
         self, step: int, scored: Scored, logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns `[N]`; metrics.
+        """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns
+        `[N]`; metrics.
 
         Args:
-            logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a reference, the KL
-                is 0.
+            logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a
+                reference, the KL is 0.
         """
         ppo = self.context.config.ppo
         rollout = scored.rollout
         old, *refs = logprobs if scored.ref is None else [logprobs[0], scored.ref]
         kl = algo.kl_estimate(old, refs[0] if refs else old, ppo.kl_kind)
         sums = torch.tensor([float(kl.sum()), float(len(rollout.rows)), float(rollout.tokens)])
-        (kl_sum, rows, tokens), kl_coef = self.group.all_sum(sums).tolist(), self.kl.coef
+        kl_sum, rows, tokens = self.group.all_sum(sums).tolist()
+        kl_coef = self.kl.coef
         if not rows:  # none has ended in this step
             return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
         if not self.pretraining.policy_waits(step):
@@ -167,7 +195,9 @@ class Critic:
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         scored.figures.update(value=values, advantage=plain, reward=rewards)
-        white = white.masked_fill(white.isnan(), torch.inf)  # the update skips it; NaN says that the policy waits
+        white = white.masked_fill(
+            white.isnan(), torch.inf
+        )  # the update skips it; NaN says that the policy waits
         white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
@@ -179,13 +209,20 @@ class Critic:
         }
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._deviation(scored) | self._summaries(extra | figures) | self._failures(step, scored)
+        metrics = (
+            self._deviation(scored)
+            | self._summaries(extra | figures)
+            | self._failures(step, scored)
+        )
         metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 
-    def _estimate(self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Advantages and the value model's targets of packed rows; all but the lengths are `[N]`."""
+    def _estimate(
+        self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and the value model's targets of packed rows; all but the lengths are
+        `[N]`."""
         ppo = self.context.config.ppo
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
@@ -209,37 +246,50 @@ class Critic:
 
     def _shape(self, scored: Scored) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
-        config, rollout = self.context.config, scored.rollout
-        failed = {row for row, _ in scored.failures}  # their scores are no sample of the others' distribution
+        config = self.context.config
+        rollout = scored.rollout
+        failed = {
+            row for row, _ in scored.failures
+        }  # their scores are no sample of the others' distribution
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
         (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
-        truncated, limit = [sample.truncated for sample in rollout.samples], config.rollout.max_new_tokens
-        return shape_scores(scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit)
+        truncated = [sample.truncated for sample in rollout.samples]
+        limit = config.rollout.max_new_tokens
+        return shape_scores(
+            scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit
+        )
 
     def _failures(self, step: int, scored: Scored) -> dict[str, float]:
         """Counts the failures of the rewards, and prints them on the first rank's screen.
 
         Raises:
-            UserError: a function has failed on every row for some steps, and on enough rows; or the run ends here, and
-                on every row of it.
+            UserError: a function has failed on every row for some steps, and on enough rows; or the
+                run ends here, and on every row of it.
         """
-        counts, parts = zip(*self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True)
+        counts, parts = zip(
+            *self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True
+        )
         failures = [failure for part in parts for failure in part]
         if self.group.is_first and failures:
             say(f"[critic] {failure_line(failures)}")
         failed = Counter(failure.function for _, failure in failures)
         alike = [name for name, count in failed.items() if count == sum(counts)]
         self.failing = {name: [*self.failing.get(name, ()), sum(counts)] for name in alike}
-        never = step == self.context.config.steps and not self.past_scores.count  # no row of the run was scored
+        never = (
+            step == self.context.config.steps and not self.past_scores.count
+        )  # no row of the run was scored
         for name, rows in self.failing.items():
             if never or (len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS):
                 cause = next(failure.text for _, failure in failures if failure.function == name)
                 steps = f"{len(rows)} step{'s' * (len(rows) > 1)}"
                 raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
         kinds = [failure.kind for _, failure in failures]
-        by_kind = {f"critic/reward_failures/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}
+        by_kind = {
+            f"critic/reward_failures/{kind}": float(kinds.count(kind))
+            for kind in sorted(set(kinds))
+        }
         if failed:  # of the function that failed on the most rows
             by_kind["critic/reward_failures/share"] = max(failed.values()) / sum(counts)
         return {"critic/reward_failures": float(len(kinds))} | by_kind
@@ -261,27 +311,40 @@ class Critic:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned; a KL coefficient that does not adapt is the configuration's, and moments
-        of another reward's scores are left out."""
+        """Goes on from what `state` returned; a KL coefficient that does not adapt is the
+        configuration's, and moments of another reward's scores are left out."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
         if state.get("scored_by", self.scored_by[0]) in self.scored_by:
-            self.past_scores = algo.Moments(*(torch.tensor(part, dtype=torch.float64) for part in state["scores"]))
+            self.past_scores = algo.Moments(
+                *(torch.tensor(part, dtype=torch.float64) for part in state["scores"])
+            )
         self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
-        ppo, value = self.context.config.ppo, self.context.config.value
-        rank, count = self.group.dp_rank, ppo.value_mini_batches or ppo.mini_batches
+        ppo = self.context.config.ppo
+        value = self.context.config.value
+        rank = self.group.dp_rank
+        count = ppo.value_mini_batches or ppo.mini_batches
         mini_batches = self.context.trainable_rows(step, scored.rollout, "critic", rank, count)
-        epochs = value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
+        epochs = (
+            value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
+        )
         figures = []
         for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
-            own = [[row for row in rows if self.context.value_model(row) == model] for rows in mini_batches]
+            own = [
+                [row for row in rows if self.context.value_model(row) == model]
+                for rows in mini_batches
+            ]
             fields = {"old": values, "returns": returns}
-            figures += learner.update(scored.rollout, own, fields, self._objective, step=step, epochs=epochs)
-        moments = self.group.all_moments([algo.moments(returns), algo.moments(returns - scored.values)])
+            figures += learner.update(
+                scored.rollout, own, fields, self._objective, step=step, epochs=epochs
+            )
+        moments = self.group.all_moments(
+            [algo.moments(returns), algo.moments(returns - scored.values)]
+        )
         self.pretraining.finish(step, *moments)
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
@@ -289,31 +352,54 @@ class Critic:
         return metrics | {"critic/lr": self.learners[0].learning_rate(step)}
 
     def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
-        """This rank's first rows, as they are written to the run's folder. `Run.write_samples` calls it in a thread."""
-        prompt, decode = self.context.prompt, self.context.decode
-        rollout, tokens = scored.rollout, token_figures(scored.rollout, scored.figures, decode)
+        """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
+        calls it in a thread."""
+        prompt = self.context.prompt
+        decode = self.context.decode
+        rollout = scored.rollout
+        tokens = token_figures(scored.rollout, scored.figures, decode)
         rows = zip(rollout.samples, scored.scores.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
-        return [record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t} for s, x, t in kept]
+        return [
+            record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}
+            for s, x, t in kept
+        ]
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ppo, values = self.context.config.ppo, value_outputs(model, batch)
-        old, returns = fields["old"], fields["returns"]
-        return algo.value_loss(values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate)
+        ppo = self.context.config.ppo
+        values = value_outputs(model, batch)
+        old = fields["old"]
+        returns = fields["returns"]
+        return algo.value_loss(
+            values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate
+        )
 
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
-        """Mean, minimum and maximum over the whole batch of figures that each rank has for its rows."""
+        """Mean, minimum and maximum over the whole batch of figures that each rank has for its
+        rows."""
         every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
-        own = {name: [*map(float, (m.count, m.mean, m.variance, *ends))] for name, (m, *ends) in every.items()}
-        gathered, metrics, whole = self.group.all_gather(own), {}, {}
+        own = {
+            name: [*map(float, (m.count, m.mean, m.variance, *ends))]
+            for name, (m, *ends) in every.items()
+        }
+        gathered = self.group.all_gather(own)
+        metrics = {}
+        whole = {}
         for name in dict.fromkeys(name for part in gathered for name in part):
-            parts = torch.tensor([part[name] for part in gathered if name in part], dtype=torch.float64)
+            parts = torch.tensor(
+                [part[name] for part in gathered if name in part], dtype=torch.float64
+            )
             whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
             metrics[f"{name}/mean"] = float(whole[name].mean)
-            metrics |= {f"{name}/min": float(parts[:, 3].min()), f"{name}/max": float(parts[:, 4].max())}
-        metrics["critic/vf_explained_var"] = algo.explained_variance(whole["critic/returns"], whole["error"])
+            metrics |= {
+                f"{name}/min": float(parts[:, 3].min()),
+                f"{name}/max": float(parts[:, 4].max()),
+            }
+        metrics["critic/vf_explained_var"] = algo.explained_variance(
+            whole["critic/returns"], whole["error"]
+        )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
@@ -323,12 +409,18 @@ def join(parts: Sequence[Scored]) -> Scored:
     rows = [row for part in parts for row in part.rollout.rows]
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:
-        pieces = [piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)]
+        pieces = [
+            piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)
+        ]
         return rollout.pack(dict(zip(rows, pieces, strict=True)))
 
-    scores = torch.cat([part.scores for part in parts])[torch.tensor(rows, dtype=torch.int64).argsort()]
+    scores = torch.cat([part.scores for part in parts])[
+        torch.tensor(rows, dtype=torch.int64).argsort()
+    ]
     names = dict.fromkeys(name for part in parts for name in part.extra)
-    extra = {name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names}
+    extra = {
+        name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names
+    }
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
     values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]

@@ -24,8 +24,8 @@ class WireError(RuntimeError):
 
 
 def say(line: str, *, error: bool = False) -> None:
-    """Prints a line, an error to standard error; on a terminal in the place of a progress bar, which another rank may
-    have drawn there."""
+    """Prints a line, an error to standard error; on a terminal in the place of a progress bar,
+    which another rank may have drawn there."""
     stream = sys.stderr if error else sys.stdout
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
     print(f"{CLEAR if stream.isatty() else ''}{line}\n", end="", flush=True, file=stream)
@@ -37,34 +37,46 @@ def warn(message: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` as a line that any screen can show: control characters and lone surrogates as Python's escapes."""
+    """`text` as a line that any screen can show: control characters and lone surrogates as Python's
+    escapes."""
     shown = " ".join(text.split())
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+    )
 
 
 def check_text(words: Sequence[str]) -> None:
-    """Refuses what no file's name, tokenizer or JSON can hold: NUL, and bytes that are not UTF-8 (lone surrogates)."""
+    """Refuses what no file's name, tokenizer or JSON can hold: NUL, and bytes that are not UTF-8
+    (lone surrogates)."""
     for word in words:
         if "\0" in word or word != word.encode(errors="replace").decode():
-            raise UserError(f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; write it without them")
+            raise UserError(
+                f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; write it without them"
+            )
 
 
 def words() -> list[str]:
-    """The arguments of a command whose texts are all paths: a shell leaves the `~` of `--out=~/a` to the program."""
+    """The arguments of a command whose texts are all paths: a shell leaves the `~` of `--out=~/a`
+    to the program."""
     check_text(sys.argv)
-    return [re.sub(r"^(--[\w-]+=)?(~.*)", lambda m: (m[1] or "") + os.path.expanduser(m[2]), w) for w in sys.argv[1:]]
+    return [
+        re.sub(r"^(--[\w-]+=)?(~.*)", lambda m: (m[1] or "") + os.path.expanduser(m[2]), w)
+        for w in sys.argv[1:]
+    ]
 
 
 def to_user_error(error: BaseException) -> UserError | None:
-    """The error as one that the user can fix, or None: of the disk, numbers that are not finite, a closed standard
-    output, or what was raised from one of these."""
+    """The error as one that the user can fix, or None: of the disk, numbers that are not finite, a
+    closed standard output, or what was raised from one of these."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, BrokenPipeError):
         try:
             print(flush=True)  # or it is another pipe's
         except BrokenPipeError:
-            return UserError("standard output was closed by what read it; write it to a file (> run.log)")
+            return UserError(
+                "standard output was closed by what read it; write it to a file (> run.log)"
+            )
     by_rust = any(f"(os error {n})" in str(error) for n in FULL)
     if by_rust or isinstance(error, FloatingPointError):
         return UserError(f"{error}{FREE * by_rust}")
@@ -74,14 +86,17 @@ def to_user_error(error: BaseException) -> UserError | None:
         return UserError(f"{shown}: {error.strerror}{FREE if error.errno in FULL else OTHER}")
     under = error.__cause__ or error.__context__
     while under and under is not error.__cause__ and getattr(under, "errno", 0) not in FULL:
-        under = under.__context__  # of a crash while another error was handled, a full disk alone is the cause
+        under = (
+            under.__context__
+        )  # of a crash while another error was handled, a full disk alone is the cause
     cause = under and to_user_error(under)
     return UserError(f"{error}: {cause}") if cause else None
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Makes a command's `main` return an exit status: 2 after an error that the user can fix, 130 after Ctrl-C, 141 if
-    the reader of its output is gone (`| head`). What a screen cannot encode is shown as escapes."""
+    """Makes a command's `main` return an exit status: 2 after an error that the user can fix, 130
+    after Ctrl-C, 141 if the reader of its output is gone (`| head`). What a screen cannot encode is
+    shown as escapes."""
 
     @functools.wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
@@ -110,7 +125,8 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def _explain(error: Exception) -> int:
-    """Prints an error that the user can fix, and returns the exit status; raises any other error."""
+    """Prints an error that the user can fix, and returns the exit status; raises any other
+    error."""
     if isinstance(error, BrokenPipeError):
         return 141
     if not (users := to_user_error(error)):

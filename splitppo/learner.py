@@ -11,14 +11,25 @@ from torch.distributed.fsdp import FSDPModule
 from splitppo import algo
 from splitppo.config import Offload, OptimConfig
 from splitppo.models.attention import is_packed
-from splitppo.models.batching import ROUND, Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, micro_batch, to_device
+from splitppo.models.batching import (
+    ROUND,
+    Cut,
+    Fields,
+    MicroBatch,
+    MiniBatches,
+    dummy_rollout,
+    micro_batch,
+    to_device,
+)
 from splitppo.models.names import buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.rollout import Rollout, pad_rows
 
-GATHER_BYTES = 2**27  # full weights gathered in one message, at least: with a message per tensor, latency dominates
+GATHER_BYTES = (
+    2**27
+)  # full weights gathered in one message, at least: with a message per tensor, latency dominates
 
 # (model, rows, fields `[B, T]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
@@ -31,7 +42,8 @@ class Learner:
         model: sharded by `parallelize` and filled.
         optim: AdamW and its schedule over the run's `steps`.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
-        gather_once: gather weights and reduce gradients once per mini-batch, not once per micro-batch.
+        gather_once: gather weights and reduce gradients once per mini-batch, not once per
+            micro-batch.
         offload: what is in host memory while it is not needed, as in `policy.offload`.
     """
 
@@ -46,18 +58,29 @@ class Learner:
         gather_once: bool = False,
         offload: Offload = "none",
     ):
-        self.model, self.runner, self.optim, self.steps = model, runner, optim, steps
+        self.model = model
+        self.runner = runner
+        self.optim = optim
+        self.steps = steps
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
         trained = [p for p in model.parameters() if p.requires_grad]
-        alike: dict[Any, list[nn.Parameter]] = {}  # some versions of torch run the fused kernel on one mesh only
+        alike: dict[
+            Any, list[nn.Parameter]
+        ] = {}  # some versions of torch run the fused kernel on one mesh only
         for parameter in sorted(trained, key=lambda p: p.ndim < 2):
-            alike.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+            alike.setdefault(
+                (parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []
+            ).append(parameter)
         decay = {True: 0.0, False: optim.weight_decay}  # True: biases and norms
         groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
-        self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+        )
         self.updates = 0
-        self.waited = 0  # steps of the run before the model's first update: its schedule begins after them
+        self.waited = (
+            0  # steps of the run before the model's first update: its schedule begins after them
+        )
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
         self.shards = HostShards(model, runner.device) if offload == "all" else None
         self.release_memory()
@@ -68,7 +91,8 @@ class Learner:
             self.shards.fetch()
 
     def release_memory(self, *, changed: bool = True) -> None:
-        """Gives back the weights' memory on the device if they are offloaded. `changed` is as in `HostShards`."""
+        """Gives back the weights' memory on the device if they are offloaded. `changed` is as in
+        `HostShards`."""
         if self.shards:
             self.shards.release(changed=changed)
 
@@ -85,7 +109,8 @@ class Learner:
         return state_of(self.optimizer, parameter)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; not one of those in which the model waits."""
+        """The learning rate of a step, counted from 1; not one of those in which the model
+        waits."""
         optim = self.optim
         return algo.learning_rate(
             step - self.waited,
@@ -96,9 +121,11 @@ class Learner:
             min_lr_ratio=optim.min_lr_ratio,
         )
 
-    def warm_up(self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]) -> None:
-        """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given` the names of the
-        fields that the objective needs."""
+    def warm_up(
+        self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]
+    ) -> None:
+        """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given`
+        the names of the fields that the objective needs."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
         batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
@@ -109,29 +136,42 @@ class Learner:
         self.release_memory(changed=False)
 
     def update(
-        self, rollout: Rollout, mini_batches: MiniBatches, fields: Fields, objective: Objective, step: int, epochs: int
+        self,
+        rollout: Rollout,
+        mini_batches: MiniBatches,
+        fields: Fields,
+        objective: Objective,
+        step: int,
+        epochs: int,
     ) -> list[dict[str, float]]:
-        """One optimizer step for each mini-batch and epoch. Losses are normalised by the whole mini-batch over all
-        ranks, so gradients don't depend on how it is cut.
+        """One optimizer step for each mini-batch and epoch. Losses are normalised by the whole
+        mini-batch over all ranks, so gradients don't depend on how it is cut.
 
         Args:
-            mini_batches: this rank's rows of each mini-batch. A mini-batch that is empty on all ranks is no step.
+            mini_batches: this rank's rows of each mini-batch. A mini-batch that is empty on all
+                ranks is no step.
             fields: packed tensors `[N]` that the objective needs.
 
         Returns:
-            For each optimizer step, over the whole mini-batch: `loss`, `grad_norm` before clipping, `skipped` (1 if the
-            gradient was not finite), the objective's metrics. For the whole update: `padding`, the fraction of tokens
-            that are padding; `imbalance`, the largest rank's tokens relative to the mean, less 1; `update_tflop`, a
+            For each optimizer step, over the whole mini-batch: `loss`, `grad_norm` before clipping,
+            `skipped` (1 if the
+            gradient was not finite), the objective's metrics. For the whole update: `padding`, the
+            fraction of tokens
+            that are padding; `imbalance`, the largest rank's tokens relative to the mean, less 1;
+            `update_tflop`, a
             rank's model FLOPs in 10^12 (6 per token and parameter).
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
         group = self.runner.group
-        rollout, mini_batches, fields = self.runner.balance(self.model, rollout, mini_batches, fields)
+        rollout, mini_batches, fields = self.runner.balance(
+            self.model, rollout, mini_batches, fields
+        )
         by_row = {name: rollout.split(packed) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         work_metrics = self._work_metrics(rollout, plans, epochs)
-        sums, norms = [], []
+        sums = []
+        norms = []
         self.fetch()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
@@ -139,8 +179,13 @@ class Learner:
                 norms.append(self._optimizer_step())
         self.updates += 1
         self.release_memory()
-        steps = [{"grad_norm": norm, "skipped": float(not math.isfinite(norm))} for norm in map(float, norms)]
-        parts = [[float(part) for part in metrics.values()] for metrics in sums]  # of all steps in one message
+        steps = [
+            {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
+            for norm in map(float, norms)
+        ]
+        parts = [
+            [float(part) for part in metrics.values()] for metrics in sums
+        ]  # of all steps in one message
         totals = group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist() if parts else []
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
@@ -148,21 +193,32 @@ class Learner:
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
         self.fetch()
-        cast(FSDPModule, self.model).reshard()  # a forward without a backward leaves the root's weights gathered
+        cast(
+            FSDPModule, self.model
+        ).reshard()  # a forward without a backward leaves the root's weights gathered
         return weights_of(self.model)
 
     def check_finite(self) -> None:
-        """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is not finite."""
+        """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is
+        not finite."""
         named = self.sharded()
-        bad = torch.stack([~local(parameter).isfinite().all() for parameter in named.values()]).int().tolist()
-        wrong = [name for name, found in zip(named, self.runner.group.all_max(bad), strict=True) if found]
+        bad = (
+            torch.stack([~local(parameter).isfinite().all() for parameter in named.values()])
+            .int()
+            .tolist()
+        )
+        wrong = [
+            name for name, found in zip(named, self.runner.group.all_max(bad), strict=True) if found
+        ]
         if wrong:
-            raise FloatingPointError(f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}")
+            raise FloatingPointError(
+                f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}"
+            )
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The full weights and persistent buffers, by Hugging Face name. All ranks of the group must consume them. A
-        tensor may be a view of the weight, and is valid until the next one is asked for. In the end the weights' memory
-        is released."""
+        """The full weights and persistent buffers, by Hugging Face name. All ranks of the group
+        must consume them. A tensor may be a view of the weight, and is valid until the next one is
+        asked for. In the end the weights' memory is released."""
         named: dict[str, Tensor] = {}
         for name, parameter in self.sharded().items():
             named[name] = parameter
@@ -173,61 +229,101 @@ class Learner:
         yield from ((name, buffer.to(dtype)) for name, buffer in buffers_of(self.model).items())
         self.release_memory(changed=False)
 
-    def _plan(self, rollout: Rollout, mini_batches: MiniBatches) -> tuple[list[Cut], list[list[float]]]:
-        """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens over the group."""
+    def _plan(
+        self, rollout: Rollout, mini_batches: MiniBatches
+    ) -> tuple[list[Cut], list[list[float]]]:
+        """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens
+        over the group."""
         owned = [[rollout.index[row] for row in rows] for rows in mini_batches]
         cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in owned])
-        plans = [[[rows[i] for i in micro] for micro in cut] for rows, cut in zip(owned, cuts, strict=True)]
+        plans = [
+            [[rows[i] for i in micro] for micro in cut]
+            for rows, cut in zip(owned, cuts, strict=True)
+        ]
         sums = []
         for rows in owned:
             lengths = torch.tensor([rollout.lengths[i] for i in rows], dtype=torch.int64)
-            sums.append([float(algo.aggregate_weight(lengths, self.aggregate)), float(lengths.sum())])
+            sums.append(
+                [float(algo.aggregate_weight(lengths, self.aggregate)), float(lengths.sum())]
+            )
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
-        kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # a mini-batch may be without rows
+        kept = [
+            i for i, (weight, _) in enumerate(totals) if weight > 0
+        ]  # a mini-batch may be without rows
         return [plans[i] for i in kept], [totals[i] for i in kept]
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
-        group, packed = self.runner.group, is_packed(self.model)
-        micro_batches = [[rollout.totals[i] for i in rows] for plan in plans for rows in plan if rows]
-        run = sum(-(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows) for rows in micro_batches)
+        group = self.runner.group
+        packed = is_packed(self.model)
+        micro_batches = [
+            [rollout.totals[i] for i in rows] for plan in plans for rows in plan if rows
+        ]
+        run = sum(
+            -(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows)
+            for rows in micro_batches
+        )
         tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
         all_tokens, all_run = group.all_sum(torch.tensor([float(sum(tokens)), float(run)])).tolist()
-        most, mean = sum(group.all_max(tokens)), all_tokens / group.dp_size
+        most = sum(group.all_max(tokens))
+        mean = all_tokens / group.dp_size
         if not all_run:
             return {}
-        tflop = 6e-12 * mean * epochs * sum(parameter.numel() for parameter in self.model.parameters())
-        return {"padding": 1 - all_tokens / all_run, "imbalance": most / mean - 1, "update_tflop": tflop}
+        tflop = (
+            6e-12 * mean * epochs * sum(parameter.numel() for parameter in self.model.parameters())
+        )
+        return {
+            "padding": 1 - all_tokens / all_run,
+            "imbalance": most / mean - 1,
+            "update_tflop": tflop,
+        }
 
     def _accumulate(
-        self, rollout: Rollout, plan: Cut, by_row: dict[str, list[Tensor]], objective: Objective, total: Sequence[float]
+        self,
+        rollout: Rollout,
+        plan: Cut,
+        by_row: dict[str, list[Tensor]],
+        objective: Objective,
+        total: Sequence[float],
     ) -> dict[str, Any]:
-        """Forward and backward over a mini-batch; returns this rank's part of its metrics, still on the device."""
+        """Forward and backward over a mini-batch; returns this rank's part of its metrics, still on
+        the device."""
         sums: dict[str, Any] = {}
         for number, rows in enumerate(plan, 1):
             if self.gather_once:
                 keep_gathered(self.model, last=number == len(plan))
             samples = [rollout.samples[i] for i in rows]
             batch = micro_batch(samples, self.runner.device, packed=is_packed(self.model))
-            packed = {name: [tensors[i] for i in rows] or [torch.zeros(1)] for name, tensors in by_row.items()}
-            padded = {name: to_device(pad_rows(tensors), self.runner.device) for name, tensors in packed.items()}
+            packed = {
+                name: [tensors[i] for i in rows] or [torch.zeros(1)]
+                for name, tensors in by_row.items()
+            }
+            padded = {
+                name: to_device(pad_rows(tensors), self.runner.device)
+                for name, tensors in packed.items()
+            }
             loss, metrics = objective(self.model, batch, padded)
             lengths = batch.mask.sum(dim=1)
             loss = loss * (algo.aggregate_weight(lengths, self.aggregate) / total[0])
             loss.backward()
             fraction = lengths.sum() / total[1]
-            parts = {name: value * fraction for name, value in metrics.items()} | {"loss": loss.detach()}
+            parts = {name: value * fraction for name, value in metrics.items()} | {
+                "loss": loss.detach()
+            }
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         if self.gather_once:
             shard_again(self.model)
         return sums
 
     def _optimizer_step(self) -> Tensor:
-        """Clips, steps, clears. A step whose gradient is not finite is skipped: its norm is the group's, so all ranks
-        agree. Returns the norm, still on the device: nothing here waits for the GPU."""
+        """Clips, steps, clears. A step whose gradient is not finite is skipped: its norm is the
+        group's, so all ranks agree. Returns the norm, still on the device: nothing here waits for
+        the GPU."""
         norm = gradient_norm(self.model)
         if self.optim.max_grad_norm > 0:
             scale = (self.optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local(p.grad) for p in self.model.parameters() if p.grad is not None], scale)
+            torch._foreach_mul_(
+                [local(p.grad) for p in self.model.parameters() if p.grad is not None], scale
+            )
         # a loss scaler's flag for fused optimizers: 1 leaves weights and state as they are
         cast(Any, self.optimizer).found_inf = (~norm.isfinite()).float()
         self.host_state.step() if self.host_state else self.optimizer.step()

@@ -1,4 +1,5 @@
-"""Who plays which role, and who owns which slot: pure functions that every rank computes for itself."""
+"""Who plays which role, and who owns which slot: pure functions that every rank computes for
+itself."""
 
 import random
 from collections import Counter
@@ -22,7 +23,8 @@ class Placement:
 
     Attributes:
         mode: `per_node`, `by_node` or `colocated`.
-        groups: role -> its global ranks in ascending order. A rank's index there is its rank in the group.
+        groups: role -> its global ranks in ascending order. A rank's index there is its rank in the
+            group.
     """
 
     mode: str
@@ -42,16 +44,23 @@ class Placement:
 
 
 def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
-    """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank has one. Raises
-    UserError if the sizes don't add up, or don't cut into nodes as the mode asks."""
+    """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank
+    has one. Raises UserError if the sizes don't add up, or don't cut into nodes as the mode
+    asks."""
     mode = config.mode
     if mode == "auto":
-        asks_for_two = config.actor or config.critic or config.barrier or config.reference == "critic"
-        mode = "colocated" if world == 1 or (gpu and world == 2 and not asks_for_two) else "per_node"
+        asks_for_two = (
+            config.actor or config.critic or config.barrier or config.reference == "critic"
+        )
+        mode = (
+            "colocated" if world == 1 or (gpu and world == 2 and not asks_for_two) else "per_node"
+        )
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
-                remedy = "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
+                remedy = (
+                    "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
+                )
                 wrong = f"placement.{name}={size}: all {world} ranks play both roles"
                 raise UserError(f"{wrong}; {remedy} or leave it unset")
         return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
@@ -59,7 +68,9 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
         remedy = "use colocated or start more ranks (a dry run: --world-size)"
         raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; {remedy}")
     if world % local_world:
-        raise UserError(f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node")
+        raise UserError(
+            f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node"
+        )
     nodes = world // local_world
     unit = nodes if mode == "per_node" else local_world
     actor = _actor_size(config, world, unit, mode)
@@ -71,30 +82,41 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
 
 
 def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> int:
-    """The actor group's size, the rest being the critic's; both are multiples of `unit`: the number of nodes
-    (per_node) or a node's ranks (by_node). By default the critic has a quarter, rounded up: with models of one size
-    both columns then take about as long (docs/placement.md)."""
-    actor, critic = config.actor, config.critic
+    """The actor group's size, the rest being the critic's; both are multiples of `unit`: the number
+    of nodes (per_node) or a node's ranks (by_node). By default the critic has a quarter, rounded
+    up: with models of one size both columns then take about as long (docs/placement.md)."""
+    actor = config.actor
+    critic = config.critic
     if critic is None:
         critic = -(-world // unit // 4) * unit if actor is None else world - actor
     if actor is None:
         actor = world - critic
     if actor + critic != world:
-        raise UserError(f"placement.actor={actor} and critic={critic} do not add up to {world} ranks; give one of them")
+        raise UserError(
+            f"placement.actor={actor} and critic={critic} do not add up to {world} ranks; give one of them"
+        )
     for name, size in (("actor", actor), ("critic", critic)):
         if size < 1:
             given = f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of {world} is left"
-            raise UserError(f"{given} for the {name} group; set sizes of 1 to {world - 1}, or placement.mode=colocated")
+            raise UserError(
+                f"{given} for the {name} group; set sizes of 1 to {world - 1}, or placement.mode=colocated"
+            )
         if size % unit:
-            even, whole = f"must be the same on each of {unit} nodes", f"is not whole nodes of {unit}"
+            even = f"must be the same on each of {unit} nodes"
+            whole = f"is not whole nodes of {unit}"
             rule = even if mode == "per_node" else whole
-            raise UserError(f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}")
+            raise UserError(
+                f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}"
+            )
     return actor
 
 
-def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int) -> list[list[int]]:
-    """The ranks of a group in sets, each of which holds the weights once, in ascending order. Raises UserError if the
-    size doesn't divide the group, or a set would take a part of one node and a part of another."""
+def replicas(
+    role: Role, placement: Placement, shard_size: ShardSize, *, local_world: int
+) -> list[list[int]]:
+    """The ranks of a group in sets, each of which holds the weights once, in ascending order.
+    Raises UserError if the size doesn't divide the group, or a set would take a part of one node
+    and a part of another."""
     ranks = placement.groups[role]
     on_node = Counter(rank // local_world for rank in ranks)
     wanted = on_node[ranks[0] // local_world] if shard_size == "node" else shard_size
@@ -110,8 +132,8 @@ def replicas(role: Role, placement: Placement, shard_size: ShardSize, *, local_w
 
 
 def set_sizes(config: Config) -> dict[Role, list[int]]:
-    """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows together, then of its
-    frozen models."""
+    """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows
+    together, then of its frozen models."""
     sizes: dict[Role, list[int]] = {role: [] for role in ROLES}
     for model, role in _holders(config).items():
         sizes[role].append(config.tensor_parallel(model))
@@ -119,27 +141,53 @@ def set_sizes(config: Config) -> dict[Role, list[int]]:
 
 
 def _holders(config: Config) -> dict[str, Role]:
-    """Model -> the group that holds it, if the run has it; the models that are trained come first."""
-    return {"policy": "actor", "value": "critic", "reward": "critic", "reference": config.placement.reference}
+    """Model -> the group that holds it, if the run has it; the models that are trained come
+    first."""
+    return {
+        "policy": "actor",
+        "value": "critic",
+        "reward": "critic",
+        "reference": config.placement.reference,
+    }
 
 
 def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
     """Data-parallel ranks of each group: its sets."""
-    return {role: len(placement.groups[role]) // sizes[0] for role, sizes in set_sizes(config).items()}
+    return {
+        role: len(placement.groups[role]) // sizes[0] for role, sizes in set_sizes(config).items()
+    }
 
 
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
-    """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a replica."""
+    """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a
+    replica."""
     for model, role in _holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
-        size, setting = config.tensor_parallel(model), "fsdp" if model == "policy" else model
-        check_cut(f"the {model}'s", setting, size, role, placement, local_world=local_world, replica=len(held))
+        size = config.tensor_parallel(model)
+        setting = "fsdp" if model == "policy" else model
+        check_cut(
+            f"the {model}'s",
+            setting,
+            size,
+            role,
+            placement,
+            local_world=local_world,
+            replica=len(held),
+        )
 
 
 def check_cut(
-    owner: str, setting: str, size: int, role: Role, placement: Placement, *, local_world: int, replica: int = 0
+    owner: str,
+    setting: str,
+    size: int,
+    role: Role,
+    placement: Placement,
+    *,
+    local_world: int,
+    replica: int = 0,
 ) -> None:
-    """Raises a UserError if sets of `size` ranks don't fill a role's group, or don't fit into a node or a replica."""
+    """Raises a UserError if sets of `size` ranks don't fill a role's group, or don't fit into a
+    node or a replica."""
     ranks = placement.groups[role]
     counts = [*Counter(rank // local_world for rank in ranks).values(), replica or len(ranks)]
     if any(count % size for count in counts):
@@ -151,13 +199,15 @@ def check_cut(
 
 @dataclass(frozen=True)
 class Ownership:
-    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their rows. All groups cut
-    each mini-batch into contiguous pieces of the same order: a rank exchanges rows with few ranks of another group.
+    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their
+    rows. All groups cut each mini-batch into contiguous pieces of the same order: a rank exchanges
+    rows with few ranks of another group.
 
     Attributes:
         mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
-        orders: the same slots, in the order in which they are cut over ranks; empty: that of `mini_batches`.
+        orders: the same slots, in the order in which they are cut over ranks; empty: that of
+            `mini_batches`.
     """
 
     mini_batches: tuple[tuple[int, ...], ...]
@@ -177,13 +227,19 @@ class Ownership:
         return [row for slot in slots for row in by_slot.get(slot, ())]
 
     def slots(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
-        """The slots that a group's rank owns, by mini-batch; a list may be empty. `count`: mini-batches of a model with
-        another number of them than the policy. Neighbours are joined, or each is cut further, so that every rank has
-        its part of each. Which slots are together does not depend on the ranks."""
-        own = [list(piece(part, self.sizes[role], rank)) for part in self.orders or self.mini_batches]
+        """The slots that a group's rank owns, by mini-batch; a list may be empty. `count`:
+        mini-batches of a model with another number of them than the policy. Neighbours are joined,
+        or each is cut further, so that every rank has its part of each. Which slots are together
+        does not depend on the ranks."""
+        own = [
+            list(piece(part, self.sizes[role], rank)) for part in self.orders or self.mini_batches
+        ]
         count = count or len(own)
         if joined := len(own) // count:
-            return [[slot for slots in own[i * joined : (i + 1) * joined] for slot in slots] for i in range(count)]
+            return [
+                [slot for slots in own[i * joined : (i + 1) * joined] for slot in slots]
+                for i in range(count)
+            ]
         parts = count // len(own)
         place = [{slot: i for i, slot in enumerate(slots)} for slots in self.mini_batches]
         return [
@@ -215,9 +271,9 @@ class Ownership:
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
     """How many of a pair's rows each of its messages holds; 0 where no message is sent.
 
-    Which rows a message holds is decided by who finishes first; how many is known to both sides beforehand. Each takes
-    half of the rows that remain. So the last message is small: its rows finish last, and the critic cannot score them
-    during the rollout.
+    Which rows a message holds is decided by who finishes first; how many is known to both sides
+    beforehand. Each takes half of the rows that remain. So the last message is small: its rows
+    finish last, and the critic cannot score them during the rollout.
     """
     left = [rows // 2**k for k in range(chunks)] + [0]
     return [before - after for before, after in pairwise(left)]
@@ -237,8 +293,9 @@ def own(
     *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int],
     contexts: Sequence[int] = (),
 ) -> Ownership:  # fmt: skip
-    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
-    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots as otherwise."""
+    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`:
+    tokens that each slot begins with, if rows go on; then actor ranks get about as many of them,
+    and as many slots as otherwise."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
@@ -247,9 +304,11 @@ def own(
     return Ownership(cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
 
 
-def _deal(mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of about the same sum:
-    the longest context that is left goes to the rank with the smallest sum."""
+def _deal(
+    mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Orders of the slots of each mini-batch in which pieces for so many ranks have contexts of
+    about the same sum: the longest context that is left goes to the rank with the smallest sum."""
     orders = []
     sums = [0] * ranks
     for slots in mini_batches:
@@ -257,7 +316,9 @@ def _deal(mini_batches: Sequence[Sequence[int]], contexts: Sequence[int], ranks:
         room = [len(part) for part in cut_evenly(slots, ranks)]
         smallest = [(sums[rank], rank) for rank in range(ranks) if room[rank]]  # of ranks with room
         heapify(smallest)
-        for slot in sorted(slots, key=contexts.__getitem__, reverse=True):  # of equal ones, the first comes first
+        for slot in sorted(
+            slots, key=contexts.__getitem__, reverse=True
+        ):  # of equal ones, the first comes first
             _, rank = smallest[0]
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]

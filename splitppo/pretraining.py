@@ -8,18 +8,23 @@ from splitppo.config import Config
 
 
 class Pretraining:
-    """The steps before the first policy update, in which only the value model is trained. The critic sends no
-    advantages (NaN) in these steps, so the actor needs none.
+    """The steps before the first policy update, in which only the value model is trained. The
+    critic sends no advantages (NaN) in these steps, so the actor needs none.
 
     Plain warm-up (`ppo.critic_warmup`) trains the value model as in all other steps. Pretraining
-    (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1) has targets with lambda 1 and epochs of its own, and
-    ends early when the explained variance on fresh rows stops rising. Then all ranks of the group call `save`.
+    (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1) has targets with lambda 1 and
+    epochs of its own, and ends early when the explained variance on fresh rows stops rising. Then
+    all ranks of the group call `save`.
     """
 
     def __init__(self, config: Config, save: Callable[[], object]):
-        self.value, self.warmup, self.save = config.value, config.ppo.critic_warmup, save
+        self.value = config.value
+        self.warmup = config.ppo.critic_warmup
+        self.save = save
         self.ended = False
-        self.best, self.stale = float("-inf"), 0  # highest explained variance, steps since then
+        # highest explained variance, steps since then
+        self.best = float("-inf")
+        self.stale = 0
 
     def policy_waits(self, step: int) -> bool:
         """Whether the policy is not updated in this step."""
@@ -30,8 +35,9 @@ class Pretraining:
         return step <= self.value.pretrain_steps and not self.ended
 
     def finish(self, step: int, returns: algo.Moments, errors: algo.Moments) -> None:
-        """After the value model's update. `returns`: over the step's tokens, the value model's targets. `errors`: these
-        less the values that the model had before it was trained on the rows."""
+        """After the value model's update. `returns`: over the step's tokens, the value model's
+        targets. `errors`: these less the values that the model had before it was trained on the
+        rows."""
         if not self.runs(step):
             return
         if returns.count:  # rows have ended in this step
@@ -43,8 +49,13 @@ class Pretraining:
             self.save()
 
     def state(self) -> dict[str, Any]:
-        return {"ended": self.ended, "best": self.best if self.best > float("-inf") else None, "stale": self.stale}
+        return {
+            "ended": self.ended,
+            "best": self.best if self.best > float("-inf") else None,
+            "stale": self.stale,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.ended, self.stale = state["ended"], state["stale"]
+        self.ended = state["ended"]
+        self.stale = state["stale"]
         self.best = float("-inf") if state["best"] is None else state["best"]

@@ -1,8 +1,8 @@
 """Rows: what crosses between data, engine, channels and learner.
 
-A row is one episode: the prompt, then what the policy sampled and, between its turns, what an environment answered.
-The *response tokens* are those that the policy sampled. Losses, GAE and KL are over these alone, so the packed tensors
-`[N]` hold nothing else.
+A row is one episode: the prompt, then what the policy sampled and, between its turns, what an
+environment answered. The *response tokens* are those that the policy sampled. Losses, GAE and KL
+are over these alone, so the packed tensors `[N]` hold nothing else.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ class Prompt:
         text: the prompt as text, after the chat template.
         tokens: its token ids.
         data_source, ground_truth, extra_info: what the reward function gets beside the response.
-        messages: the conversation as messages, if the data has it or the prompt is a string that went through the chat
-            template; a reward model with a template of its own reads it.
-        column: the prompt as its row has it, a string or messages: without `data.system` and the chat template. For
-            reward functions that ask for it.
+        messages: the conversation as messages, if the data has it or the prompt is a string that
+            went through the chat template; a reward model with a template of its own reads it.
+        column: the prompt as its row has it, a string or messages: without `data.system` and the
+            chat template. For reward functions that ask for it.
     """
 
     text: str
@@ -51,19 +51,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row while it is open, and when it has ended. Its ids and log-probs are arrays, four bytes a number, whatever
-    sequences they are given as: they are copied, sent and pickled as bytes.
+    """One row while it is open, and when it has ended. Its ids and log-probs are arrays, four bytes
+    a number, whatever sequences they are given as: they are copied, sent and pickled as bytes.
 
     Attributes:
         row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
-        prompt, response: token ids. The response holds its end-of-sequence token or stop string, if it ended by one,
-            and, between two turns, what an environment answered.
+        prompt, response: token ids. The response holds its end-of-sequence token or stop string, if
+            it ended by one, and, between two turns, what an environment answered.
         logprobs: the engine's log-probs of the response tokens at the sampling temperature.
-        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the environment. None: it
-            is open.
+        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the
+            environment. None: it is open.
         mask: of each id of `response`, whether the policy sampled it; None: all.
         turns: where each turn ends, counted in response tokens; empty: one turn.
-        stretches: (step, response tokens that it sampled), for each step that did; empty: not recorded.
+        stretches: (step, response tokens that it sampled), for each step that did; empty: not
+            recorded.
     """
 
     row: int
@@ -79,7 +80,9 @@ class Sample:
         for name, kind in (("prompt", IDS), ("response", IDS), ("logprobs", LOGPROBS)):
             object.__setattr__(self, name, numbers(getattr(self, name), kind))
 
-    def extended(self, step: int, tokens: Sequence[int], logprobs: Sequence[float], end: End | None) -> "Sample":
+    def extended(
+        self, step: int, tokens: Sequence[int], logprobs: Sequence[float], end: End | None
+    ) -> "Sample":
         """The row with tokens that a step's weights have sampled behind the others."""
         return replace(
             self,
@@ -107,7 +110,11 @@ class Sample:
     @property
     def places(self) -> Tensor:
         """Where in `response` the response tokens stand; `[T_i]` int64."""
-        return torch.arange(len(self.response)) if self.mask is None else torch.tensor(self.mask).nonzero()[:, 0]
+        return (
+            torch.arange(len(self.response))
+            if self.mask is None
+            else torch.tensor(self.mask).nonzero()[:, 0]
+        )
 
 
 def numbers(values: Sequence[float], kind: str) -> array:
@@ -128,11 +135,22 @@ def array_of(tensor: Tensor, kind: str) -> array:
 
 
 def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], Tensor]:
-    """Rows, without log-probs and stretches: `HEADER` integers for each row, and all ids, `[n]` int32."""
-    header, ids = [], array(IDS)
+    """Rows, without log-probs and stretches: `HEADER` integers for each row, and all ids, `[n]`
+    int32."""
+    header = []
+    ids = array(IDS)
     for sample in samples:
-        masked, end = sample.mask is not None, ENDS.index(cast(End, sample.end))  # open rows do not travel
-        header += [sample.row, len(sample.prompt), len(sample.response), end, len(sample.turns), masked]
+        # open rows do not travel
+        masked = sample.mask is not None
+        end = ENDS.index(cast(End, sample.end))
+        header += [
+            sample.row,
+            len(sample.prompt),
+            len(sample.response),
+            end,
+            len(sample.turns),
+            masked,
+        ]
         for part in (sample.prompt, sample.response, sample.mask or (), sample.turns):
             ids += numbers(part, IDS)
     return [int(number) for number in header], tensor_of(ids, IDS)
@@ -154,12 +172,15 @@ def unpack_rows(header: Sequence[int], ids: Tensor) -> list[Sample]:
         both = prompt + response
         mask = [bool(flag) for flag in own[both : both + response]] if masked else None
         turns = tuple(own[both + response * masked :])
-        samples.append(Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns))
+        samples.append(
+            Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns)
+        )
     return samples
 
 
 def exchange_rows(group: Any, parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here, without log-probs."""
+    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here,
+    without log-probs."""
     packed = [pack_rows(part) for part in parts]
     headers = group.all_to_all([torch.tensor(header, dtype=torch.int64) for header, _ in packed])
     ids = group.all_to_all([ids for _, ids in packed])
@@ -168,10 +189,11 @@ def exchange_rows(group: Any, parts: Sequence[Sequence[Sample]]) -> list[Sample]
 
 
 class Rollout:
-    """The rows that one rank holds in a step, given in any order and kept in ascending order of rows.
+    """The rows that one rank holds in a step, given in any order and kept in ascending order of
+    rows.
 
-    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors `[N]` on the CPU: the
-    response tokens of one row after the other.
+    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors
+    `[N]` on the CPU: the response tokens of one row after the other.
 
     Attributes:
         lengths: response tokens of each row.
@@ -195,7 +217,8 @@ class Rollout:
         return list(packed.split(self.lengths))
 
     def select(self, packed: Tensor, rows: Sequence[int]) -> Tensor:
-        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to `rows`, in their order."""
+        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to `rows`, in their
+        order."""
         pieces = packed.split(self.lengths, dim=-1)
         picked = [pieces[self.index[row]] for row in rows]
         return torch.cat(picked, dim=-1) if picked else packed[..., :0]
@@ -206,17 +229,28 @@ class Rollout:
 
     def sums(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B]`, the sum of each row."""
-        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
-        wide = torch.zeros(len(self.rows), dtype=torch.float64).index_add_(0, row_of, packed.double())
+        row_of = torch.arange(len(self.rows)).repeat_interleave(
+            torch.tensor(self.lengths, dtype=torch.int64)
+        )
+        wide = torch.zeros(len(self.rows), dtype=torch.float64).index_add_(
+            0, row_of, packed.double()
+        )
         return wide.to(packed.dtype)
 
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""
-        return torch.cat([torch.zeros(0), *(tensor_of(sample.logprobs, LOGPROBS) for sample in self.samples)])
+        return torch.cat(
+            [torch.zeros(0), *(tensor_of(sample.logprobs, LOGPROBS) for sample in self.samples)]
+        )
 
     def ages(self) -> Tensor:
-        """`[N]` int64: for each response token, how many steps before its row's last one it was sampled."""
-        parts = [(s.stretches[-1][0] - step, tokens) for s in self.samples for step, tokens in s.stretches]
+        """`[N]` int64: for each response token, how many steps before its row's last one it was
+        sampled."""
+        parts = [
+            (s.stretches[-1][0] - step, tokens)
+            for s in self.samples
+            for step, tokens in s.stretches
+        ]
         ages, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
         return ages.repeat_interleave(tokens)
 

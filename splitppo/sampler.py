@@ -1,9 +1,10 @@
-"""Schedules the rows that are generated: which row a slot decodes next, and how far. It alone asks the engine for
-tokens, and it alone appends them to rows.
+"""Schedules the rows that are generated: which row a slot decodes next, and how far. It alone asks
+the engine for tokens, and it alone appends them to rows.
 
-Slot s of S has the rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a step. With
-`rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by the next one, and a row that has
-not ended goes on in the next step, with the new weights. No row is skipped or taken twice, and no slot asks another.
+Slot s of S has the rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a
+step. With `rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by
+the next one, and a row that has not ended goes on in the next step, with the new weights. No row is
+skipped or taken twice, and no slot asks another.
 """
 
 import sys
@@ -27,7 +28,8 @@ RECORDED = 32  # slots, the first, whose rows the metrics have
 
 
 class OpenRow(NamedTuple):
-    """What every rank knows of a slot's open row: its number, and (step, tokens) for each step that sampled some."""
+    """What every rank knows of a slot's open row: its number, and (step, tokens) for each step that
+    sampled some."""
 
     row: int
     stretches: tuple[tuple[int, int], ...] = ()
@@ -39,7 +41,8 @@ class OpenRow(NamedTuple):
 
 
 class Sampler:
-    """The rows of all slots, as a rank of the actor group sees them, and those that go on from one step to the next.
+    """The rows of all slots, as a rank of the actor group sees them, and those that go on from one
+    step to the next.
 
     Args:
         slots: S. prompt: row -> its prompt.
@@ -48,19 +51,30 @@ class Sampler:
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
 
     Attributes:
-        open: slot -> its row that goes on, or that comes next and has no token yet. The same on all ranks.
-        held: slot -> the open row with its contents, on the rank that owns the slot in the next step. After
-            `load_state`, on all ranks.
+        open: slot -> its row that goes on, or that comes next and has no token yet. The same on all
+            ranks.
+        held: slot -> the open row with its contents, on the rank that owns the slot in the next
+            step. After `load_state`, on all ranks.
     """
 
     def __init__(
-        self, slots: int, prompt: Callable[[int], Prompt], *, limit: int, window: int = 0, lengths: Sequence[int] = ()
+        self,
+        slots: int,
+        prompt: Callable[[int], Prompt],
+        *,
+        limit: int,
+        window: int = 0,
+        lengths: Sequence[int] = (),
     ):
-        self.slots, self.prompt, self.limit = slots, prompt, limit
-        self.window, self.lengths = window, lengths
+        self.slots = slots
+        self.prompt = prompt
+        self.limit = limit
+        self.window = window
+        self.lengths = lengths
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Sample] = {}
-        # by this rank since the last `share`: slots' open rows; of the first slots, the (row, tokens) that they decoded
+        # by this rank since the last `share`: slots' open rows; of the first slots, the (row,
+        # tokens) that they decoded
         self._changed: dict[int, Sample] = {}
         self._decoded: dict[int, list[tuple[int, int]]] = {}
 
@@ -73,12 +87,14 @@ class Sampler:
         seed: int,
         group: Group | None = None,
     ) -> Iterator[list[Sample]]:
-        """Generates the step's rows of these slots. The ranks of a set call it with the same slots; each one's engine
-        takes a part of them, and all get the same rows.
+        """Generates the step's rows of these slots. The ranks of a set call it with the same slots;
+        each one's engine takes a part of them, and all get the same rows.
 
         Yields:
-            the rows that have just ended, and every few milliseconds an empty list, so that the caller can do other
-            work. Closing or dropping the iterator (an exception in a `for` loop drops it) stops the engine's work.
+            the rows that have just ended, and every few milliseconds an empty list, so that the
+            caller can do other
+            work. Closing or dropping the iterator (an exception in a `for` loop drops it) stops the
+            engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
         with closing(self._decode(engine, step, slots[rank::size], sampling, seed)) as own:
@@ -90,10 +106,13 @@ class Sampler:
         known = slot in self.open  # its contents must be here
         return self.held[slot] if known else self._fresh((step - 1) * self.slots + slot)
 
-    def share(self, group: Group, owned: Callable[[], Sequence[Sequence[int]]]) -> list[list[tuple[int, int]]]:
-        """Tells every rank of the actor group about the open rows of all slots, after each rollout, and moves their
-        contents to the ranks that own the slots next. `owned`: the slots of each rank in the next step, asked for once
-        all open rows are known. Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another.
+    def share(
+        self, group: Group, owned: Callable[[], Sequence[Sequence[int]]]
+    ) -> list[list[tuple[int, int]]]:
+        """Tells every rank of the actor group about the open rows of all slots, after each rollout,
+        and moves their contents to the ranks that own the slots next. `owned`: the slots of each
+        rank in the next step, asked for once all open rows are known. Returns what the first
+        `RECORDED` slots have decoded: (row, tokens) one after another.
         """
         changed = self._changed
         known = [(slot, row.row, row.stretches) for slot, row in changed.items()]
@@ -108,20 +127,24 @@ class Sampler:
             slots = owned()
             here = set(slots[group.dp_rank])
             sent = [sorted(changed.keys() & set(own)) for own in slots]
-            received = group.all_to_all([_contents([changed[slot] for slot in own]) for own in sent])
+            received = group.all_to_all(
+                [_contents([changed[slot] for slot in own]) for own in sent]
+            )
             self.held = {slot: row for slot, row in self.held.items() if slot in here}
             for (rows, _), part in zip(parts, received, strict=True):
                 self.held |= self._rows(sorted(here.intersection(slot for slot, *_ in rows)), part)
         return [decoded[slot] for slot in sorted(decoded)]
 
     def contexts(self) -> list[int]:
-        """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold at once."""
+        """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
+        at once."""
         rows = (self.open.get(slot) or OpenRow(slot) for slot in range(self.slots))
         return [len(self.prompt(row.row).tokens) + row.tokens for row in rows]
 
     def state(self, group: Group) -> list[Any]:
-        """The open rows as a checkpoint holds them: number, response, its log-probs, stretches, and the hash of what
-        was asked for. Prompts follow from data. All ranks of the actor group call it; the first one gets the rows."""
+        """The open rows as a checkpoint holds them: number, response, its log-probs, stretches, and
+        the hash of what was asked for. Prompts follow from data. All ranks of the actor group call
+        it; the first one gets the rows."""
         if not self.window:
             return []
         own = sorted(self.held)
@@ -131,14 +154,20 @@ class Sampler:
         for slots, part in zip(group.all_gather(own), received, strict=True):
             rows |= self._rows(slots if group.dp_rank == 0 else [], part)
         return [
-            [row.row, _text(row.response, IDS), _text(row.logprobs, LOGPROBS), list(row.stretches), self._asked(row)]
+            [
+                row.row,
+                _text(row.response, IDS),
+                _text(row.logprobs, LOGPROBS),
+                list(row.stretches),
+                self._asked(row),
+            ]
             for _, row in sorted(rows.items())
         ]
 
     def load_state(self, state: Sequence[Any]) -> None:
-        """Goes on from what `state` returned, also with another window; every rank holds all rows then. Raises
-        UserError if there are other slots now, or rows do not go on, have another prompt, or are too long. Older
-        checkpoints have no hashes, or lists for arrays."""
+        """Goes on from what `state` returned, also with another window; every rank holds all rows
+        then. Raises UserError if there are other slots now, or rows do not go on, have another
+        prompt, or are too long. Older checkpoints have no hashes, or lists for arrays."""
         if state and not (self.window and len(state) == self.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and"
@@ -169,9 +198,15 @@ class Sampler:
             self.held[slot] = row
 
     def _decode(
-        self, engine: RolloutEngine, step: int, slots: Sequence[int], sampling: RolloutConfig, seed: int
+        self,
+        engine: RolloutEngine,
+        step: int,
+        slots: Sequence[int],
+        sampling: RolloutConfig,
+        seed: int,
     ) -> Generator[list[Sample], None, None]:
-        """The rows of these slots as they stop: ended, or open since their slot has decoded the window's tokens."""
+        """The rows of these slots as they stop: ended, or open since their slot has decoded the
+        window's tokens."""
         budgets = dict.fromkeys(slots, self.window or sys.maxsize)
         asked: dict[int, Sample] = {}
 
@@ -195,8 +230,14 @@ class Sampler:
                     # the engine knows how many tokens it was asked for, and not why
                     goes_on = piece.end == "limit" and len(piece.tokens) < self._left(before)
                     if self.window and not goes_on and budgets[slot]:
-                        engine.submit([ask(self._fresh(piece.row + self.slots))])  # first of all: its place is empty
-                    stopped.append(before.extended(step, piece.tokens, piece.logprobs, None if goes_on else piece.end))
+                        engine.submit(
+                            [ask(self._fresh(piece.row + self.slots))]
+                        )  # first of all: its place is empty
+                    stopped.append(
+                        before.extended(
+                            step, piece.tokens, piece.logprobs, None if goes_on else piece.end
+                        )
+                    )
                 yield stopped
         finally:
             engine.abort()
@@ -238,7 +279,8 @@ class Sampler:
 
 
 def _of_set(own: Iterator[list[Sample]], group: Group) -> Iterator[list[Sample]]:
-    """The rows of all engines of a set, on each of its ranks in the same order, whichever engine is the faster."""
+    """The rows of all engines of a set, on each of its ranks in the same order, whichever engine is
+    the faster."""
     waiting = [deque[Sample]() for _ in range(group.set_size)]
     found: list[Any] = []
     while found != [None] * group.set_size:
@@ -246,13 +288,16 @@ def _of_set(own: Iterator[list[Sample]], group: Group) -> Iterator[list[Sample]]
         for rows, part in zip(waiting, found, strict=True):
             rows.extend(part or ())
         ready = []
-        while any(waiting) and all(rows or part is None for rows, part in zip(waiting, found, strict=True)):
+        while any(waiting) and all(
+            rows or part is None for rows, part in zip(waiting, found, strict=True)
+        ):
             ready += [rows.popleft() for rows in waiting if rows]
         yield ready
 
 
 def _contents(rows: Sequence[Sample]) -> Tensor:
-    """What the rows have sampled so far: their ids, then the bits of their log-probs; `[2 N]` int32."""
+    """What the rows have sampled so far: their ids, then the bits of their log-probs; `[2 N]`
+    int32."""
     none = torch.zeros(0, dtype=torch.int32)
     ids = [tensor_of(row.response, IDS) for row in rows]
     logprobs = [tensor_of(row.logprobs, LOGPROBS).view(torch.int32) for row in rows]

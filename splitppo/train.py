@@ -9,9 +9,10 @@ Every rank runs this module, and its rank decides which loop it plays:
                                             <--- advantages
     policy.update                                value.update (both at once)
 
-The groups exchange rows and tensors over the three channels of `links`, and nowhere else. No barrier joins them: the
-actor starts step t+1 while the critic still trains on step t. `colocated_loop` is the same algorithm with both roles on
-every rank; `exchange` stands in the place of `links`.
+The groups exchange rows and tensors over the three channels of `links`, and nowhere else. No
+barrier joins them: the actor starts step t+1 while the critic still trains on step t.
+`colocated_loop` is the same algorithm with both roles on every rank; `exchange` stands in the place
+of `links`.
 """
 
 import os
@@ -68,7 +69,8 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
 
 
 def critic_loop(run: Run, critic: Critic, links: Links) -> None:
-    """Scores rows as they arrive, sends advantages, updates the value model during the actor's next rollout."""
+    """Scores rows as they arrive, sends advantages, updates the value model during the actor's next
+    rollout."""
     log = run.logs["critic"]
     for step in run.steps():
         parts = []
@@ -76,7 +78,9 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             with log.span("wait_rollouts"):
                 rollout = Rollout(links.rollouts.recv(step, chunk))
             with log.span("score"):
-                pending = critic.submit(step, rollout)  # reward functions run while this rank waits for its group
+                pending = critic.submit(
+                    step, rollout
+                )  # reward functions run while this rank waits for its group
             with log.span("wait_rollouts"):
                 critic.group.barrier()
             with log.span("score"):
@@ -89,7 +93,9 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             advantages, returns, metrics = critic.advantages(step, scored, logprobs)
             links.advantages.send(step, scored.rollout, advantages)
         with log.span("update"):
-            run.write_samples(step, partial(critic.samples, step, scored))  # a thread does, until the step's end
+            run.write_samples(
+                step, partial(critic.samples, step, scored)
+            )  # a thread does, until the step's end
             metrics |= critic.update(step, scored, returns)
         with log.span("checkpoint"):
             run.save("critic", step, critic)
@@ -98,7 +104,8 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
 
 def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -> None:
     """The same algorithm on ranks that play both roles, one after the other."""
-    log, critic_log = run.logs["actor"], run.logs["critic"]
+    log = run.logs["actor"]
+    critic_log = run.logs["critic"]
     for step in run.steps():
         with log.span("sync"):
             actor.sync()
@@ -122,7 +129,9 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
             given = exchange.logprobs(step, rollout, scored.rollout, logprobs)
             advantages, returns, critic_metrics = critic.advantages(step, scored, given)
             (advantages,) = exchange.advantages(step, scored.rollout, rollout, [advantages])
-        run.write_samples(step, partial(critic.samples, step, scored))  # a thread does, until the step's end
+        run.write_samples(
+            step, partial(critic.samples, step, scored)
+        )  # a thread does, until the step's end
         with log.span("update"):
             metrics |= actor.update(step, rollout, logprobs, advantages)
         with critic_log.span("update"):
@@ -159,23 +168,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_rank(train, lambda: sys.argv[1:] if argv is None else argv)
 
 
-def run(config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None) -> NoReturn:
-    """Trains from a user's script, as `-m splitppo.train` does, and ends the process with the run's exit status.
+def run(
+    config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Trains from a user's script, as `-m splitppo.train` does, and ends the process with the run's
+    exit status.
 
     Reward workers import the script: call this under `if __name__ == "__main__":`.
 
     Args:
-        config: What differs from the defaults counts as flags before those of the command line, which override them.
-            A preset (`--config`, or `config.config`) is below both.
-        reward: The function that scores a row, in place of `reward.function`: one at the top level of its file.
+        config: What differs from the defaults counts as flags before those of the command line,
+            which override them. A preset (`--config`, or `config.config`) is below both.
+        reward: The function that scores a row, in place of `reward.function`: one at the top level
+            of its file.
         argv: The flags of the command line. None: those that the script was started with.
 
     Raises:
-        RuntimeError: The script is imported as the file of a reward. Other errors are printed, as on a command line.
+        RuntimeError: The script is imported as the file of a reward. Other errors are printed, as
+            on a command line.
     """
     frames = traceback.walk_stack(sys._getframe())
     if any(frame.f_globals.get("__name__", "").startswith(IMPORTED) for frame, _ in frames):
-        raise RuntimeError('run() starts when its file is imported; write if __name__ == "__main__": before it')
+        raise RuntimeError(
+            'run() starts when its file is imported; write if __name__ == "__main__": before it'
+        )
 
     def flags() -> list[str]:
         function = [] if reward is None else ["--reward.function", name_function(reward)]
@@ -190,5 +206,6 @@ def run(config: Config, reward: RewardFunction | None = None, argv: Sequence[str
 
 
 if __name__ == "__main__":
-    # leaves at once: after a failure, threads of the communication libraries may wait for a peer that never comes
+    # leaves at once: after a failure, threads of the communication libraries may wait for a peer
+    # that never comes
     os._exit(main(sys.argv[1:]))

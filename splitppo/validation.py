@@ -1,5 +1,6 @@
-"""Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`, RUN/validation. Row
-`p * n + j` is response j to held-out prompt p, both from 0. Its noise is the same in every validation."""
+"""Validation: n responses to each held-out prompt, scored over the actor group; metrics `val/...`,
+RUN/validation. Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise is the
+same in every validation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,9 @@ FILE_ROWS = 256  # rows that a validation writes at most, the first
 
 
 class Validator:
-    """Scores the held-out prompts; each rank of the actor group takes a part of them. `context` holds the held-out
-    prompts, `group` are the actors, `write` writes a step's rows to the run's folder."""
+    """Scores the held-out prompts; each rank of the actor group takes a part of them. `context`
+    holds the held-out prompts, `group` are the actors, `write` writes a step's rows to the run's
+    folder."""
 
     def __init__(
         self,
@@ -30,8 +32,13 @@ class Validator:
         scorer: Scorer,
         write: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ):
-        self.config, self.prompts, self.decode = context.config, context.held_out, context.decode
-        self.engine, self.group, self.scorer, self.write = engine, group, scorer, write
+        self.config = context.config
+        self.prompts = context.held_out
+        self.decode = context.decode
+        self.engine = engine
+        self.group = group
+        self.scorer = scorer
+        self.write = write
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -39,8 +46,9 @@ class Validator:
         return bool(every and self.prompts) and (step % every == 0 or step == self.config.steps)
 
     def run(self, step: int) -> dict[str, float]:
-        """Validates the weights that the engine holds; all ranks of the group call it. Returns the group's metrics, the
-        same on every rank and under any number of ranks; see `summary.metrics`."""
+        """Validates the weights that the engine holds; all ranks of the group call it. Returns the
+        group's metrics, the same on every rank and under any number of ranks; see
+        `summary.metrics`."""
         n = self.config.log.validate_samples
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         rows = [prompt * n + j for prompt in mine for j in range(n)]
@@ -48,25 +56,39 @@ class Validator:
         rollout = self.config.rollout
         sampling = replace(rollout, temperature=self.config.log.validate_temperature)
         seed = row_seed(self.config.seed, NO_ROW, 0)
-        sampler = Sampler(len(self.prompts) * n, lambda row: self.prompts[row // n], limit=rollout.max_new_tokens)
+        sampler = Sampler(
+            len(self.prompts) * n, lambda row: self.prompts[row // n], limit=rollout.max_new_tokens
+        )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
                 texts = [self.decode(sample.response) for sample in finished]
                 # the scorer works while the engine generates
-                pairs = [(self.prompts[sample.row // n], text) for sample, text in zip(finished, texts, strict=True)]
+                pairs = [
+                    (self.prompts[sample.row // n], text)
+                    for sample, text in zip(finished, texts, strict=True)
+                ]
                 batches.append((finished, texts, self.scorer.submit(pairs)))
-        found, written, failures = [], [], []
+        found = []
+        written = []
+        failures = []
         for samples, texts, pending in batches:
-            for sample, text, scored in zip(samples, texts, self.group.of_first(pending), strict=True):
+            for sample, text, scored in zip(
+                samples, texts, self.group.of_first(pending), strict=True
+            ):
                 what = answer(text), len(sample.response), sample.truncated, bool(scored.failures)
                 found.append(Response(sample.row, scored.score, dict(scored.figures), *what))
                 failures += [(sample.row, failure) for failure in scored.failures]
-                if sample.row < FILE_ROWS:  # every rank has the prompts, so only responses are gathered
+                if (
+                    sample.row < FILE_ROWS
+                ):  # every rank has the prompts, so only responses are gathered
                     written.append((sample.row, text, scored.score, sample.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)
-            lines = [record(step, row, score, self.prompts[row // n], text, end) for row, text, score, end in rows]
+            lines = [
+                record(step, row, score, self.prompts[row // n], text, end)
+                for row, text, score, end in rows
+            ]
             self.write(step, [line | {"sample": line["row"] % n} for line in lines])
             if failed := [failure for *_, part in gathered for failure in part]:
                 say(f"[actor] step {step}, held-out rows, {failure_line(failed)}")

@@ -1,5 +1,5 @@
-"""One thread a process: the tests run up to four ranks on two cores, and forked children must not inherit threads.
-No GPU either, where tests do not ask for it."""
+"""One thread a process: the tests run up to four ranks on two cores, and forked children must not
+inherit threads. No GPU either, where tests do not ask for it."""
 
 import os
 

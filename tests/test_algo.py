@@ -1,4 +1,5 @@
-"""`splitppo.algo` against numbers worked out by hand, definitions written out literally, and invariances."""
+"""`splitppo.algo` against numbers worked out by hand, definitions written out literally, and
+invariances."""
 
 import itertools
 import math
@@ -36,7 +37,9 @@ def same(got: Tensor, *want, tol: float = 1e-12) -> None:
 
 
 def draw(rows: int, length: int, seed: int) -> Tensor:
-    return torch.randn(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def holey_mask(rows: int, length: int, seed: int) -> Tensor:
@@ -89,7 +92,8 @@ def test_whiten_by_hand():
     got = algo.whiten(t(1, 2, 6, 3))
     s = math.sqrt(14 / 3 + 1e-8)
     same(got, [-2 / s, -1 / s, 3 / s, 0])
-    # A variance as small as eps shows where eps sits: values 0 and 2e-4 have variance 2e-8, so 1e-4 / sqrt(3e-8).
+    # A variance as small as eps shows where eps sits: values 0 and 2e-4 have variance 2e-8, so 1e-4
+    # / sqrt(3e-8).
     same(algo.whiten(t(0, 2e-4)), [-1 / math.sqrt(3), 1 / math.sqrt(3)])
 
 
@@ -103,7 +107,9 @@ def test_whiten_over_merged_parts_is_whitening_the_whole():
     whole = algo.whiten(x)
     cuts = x.split([5, 1, 0, 29])
     merged = algo.merge_moments([algo.moments(cut) for cut in cuts])
-    torch.testing.assert_close(torch.cat([algo.whiten(cut, merged) for cut in cuts]), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([algo.whiten(cut, merged) for cut in cuts]), whole, rtol=0, atol=1e-12
+    )
     same(whole.mean(), 0.0)
     same(whole.var(), 1.0, tol=1e-7)
     assert not torch.allclose(torch.cat([algo.whiten(cut) for cut in cuts]), whole)
@@ -129,7 +135,10 @@ def test_whiten_keeps_dtype_and_takes_no_gradient():
     ],
 )
 def test_kl_by_hand(kind, want, slope):
-    logprobs, ref = t([1 / 2, 1 / 4]).log().requires_grad_(), t([1 / 4, 1 / 2]).log().requires_grad_()
+    logprobs, ref = (
+        t([1 / 2, 1 / 4]).log().requires_grad_(),
+        t([1 / 4, 1 / 2]).log().requires_grad_(),
+    )
     got = algo.kl_estimate(logprobs, ref, kind)
     same(got, [want])
     got.sum().backward()
@@ -156,7 +165,9 @@ def test_exponentials_are_taken_of_clamped_log_ratios(side):
     assert logprobs.grad is not None
     assert logprobs.grad[0].ne(0).tolist() == [True, True, False, False]
     new, ones = logs.clone().requires_grad_(), torch.ones_like(logs)
-    loss, metrics = policy_loss(new, torch.zeros_like(logs), -ones if side > 0 else ones, ones, "seq_mean_token_sum")
+    loss, metrics = policy_loss(
+        new, torch.zeros_like(logs), -ones if side > 0 else ones, ones, "seq_mean_token_sum"
+    )
     same(loss / clamped.exp().sum(), float(side))
     same(gradient(loss, new) / clamped.exp(), [[side, side, 0, 0]])
     same(metrics["ratio_clamped"], 2 / 4)
@@ -191,23 +202,30 @@ def test_gae_by_hand():
 def literal_gae(
     rewards: list[float], values: list[float], lengths: list[int], gamma: float, lams: list[float]
 ) -> list[float]:
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: in lists, O(T^2)."""
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: in lists,
+    O(T^2)."""
     advantages, start = [], 0
     for n, lam in zip(lengths, lams, strict=True):
         r, v = rewards[start : start + n], [*values[start : start + n], 0.0]
         delta = [r[k] + gamma * v[k + 1] - v[k] for k in range(n)]
-        advantages += [sum((gamma * lam) ** j * delta[k + j] for j in range(n - k)) for k in range(n)]
+        advantages += [
+            sum((gamma * lam) ** j * delta[k + j] for j in range(n - k)) for k in range(n)
+        ]
         start += n
     return advantages
 
 
 @pytest.mark.parametrize("lengths", [[9, 1, 0, 4, 9, 2, 0], [3], [0], []])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.5, 0.3), (0.0, 0.7), (0.9, None)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.5, 0.3), (0.0, 0.7), (0.9, None)]
+)
 def test_gae_is_the_literal_sum(gamma, lam, lengths):
     """None: a lambda for each row."""
     rewards, values = (draw(1, sum(lengths), seed=seed)[0] for seed in (3, 4))
     lams = [lam] * len(lengths) if lam is not None else [(i + 1) / 8 for i in range(len(lengths))]
-    advantages, returns = algo.gae(rewards, values, lengths, gamma=gamma, lam=t(*lams) if lam is None else lam)
+    advantages, returns = algo.gae(
+        rewards, values, lengths, gamma=gamma, lam=t(*lams) if lam is None else lam
+    )
     same(advantages, literal_gae(rewards.tolist(), values.tolist(), lengths, gamma, lams))
     same(returns, (advantages + values).tolist())
 
@@ -256,11 +274,19 @@ def test_aggregate_of_nothing_is_zero_and_can_go_backward(aggregate):
         loss = algo.aggregate_loss(x, torch.zeros(shape), aggregate)
         loss.backward()
         assert x.grad is not None
-        assert loss.item() == algo.aggregate_weight(torch.zeros(shape[0]), aggregate).item() == x.grad.abs().sum() == 0
+        assert (
+            loss.item()
+            == algo.aggregate_weight(torch.zeros(shape[0]), aggregate).item()
+            == x.grad.abs().sum()
+            == 0
+        )
 
 
 def test_aggregate_refuses_an_unknown_name():
-    for call in (lambda: algo.aggregate_loss(t([1.0]), t([1]), "sum"), lambda: algo.aggregate_weight(t(1), "sum")):  # pyright: ignore
+    for call in (
+        lambda: algo.aggregate_loss(t([1.0]), t([1]), "sum"),
+        lambda: algo.aggregate_weight(t(1), "sum"),
+    ):  # pyright: ignore
         with pytest.raises(ValueError, match="'sum'"):
             call()
 
@@ -269,17 +295,27 @@ def test_aggregate_refuses_an_unknown_name():
 
 
 def policy_loss(
-    logprobs, old, advantages, mask, aggregate: Aggregate = "token_mean", dual_clip=None, high=0.2, weights=None
+    logprobs,
+    old,
+    advantages,
+    mask,
+    aggregate: Aggregate = "token_mean",
+    dual_clip=None,
+    high=0.2,
+    weights=None,
 ):
     clips: Any = {"clip_low": 0.2, "clip_high": high, "dual_clip": dual_clip}
-    return algo.policy_loss(logprobs, old, advantages, mask, **clips, aggregate=aggregate, weights=weights)
+    return algo.policy_loss(
+        logprobs, old, advantages, mask, **clips, aggregate=aggregate, weights=weights
+    )
 
 
 def gradient(loss: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(loss, x)[0]
 
 
-# ratio, advantage, loss, clipped?, d loss / d log-prob (= -A * ratio where the plain term rules, else 0)
+# ratio, advantage, loss, clipped?, d loss / d log-prob (= -A * ratio where the plain term rules,
+# else 0)
 CLIP_TABLE = [
     (1.0, 2.0, -2.0, 0, -2.0),
     (1.1, 2.0, -2.2, 0, -2.2),
@@ -309,7 +345,9 @@ def test_policy_loss_and_metrics_are_means_over_the_mask():
     ratios, advantages = t([1.5, 1.0, NAN], [NAN, 0.5, 4.0]), t([2, 2, NAN], [NAN, -2, -2])
     mask = t([1, 1, 0], [0, 1, 1])
     logprobs = ratios.log().requires_grad_()
-    loss, metrics = policy_loss(logprobs, torch.zeros(2, 3).double(), advantages, mask, dual_clip=3.0)
+    loss, metrics = policy_loss(
+        logprobs, torch.zeros(2, 3).double(), advantages, mask, dual_clip=3.0
+    )
     same(loss, (-2.4 - 2.0 + 1.6 + 6.0) / 4)  # the last would be 8 without the dual clip
     same(metrics["pg_clipfrac"], 2 / 4)
     same(metrics["pg_clipfrac_lower"], 1 / 4)
@@ -320,8 +358,14 @@ def test_policy_loss_and_metrics_are_means_over_the_mask():
 
 
 def test_the_clips_shares_are_of_tokens_that_they_leave_without_a_gradient():
-    """As the README explains these metrics; tokens whose ratio or value is out of bounds are more."""
-    new, old, other, mask = draw(9, 50, 1).requires_grad_(), draw(9, 50, 2), draw(9, 50, 3), torch.ones(9, 50)
+    """As the README explains these metrics; tokens whose ratio or value is out of bounds are
+    more."""
+    new, old, other, mask = (
+        draw(9, 50, 1).requires_grad_(),
+        draw(9, 50, 2),
+        draw(9, 50, 3),
+        torch.ones(9, 50),
+    )
     loss, metrics = policy_loss(new, old, other, mask, dual_clip=3.0)
     by_dual_clip = (other < 0) & ((new - old).exp() > 3)
     still = gradient(loss, new) == 0
@@ -334,11 +378,22 @@ def test_the_clips_shares_are_of_tokens_that_they_leave_without_a_gradient():
 
 def test_clip_higher_moves_the_upper_bound_only():
     old = t([0.0])
-    for ratio, advantage, want in [(1.25, 1.0, -1.25), (1.5, 1.0, -1.28), (0.5, -1.0, 0.8), (0.75, -1.0, 0.8)]:
+    for ratio, advantage, want in [
+        (1.25, 1.0, -1.25),
+        (1.5, 1.0, -1.28),
+        (0.5, -1.0, 0.8),
+        (0.75, -1.0, 0.8),
+    ]:
         loss, _ = policy_loss(old + math.log(ratio), old, t([advantage]), t([1]), high=0.28)
         same(loss, want)
     loss, _ = algo.policy_loss(
-        old + math.log(0.5), old, t([-1.0]), t([1]), clip_low=0.4, clip_high=0.1, aggregate="token_mean"
+        old + math.log(0.5),
+        old,
+        t([-1.0]),
+        t([1]),
+        clip_low=0.4,
+        clip_high=0.1,
+        aggregate="token_mean",
     )
     same(loss, 0.6)
 
@@ -366,8 +421,14 @@ def test_dual_clip_by_hand(ratio, advantage, want, active):
 
 def test_weights_multiply_the_tokens_losses_and_take_no_gradient():
     ratios, weights = t([1.1, 0.5], [4.0, NAN]), t([0.25, 2.0], [0.5, NAN]).requires_grad_()
-    logprobs, advantages, mask = ratios.log().requires_grad_(), t([2, 2], [-2, NAN]), t([1, 1], [1, 0])
-    loss, metrics = policy_loss(logprobs, 0 * t([1, 1], [1, 1]), advantages, mask, dual_clip=3.0, weights=weights)
+    logprobs, advantages, mask = (
+        ratios.log().requires_grad_(),
+        t([2, 2], [-2, NAN]),
+        t([1, 1], [1, 0]),
+    )
+    loss, metrics = policy_loss(
+        logprobs, 0 * t([1, 1], [1, 1]), advantages, mask, dual_clip=3.0, weights=weights
+    )
     same(loss, (-2.2 * 0.25 - 1.0 * 2.0 + 6.0 * 0.5) / 3)
     same(metrics["ratio_mean"], (1.1 + 0.5 + 4.0) / 3)  # of the tokens as they are
     loss.backward()
@@ -377,10 +438,17 @@ def test_weights_multiply_the_tokens_losses_and_take_no_gradient():
 
 
 def test_limits_at_their_ends():
-    """A clip of 0 takes only the ratio 1 for what it is; a token at the dual clip's bound is not bounded."""
+    """A clip of 0 takes only the ratio 1 for what it is; a token at the dual clip's bound is not
+    bounded."""
     old = t([0.0])
     loss, metrics = algo.policy_loss(
-        old + math.log(2), old, t([1.0]), t([1]), clip_low=0.0, clip_high=0.0, aggregate="token_mean"
+        old + math.log(2),
+        old,
+        t([1.0]),
+        t([1]),
+        clip_low=0.0,
+        clip_high=0.0,
+        aggregate="token_mean",
     )
     same(loss, -1.0)
     same(metrics["pg_clipfrac"], 1.0)
@@ -389,14 +457,19 @@ def test_limits_at_their_ends():
     same(metrics["pg_clipfrac_lower"], 0.0)
     with pytest.raises(ValueError, match="dual_clip > 1"):
         policy_loss(old, old, old, t([1]), dual_clip=1.0)
-    loss, metrics = algo.value_loss(t([5.0]), t([1.0]), t([3.0]), t([1]), clip=0.0, aggregate="token_mean")
+    loss, metrics = algo.value_loss(
+        t([5.0]), t([1.0]), t([3.0]), t([1]), clip=0.0, aggregate="token_mean"
+    )
     same(loss, 2.0)  # clipped to 1 the error is 2, and so it is at 5
     same(metrics["vf_clipfrac"], 0.0)
 
 
 def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk_in_the_padding():
     logprobs = t([0.1, 900.0, NAN]).requires_grad_()
-    old, advantages = t([0.0, -900.0, NAN]).requires_grad_(), t([1.0, math.inf, NAN]).requires_grad_()
+    old, advantages = (
+        t([0.0, -900.0, NAN]).requires_grad_(),
+        t([1.0, math.inf, NAN]).requires_grad_(),
+    )
     loss, _ = policy_loss(logprobs, old, advantages, t([1, 0, 0]), dual_clip=3.0)
     loss.backward()
     assert logprobs.grad is not None
@@ -434,7 +507,9 @@ def test_value_loss_by_hand(value, want, clipped, slope):
     same(metrics["vpred_mean"], value)
     if value != 1.5:  # a kink
         same(gradient(loss, values), [[slope]])
-    mirrored = algo.value_loss(-values, t([-1.0]), t([-3.0]), t([1]), clip=0.5, aggregate="token_mean")
+    mirrored = algo.value_loss(
+        -values, t([-1.0]), t([-3.0]), t([1]), clip=0.5, aggregate="token_mean"
+    )
     same(mirrored[0], want)  # the lower bound
     loss, metrics = algo.value_loss(*args, clip=None, aggregate="token_mean")
     same(loss, 0.5 * (value - 3) ** 2)
@@ -443,8 +518,13 @@ def test_value_loss_by_hand(value, want, clipped, slope):
 
 def test_value_loss_means_and_gradient_are_over_the_mask():
     values = t([2.0, NAN], [1.0, 4.0]).requires_grad_()
-    old, returns = t([1.0, NAN], [1.0, 4.0]).requires_grad_(), t([3.0, NAN], [2.0, 3.0]).requires_grad_()
-    loss, metrics = algo.value_loss(values, old, returns, t([1, 0], [1, 1]), clip=0.5, aggregate="seq_mean_token_sum")
+    old, returns = (
+        t([1.0, NAN], [1.0, 4.0]).requires_grad_(),
+        t([3.0, NAN], [2.0, 3.0]).requires_grad_(),
+    )
+    loss, metrics = algo.value_loss(
+        values, old, returns, t([1, 0], [1, 1]), clip=0.5, aggregate="seq_mean_token_sum"
+    )
     same(loss, (0.5 * 1.5**2 + (0.5 + 0.5)) / 2)
     same(metrics["vf_clipfrac"], 1 / 3)
     same(metrics["vpred_mean"], 7 / 3)
@@ -459,11 +539,17 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
 
 
 def test_entropy_by_hand():
-    logits = t([0, 0, 0, 0], [math.log(2), 0, 0, -math.inf], [0, -math.inf, -math.inf, -math.inf], [1e4, 0, 0, 0])
+    logits = t(
+        [0, 0, 0, 0],
+        [math.log(2), 0, 0, -math.inf],
+        [0, -math.inf, -math.inf, -math.inf],
+        [1e4, 0, 0, 0],
+    )
     logits.requires_grad_()
     got = algo.entropy(logits)
     same(got, math.log(4), 1.5 * math.log(2), 0.0, 0.0)  # of 1/2, 1/4, 1/4: log 2 / 2 + log 4 / 2
-    # dH / dlogit = -p (log p + H): for p = 1/2 -(-log 2 + 1.5 log 2) / 2, for 1/4 -(-2 log 2 + 1.5 log 2) / 4.
+    # dH / dlogit = -p (log p + H): for p = 1/2 -(-log 2 + 1.5 log 2) / 2, for 1/4 -(-2 log 2 + 1.5
+    # log 2) / 4.
     slope = math.log(2) / 8
     same(gradient(got.sum(), logits), [0] * 4, [-2 * slope, slope, slope, 0], [0] * 4, [0] * 4)
 
@@ -481,11 +567,15 @@ def test_entropy_of_half_precision_is_computed_in_float32():
 Loss = Callable[..., Tensor]  # of x, old, target, mask, aggregate
 
 
-def policy_case(x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+def policy_case(
+    x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate
+) -> Tensor:
     return policy_loss(x, old, target, mask, aggregate, dual_clip=1.5)[0]
 
 
-def value_case(x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+def value_case(
+    x: Tensor, old: Tensor, target: Tensor, mask: Tensor, aggregate: Aggregate
+) -> Tensor:
     return algo.value_loss(x, old, target, mask, clip=0.3, aggregate=aggregate)[0]
 
 
@@ -500,7 +590,12 @@ AGGREGATE = pytest.mark.parametrize("aggregate", AGGREGATES)
 def batch(seed: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (which takes a gradient), old, target, mask: 6 rows of 5, with holes and an empty row."""
     x = draw(6, 5, seed).requires_grad_()
-    return x, x.detach() + 0.5 * draw(6, 5, seed + 1), draw(6, 5, seed + 2), holey_mask(6, 5, seed + 3)
+    return (
+        x,
+        x.detach() + 0.5 * draw(6, 5, seed + 1),
+        draw(6, 5, seed + 2),
+        holey_mask(6, 5, seed + 3),
+    )
 
 
 @CASES
@@ -511,7 +606,9 @@ def test_losses_do_not_see_padding_or_holes(loss: Loss, aggregate: Aggregate):
 
     def spread(y: Tensor, junk: float) -> Tensor:
         """Two columns in front, one in the middle, one behind, and a row below."""
-        y = torch.cat([y[:, :0].new_full((6, 2), junk), y[:, :3], y.new_full((6, 1), junk), y[:, 3:]], dim=1)
+        y = torch.cat(
+            [y[:, :0].new_full((6, 2), junk), y[:, :3], y.new_full((6, 1), junk), y[:, 3:]], dim=1
+        )
         y = torch.cat([y, y.new_full((6, 1), junk)], dim=1)
         return torch.cat([y, y.new_full((1, y.shape[1]), junk)])
 
@@ -542,7 +639,9 @@ def test_losses_do_not_see_the_cut_into_micro_batches(loss: Loss, aggregate: Agg
     total = algo.aggregate_weight(mask.sum(1), aggregate)
     parts = [slice(*ends) for ends in itertools.pairwise(cuts)]
     losses = [
-        loss(x[p], *[y[p] for y in rest], mask[p], aggregate) * algo.aggregate_weight(mask[p].sum(1), aggregate) / total
+        loss(x[p], *[y[p] for y in rest], mask[p], aggregate)
+        * algo.aggregate_weight(mask[p].sum(1), aggregate)
+        / total
         for p in parts
     ]
     cut = torch.stack(losses).sum()
@@ -576,7 +675,9 @@ def test_gradients_are_the_finite_differences(loss: Loss, aggregate: Aggregate):
         nudge = torch.zeros_like(exact)
         nudge[row, column] = step
         up, down = (loss(x.detach() + s * nudge, *rest, mask, aggregate) for s in (1, -1))
-        assert ((up - down) / (2 * step)).item() == pytest.approx(exact[row, column].item(), abs=1e-8)
+        assert ((up - down) / (2 * step)).item() == pytest.approx(
+            exact[row, column].item(), abs=1e-8
+        )
 
 
 def test_inputs_are_left_alone():
@@ -593,7 +694,9 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
-SHAPED: dict[str, tuple[Callable[..., Any], int]] = {  # a function and how many tensors of one shape it takes
+SHAPED: dict[
+    str, tuple[Callable[..., Any], int]
+] = {  # a function and how many tensors of one shape it takes
     "masked_mean": (algo.masked_mean, 2),
     "kl_estimate": (lambda x, ref: algo.kl_estimate(x, ref, "k1"), 2),
     "aggregate_loss": (lambda x, mask: algo.aggregate_loss(x, mask, "seq_mean_token_sum"), 2),
@@ -641,7 +744,8 @@ def test_packed_tokens_that_are_not_those_of_the_rows_are_refused():
 
 
 def test_the_mask_is_saos_whatever_the_advantages_sign():
-    """arXiv:2607.07508, eq. 3: -ratio * advantage between the bounds; 0 on the bounds and beyond."""
+    """arXiv:2607.07508, eq. 3: -ratio * advantage between the bounds; 0 on the bounds and
+    beyond."""
     logprobs = t([math.log(0.5), math.log(0.9), math.log(1.3), math.log(2.0), NAN])
     advantages, mask = t([1.0, -1.0, 2.0, -3.0, 9.0]), t([1, 1, 1, 1, 0])
     given = logprobs, torch.zeros_like(logprobs), advantages, mask
@@ -669,10 +773,17 @@ def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
     sampled, mask = t([-1.0] * 6), t([1, 1, 1, 1, 1, 0])
     logprobs = sampled + t(ratios).log()
     found = algo.staleness(logprobs, sampled, age, mask, clip_low=0.2, clip_high=0.4)
-    want = {"stale_age_0": 0.2, "stale_age_1": 0.2, "stale_age_2_or_more": 0.2, "stale_ratio": 7.3 / 5}
+    want = {
+        "stale_age_0": 0.2,
+        "stale_age_1": 0.2,
+        "stale_age_2_or_more": 0.2,
+        "stale_ratio": 7.3 / 5,
+    }
     want["stale_square"] = (0.25 + 1 + 2.25 + 1.69 + 9) / 5
     assert {name: float(x) for name, x in found.items()} == pytest.approx(want, rel=1e-12)
-    on = algo.staleness(sampled[:, :1], sampled[:, :1], age[:, :1], mask[:, :1], clip_low=0.0, clip_high=0.0)
+    on = algo.staleness(
+        sampled[:, :1], sampled[:, :1], age[:, :1], mask[:, :1], clip_low=0.0, clip_high=0.0
+    )
     same(on["stale_age_0"], 0.0)
 
 
@@ -695,7 +806,9 @@ def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
 )
 def test_learning_rate_by_hand(schedule, warmup, want):
     got = [
-        algo.learning_rate(s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+        algo.learning_rate(
+            s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25
+        )
         for s in range(1, 7)
     ]
     assert got == pytest.approx(want, rel=1e-12)
@@ -704,13 +817,17 @@ def test_learning_rate_by_hand(schedule, warmup, want):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_learning_rate_at_the_ends(schedule):
     def lr(step: int, steps: int, floor: float) -> float:
-        return algo.learning_rate(step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor)
+        return algo.learning_rate(
+            step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor
+        )
 
     assert lr(10, 10, 0.0) == pytest.approx(0.0, abs=1e-15)
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
     beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
-    assert algo.learning_rate(7, schedule=schedule, **beyond) == pytest.approx(1.5)  # all of it was warm-up
+    assert algo.learning_rate(7, schedule=schedule, **beyond) == pytest.approx(
+        1.5
+    )  # all of it was warm-up
     with pytest.raises(ValueError, match="step >= 1"):
         lr(0, 10, 0.0)
 
@@ -721,7 +838,10 @@ def test_learning_rate_refuses_an_unknown_schedule():
 
 
 def test_importance_weights_are_of_clamped_log_ratios():
-    old, engine = [torch.tensor([-1.0, -9.0, -2.0])], [torch.tensor([-60.0, -1.0, -42.0])]  # off by 59, -8, 40: 91
+    old, engine = (
+        [torch.tensor([-1.0, -9.0, -2.0])],
+        [torch.tensor([-60.0, -1.0, -42.0])],
+    )  # off by 59, -8, 40: 91
     weights, _ = algo.importance_weights(old, engine, "token", math.inf)
     assert weights[0].tolist() == pytest.approx([math.exp(20), math.exp(-8), math.exp(20)])
     weights, _ = algo.importance_weights(old, engine, "sequence", math.inf)

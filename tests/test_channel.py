@@ -1,5 +1,5 @@
-"""The wire without processes: every rank is a thread, the store is real, the copy is a queue. Only a rank that is
-stopped needs processes."""
+"""The wire without processes: every rank is a thread, the store is real, the copy is a queue. Only
+a rank that is stopped needs processes."""
 
 import os
 import queue
@@ -27,7 +27,8 @@ from splitppo.rollout import Rollout, Sample
 
 
 class QueueWire(Wire):
-    """Posts into queues in place of NCCL, and notes who posted what, and whether the peer was there at once."""
+    """Posts into queues in place of NCCL, and notes who posted what, and whether the peer was there
+    at once."""
 
     def __init__(self, rank, store, queues, record, timeout=20.0):
         super().__init__(
@@ -45,7 +46,9 @@ class QueueWire(Wire):
         deadline = time.monotonic() + 0.5
         while ("ready", self.rank, receiver) not in self.record:
             if time.monotonic() > deadline:
-                raise AssertionError(f"rank {self.rank} posted to rank {receiver}, which does not receive")
+                raise AssertionError(
+                    f"rank {self.rank} posted to rank {receiver}, which does not receive"
+                )
             time.sleep(0.001)
         self.record.remove(("ready", self.rank, receiver))
         self.record.append(("send", self.rank, receiver, payload.numel()))
@@ -79,15 +82,21 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
     """Runs both columns' wire for some steps; returns what each side saw, and the record of posts.
 
     Args:
-        actor_size, critic_size: data-parallel ranks. sets: how many ranks hold the same rows, of each group.
+        actor_size, critic_size: data-parallel ranks. sets: how many ranks hold the same rows, of
+            each group.
     """
     sizes: dict[Role, int] = {"actor": actor_size, "critic": critic_size}
     first_critic, world = actor_size * sets[0], actor_size * sets[0] + critic_size * sets[1]
     ranks = tuple(range(world))
-    placement = Placement("per_node", {"actor": ranks[:first_critic], "critic": ranks[first_critic:]})
+    placement = Placement(
+        "per_node", {"actor": ranks[:first_critic], "critic": ranks[first_critic:]}
+    )
     store, record = dist.HashStore(), []
     queues = {(a, b): queue.Queue() for a in range(world) for b in range(world)}
-    shapes = [(size,) if width == 1 else (size, width) for size, width in zip(sizes.values(), sets, strict=True)]
+    shapes = [
+        (size,) if width == 1 else (size, width)
+        for size, width in zip(sizes.values(), sets, strict=True)
+    ]
     groups, frees = zip(*(thread_groups(*shape) for shape in shapes), strict=True)
     groups = [group for part in groups for group in part]  # by global rank
 
@@ -98,7 +107,13 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
     seen, errors = {}, []
 
     def links_of(rank):
-        return Links(QueueWire(rank, store, queues, record), placement, ownership, groups[rank], chunks=chunks)
+        return Links(
+            QueueWire(rank, store, queues, record),
+            placement,
+            ownership,
+            groups[rank],
+            chunks=chunks,
+        )
 
     def actor(rank):
         links = links_of(rank)
@@ -113,7 +128,13 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                 time.sleep(0.004 if slow == "actor" else 0)
             links.rollouts.flush(step).result()
             rollout = Rollout(finishing)
-            index = torch.tensor([row for row, n in zip(rollout.rows, rollout.lengths, strict=True) for _ in range(n)])
+            index = torch.tensor(
+                [
+                    row
+                    for row, n in zip(rollout.rows, rollout.lengths, strict=True)
+                    for _ in range(n)
+                ]
+            )
             links.logprobs.send(step, rollout, index.float(), -index.float())
             (advantages,) = links.advantages.recv(step, rollout, fields=1)
             seen[rank, step] = torch.equal(advantages, index.float() + 0.5)
@@ -145,7 +166,9 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                 free()
 
     threads = [
-        threading.Thread(target=guarded, args=(actor if rank < first_critic else critic, rank), daemon=True)
+        threading.Thread(
+            target=guarded, args=(actor if rank < first_critic else critic, rank), daemon=True
+        )
         for rank in ranks
     ]
     with thread_collectives():
@@ -170,9 +193,12 @@ def test_sends_and_receives_match_for_any_sizes(actor, critic, chunks):
     assert store.num_keys() <= 1, "the handshake's keys are left in the store"
 
 
-@pytest.mark.parametrize(("actor", "critic", "sets"), [(1, 1, (2, 2)), (2, 1, (2, 2)), (2, 3, (2, 2)), (3, 2, (1, 2))])
+@pytest.mark.parametrize(
+    ("actor", "critic", "sets"), [(1, 1, (2, 2)), (2, 1, (2, 2)), (2, 3, (2, 2)), (3, 2, (1, 2))]
+)
 def test_the_first_of_a_set_speaks_and_all_of_it_have_the_same(actor, critic, sets):
-    """Whatever the set, every rank has its rows and tensors; messages are as many as without sets."""
+    """Whatever the set, every rank has its rows and tensors; messages are as many as without
+    sets."""
     seen, record, store = play(actor, critic, chunks=3, sets=sets)
     assert len(seen) == 2 * (actor * sets[0] + critic * sets[1])
     assert all(seen.values())
@@ -180,26 +206,44 @@ def test_the_first_of_a_set_speaks_and_all_of_it_have_the_same(actor, critic, se
     sends = [hop for hop in record if hop[0] == "send"]
     assert len(sends) == len([hop for hop in plain if hop[0] == "send"])
     first_critic = actor * sets[0]
-    speakers = {*range(0, first_critic, sets[0]), *range(first_critic, first_critic + critic * sets[1], sets[1])}
+    speakers = {
+        *range(0, first_critic, sets[0]),
+        *range(first_critic, first_critic + critic * sets[1], sets[1]),
+    }
     assert {rank for hop in sends for rank in hop[1:3]} == speakers
     assert store.num_keys() <= 1, "the handshake's keys are left in the store"
 
 
 def exchanging_rank(group, critics, windows):
-    """A rank of both roles for three steps: whether it has in each role what is due there. `critics`: the group of each
-    rank as a critic."""
-    groups: dict[Role, Group] = {"actor": group, "critic": critics[group.dp_rank * group.set_size + group.set_rank]}
+    """A rank of both roles for three steps: whether it has in each role what is due there.
+    `critics`: the group of each rank as a critic."""
+    groups: dict[Role, Group] = {
+        "actor": group,
+        "critic": critics[group.dp_rank * group.set_size + group.set_rank],
+    }
     sizes: dict[Role, int] = {role: found.dp_size for role, found in groups.items()}
 
     @lru_cache
     def ownership(step):
         contexts = [(5 * slot + step) % 11 for slot in range(12)] if windows else []
-        return own(seed=3, step=step, batch_size=12, samples=2, mini_batches=2, sizes=sizes, contexts=contexts)
+        return own(
+            seed=3,
+            step=step,
+            batch_size=12,
+            samples=2,
+            mini_batches=2,
+            sizes=sizes,
+            contexts=contexts,
+        )
 
     def rows(step, role):
         """With windows a slot has no row, one or two; in the last step none has one."""
         slots = ownership(step).all_slots(role, groups[role].dp_rank) if step < 3 else []
-        numbers = [slot + 12 * turn for slot in slots for turn in range((slot + step) % 3 if windows else 1)]
+        numbers = [
+            slot + 12 * turn
+            for slot in slots
+            for turn in range((slot + step) % 3 if windows else 1)
+        ]
         return Rollout([replace(sample, logprobs=[]) for sample in make_samples(numbers, step)])
 
     def numbered(rollout):
@@ -222,7 +266,8 @@ def exchanging_rank(group, critics, windows):
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("sets", [(2, 1), (1, 2), (4, 2), (1, 4), (2, 3), (2, 2)])
 def test_roles_on_the_same_ranks_have_sets_of_their_own(sets, windows):
-    """12 ranks. Each has in each role the rows that are dealt to its set there, and their tensors in their order."""
+    """12 ranks. Each has in each role the rows that are dealt to its set there, and their tensors
+    in their order."""
     critics, _ = thread_groups(12 // sets[1], sets[1])
     found = run_threads((12 // sets[0], sets[0]), exchanging_rank, critics, windows)
     assert found == [[True] * 15] * 12
@@ -238,22 +283,38 @@ def test_random_sizes_never_dead_lock():
     generator = random.Random(5)
     for _ in range(12):
         actor, critic = generator.randint(1, 5), generator.randint(1, 5)
-        seen, _, _ = play(actor, critic, chunks=generator.randint(1, 6), batch=generator.randint(1, 30), steps=1)
+        seen, _, _ = play(
+            actor, critic, chunks=generator.randint(1, 6), batch=generator.randint(1, 30), steps=1
+        )
         assert all(seen.values())
 
 
 def pair(batch, *, chunks, window=0, timeout=20.0):
     """The links of an actor and a critic rank that share all rows, and the record of posts."""
-    placement, store, record = Placement("per_node", {"actor": (0,), "critic": (1,)}), dist.HashStore(), []
+    placement, store, record = (
+        Placement("per_node", {"actor": (0,), "critic": (1,)}),
+        dist.HashStore(),
+        [],
+    )
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
 
     def ownership(step):
-        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=1, sizes={"actor": 1, "critic": 1})
+        return own(
+            seed=0,
+            step=step,
+            batch_size=batch,
+            samples=1,
+            mini_batches=1,
+            sizes={"actor": 1, "critic": 1},
+        )
 
     wires = [QueueWire(rank, store, queues, record, timeout=timeout) for rank in range(2)]
     groups = [thread_groups(1)[0][0] for _ in wires]
     sizes = {"chunks": chunks, "window": window}
-    links = (Links(wire, placement, ownership, group, **sizes) for wire, group in zip(wires, groups, strict=True))
+    links = (
+        Links(wire, placement, ownership, group, **sizes)
+        for wire, group in zip(wires, groups, strict=True)
+    )
     return *links, record
 
 
@@ -290,14 +351,27 @@ def test_a_wait_that_runs_out_names_everything(word, waits_for):
     with pytest.raises(WireError) as caught:
         _ = sender.rollouts.flush(7).result() if word == "clear" else receiver.rollouts.recv(7, 0)
     text = str(caught.value)
-    for part in ("step 7", "rollouts", "chunk 0", "rank 0", "rank 1", "phase of", "0.2 s", waits_for, "--timeout"):
+    for part in (
+        "step 7",
+        "rollouts",
+        "chunk 0",
+        "rank 0",
+        "rank 1",
+        "phase of",
+        "0.2 s",
+        waits_for,
+        "--timeout",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize(
-    ("broken", "due"), [(RuntimeError("closed by peer"), WireError), (torch.OutOfMemoryError("full"), RuntimeError)]
+    ("broken", "due"),
+    [(RuntimeError("closed by peer"), WireError), (torch.OutOfMemoryError("full"), RuntimeError)],
 )
-def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_it_is(monkeypatch, broken, due):
+def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_it_is(
+    monkeypatch, broken, due
+):
     sender, receiver, _ = pair(2, chunks=1, timeout=5)
 
     monkeypatch.setattr(receiver.wire, "transfer_in", lambda *_: (_ for _ in ()).throw(broken))
@@ -364,7 +438,9 @@ class StoppingWire(Wire):
 
 STOPS = [
     (victim, at)
-    for victim, places in enumerate((["clear is due", "clear has come", "copy", "post"], ["go is due", "copy", "post"]))
+    for victim, places in enumerate(
+        (["clear is due", "clear has come", "copy", "post"], ["go is due", "copy", "post"])
+    )
     for at in places
 ]
 
@@ -372,12 +448,16 @@ STOPS = [
 def stopping_rank(rank):
     """What the other rank is told of each stop, and whether it was in time."""
     found, cpu = [], torch.device("cpu")
-    runtime = Runtime(Launch(rank, 2, rank, 2), place(PlacementConfig(), world=2, local_world=2), cpu, 30.0)
+    runtime = Runtime(
+        Launch(rank, 2, rank, 2), place(PlacementConfig(), world=2, local_world=2), cpu, 30.0
+    )
     large = torch.zeros(10**7)  # more than the kernel takes off a sender's hands
     for step, (victim, at) in enumerate(STOPS):
         runtime.status.set_phase(f"phase {step} of {rank}")
         at = at if rank == victim else ""
-        wire = StoppingWire(at, rank, dist.new_group(), runtime.wire_store, cpu, 0.4, runtime.status.describe)
+        wire = StoppingWire(
+            at, rank, dist.new_group(), runtime.wire_store, cpu, 0.4, runtime.status.describe
+        )
         hop = Hop("rollouts", step, 3, 0, 1)
         runtime.barrier(f"stop {step}")
         began = time.monotonic()
@@ -391,7 +471,9 @@ def stopping_rank(rank):
             pass
         except WireError as error:
             took = time.monotonic() - began
-            while not (stopped := runtime.status.suspended_ranks()) and time.monotonic() < began + 20:
+            while (
+                not (stopped := runtime.status.suspended_ranks()) and time.monotonic() < began + 20
+            ):
                 time.sleep(0.01)
             found.append((str(error), took, stopped, runtime.status.phases()))
             os.kill(runtime.status.pids[victim], signal.SIGCONT)
@@ -402,10 +484,20 @@ def test_a_rank_that_is_stopped_anywhere_on_the_wire_is_named_with_the_other_in_
     said = run_ranks(2, stopping_rank)
     for step, (victim, at) in enumerate(STOPS):
         text, took, stopped, phases = said[1 - victim].pop(0)
-        for part in (f"step {step} rollouts chunk 3", f"phase {step} of 0", f"phase {step} of 1", "waited 0.4 s"):
+        for part in (
+            f"step {step} rollouts chunk 3",
+            f"phase {step} of 0",
+            f"phase {step} of 1",
+            "waited 0.4 s",
+        ):
             assert part in text, (victim, at)
-        assert re.search(f"(from|to) {('actor', 'critic')[victim]} rank {victim} on ", text), (victim, at)
+        assert re.search(f"(from|to) {('actor', 'critic')[victim]} rank {victim} on ", text), (
+            victim,
+            at,
+        )
         assert took < 10, (victim, at)
-        assert re.fullmatch(rf"\w+ rank {victim} on \S+ \(in 'phase {step} of {victim}'\) is suspended .*", stopped)
+        assert re.fullmatch(
+            rf"\w+ rank {victim} on \S+ \(in 'phase {step} of {victim}'\) is suspended .*", stopped
+        )
         assert phases == f"rank 0 in 'phase {step} of 0'; rank 1 in 'phase {step} of 1'"
     assert said == [[], []]

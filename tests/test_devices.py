@@ -26,13 +26,21 @@ def test_no_process_of_the_tests_sees_a_gpu(tmp_path: Path) -> None:
     job = Torchrun(1, said, out=tmp_path / "said")
     assert (job.wait(100), job.said().split()[-1]) == (0, ",0")
     asks = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count(), sep=',')"
-    assert subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, check=True).stdout == ",0\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        == ",0\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("markers", "visible"), [("", ""), ("vllm and not gpu", ""), ("gpu", "3"), ("gpu and not vllm", "3")]
+    ("markers", "visible"),
+    [("", ""), ("vllm and not gpu", ""), ("gpu", "3"), ("gpu and not vllm", "3")],
 )
-def test_only_the_tests_of_gpus_see_them(markers: str, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_tests_of_gpus_see_them(
+    markers: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VISIBLE, "3")
     choose(markers)
     assert os.environ[VISIBLE] == visible

@@ -43,7 +43,13 @@ def test_the_users_home_is_every_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.toml").write_text('[reward]\nmodel = "~/judge"\n')
     several = {name: f"~/{name}" for name in PATHS if name != "reward.model"}
-    config = parse(["--config=~/a.toml", *(f"--{name}={path}" for name, path in several.items()), "--log.name=~/x"])
+    config = parse(
+        [
+            "--config=~/a.toml",
+            *(f"--{name}={path}" for name, path in several.items()),
+            "--log.name=~/x",
+        ]
+    )
     found = dict(leaves(asdict(config)))
     for name in PATHS:
         path = f"{tmp_path}/{'judge' if name == 'reward.model' else name}"
@@ -61,10 +67,14 @@ def test_a_line_of_any_text_can_be_shown_anywhere():
 def test_what_the_disk_says_of_a_path_is_the_users(tmp_path):
     with pytest.raises(OSError, match="File name too long") as caught:
         (tmp_path / ("x" * 5000)).open()
-    assert str(to_user_error(caught.value)).endswith("xxx: File name too long; fix that, or name another path")
+    assert str(to_user_error(caught.value)).endswith(
+        "xxx: File name too long; fix that, or name another path"
+    )
     assert len(str(to_user_error(caught.value))) < 300
     assert "No space left" in str(to_user_error(OSError(errno.ENOSPC, "No space left on device")))
-    assert "os error 28" in str(to_user_error(RuntimeError("I/O error: No space left on device (os error 28)")))
+    assert "os error 28" in str(
+        to_user_error(RuntimeError("I/O error: No space left on device (os error 28)"))
+    )
     assert "not finite" in str(to_user_error(FloatingPointError("weights are not finite")))
     crash, bug, disk = (
         RuntimeError("not written"),
@@ -132,7 +142,10 @@ def test_torchruns_variables_are_there_as_a_whole(change, monkeypatch):
 
 
 def test_a_clock_that_is_set_back_gives_no_negative_seconds(tmp_path, monkeypatch, capsys):
-    log, before = ColumnLog("actor", tmp_path, first=True, phase=lambda _: None, start=0, steps=9), time.time()
+    log, before = (
+        ColumnLog("actor", tmp_path, first=True, phase=lambda _: None, start=0, steps=9),
+        time.time(),
+    )
     monkeypatch.setattr(time, "time", lambda: before - 3600)
     with log.span("update"):
         time.sleep(0.01)

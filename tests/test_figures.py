@@ -1,4 +1,5 @@
-"""A step's figures and its optimizer steps by value, worked out by hand: ranks are threads, models have two weights."""
+"""A step's figures and its optimizer steps by value, worked out by hand: ranks are threads, models
+have two weights."""
 
 import math
 from dataclasses import replace
@@ -31,14 +32,23 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Sample:
 
 def make_critic(group: Group, config: Config) -> Critic:
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-    return Critic(cast(Any, SimpleNamespace(config=config, configs=(config,))), cast(Any, value), cast(Any, None), None)
+    return Critic(
+        cast(Any, SimpleNamespace(config=config, configs=(config,))),
+        cast(Any, value),
+        cast(Any, None),
+        None,
+    )
 
 
-def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]) -> Any:
+def advantages(
+    group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]
+) -> Any:
     """What each step gave: metrics, advantages, returns; and the critic."""
     critic, found = make_critic(group, config), []
     for step, parts in enumerate(steps, 1):
-        white, returns, metrics = critic.advantages(step, parts[group.dp_rank], logprobs[group.dp_rank])
+        white, returns, metrics = critic.advantages(
+            step, parts[group.dp_rank], logprobs[group.dp_rank]
+        )
         found.append((metrics, white.tolist(), returns.tolist()))
     return found, critic
 
@@ -46,15 +56,21 @@ def advantages(group: Group, config: Config, steps: list[list[Scored]], logprobs
 def scored(row: int, values: list[float], score: float, failures: int = 0) -> Scored:
     rollout = Rollout([sample(row, 1, *[0.0] * len(values))])
     failed = [(row, Failure("judge", "timeout", "took long"))] * failures
-    return Scored(rollout, [torch.tensor(values)], torch.tensor([score]), {"steps": [10.0 * row]}, failed)
+    return Scored(
+        rollout, [torch.tensor(values)], torch.tensor([score]), {"steps": [10.0 * row]}, failed
+    )
 
 
-OLD_AND_REF = [[torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])], [torch.tensor([-1.0]), torch.tensor([-3.0])]]
+OLD_AND_REF = [
+    [torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])],
+    [torch.tensor([-1.0]), torch.tensor([-3.0])],
+]
 STEP = [scored(0, [2.0, 1.0], 3.0), scored(1, [1.0], 1.0)]
 
 
 def test_rewards_returns_and_explained_variance_by_hand():
-    """KL 1, 0 / 2 and scores 3 / 1: rewards -0.5, 3 / 0, so returns 2.5, 3 / 0 and advantages 0.5, 2 / -1."""
+    """KL 1, 0 / 2 and scores 3 / 1: rewards -0.5, 3 / 0, so returns 2.5, 3 / 0 and advantages 0.5,
+    2 / -1."""
     ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", gamma=1.0, lam=1.0, whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
     for (((found, white, returns),), _), row in zip(
@@ -72,12 +88,18 @@ def test_rewards_returns_and_explained_variance_by_hand():
         assert of["steps"] == (5.0, 0.0, 10.0)
         # returns have the variance 31/12, what is left of it beside the values 9/4
         assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 4) / (31 / 12))
-        assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (1.5, 1.0, 0.5)
+        assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (
+            1.5,
+            1.0,
+            0.5,
+        )
         assert not [name for name in found if name.startswith("error")]
 
 
 def test_without_a_spread_of_returns_none_of_it_is_explained():
-    config = Config(ppo=PPOConfig(kl_coef=0.0, gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2))
+    config = Config(
+        ppo=PPOConfig(kl_coef=0.0, gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=2)
+    )
     same = [scored(0, [2.0], 1.0), scored(1, [3.0], 1.0)]
     no_kl = [[torch.zeros(1)], [torch.zeros(1)]]
     (((found, _, _),), _), _ = run_threads(2, advantages, config, [same], no_kl)
@@ -90,7 +112,9 @@ def test_an_adaptive_coefficient_counts_from_the_next_step_on():
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
     for found, critic in run_threads(2, advantages, config, [STEP, STEP], OLD_AND_REF):
         # KL of a row 1.5, which is 0.5 too much; at most 0.2 counts, for 2 rows of 10
-        assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx([0.5, 0.5 * 1.04])
+        assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx(
+            [0.5, 0.5 * 1.04]
+        )
         assert critic.kl.coef == pytest.approx(0.5 * 1.04**2)
 
 
@@ -104,26 +128,37 @@ class Two(nn.Module):
         self.matrix, self.bias = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
 
 
-def make_learner(group: Group, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any) -> Learner:
+def make_learner(
+    group: Group, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any
+) -> Learner:
     settings = replace(OptimConfig(lr=0.1, max_grad_norm=0.0), **optim)
     return Learner(Two(), Runner(group, CPU, 8), settings, steps=steps, aggregate=aggregate)
 
 
-def learn(learner: Learner, rollout: Rollout, x: list[float], step: int = 1) -> tuple[dict[str, float], list[float]]:
-    """One optimizer step of the loss (matrix + bias) * x of a token; its figures, and the weights after it."""
+def learn(
+    learner: Learner, rollout: Rollout, x: list[float], step: int = 1
+) -> tuple[dict[str, float], list[float]]:
+    """One optimizer step of the loss (matrix + bias) * x of a token; its figures, and the weights
+    after it."""
 
-    def objective(model: Any, batch: Any, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(
+        model: Any, batch: Any, given: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         losses = (model.matrix + model.bias) * given["x"]
         return algo.aggregate_loss(losses, batch.mask, learner.aggregate), {
             "x": algo.masked_mean(given["x"], batch.mask)
         }
 
-    (figures,) = learner.update(rollout, [rollout.rows], {"x": torch.tensor(x)}, objective, step=step, epochs=1)
+    (figures,) = learner.update(
+        rollout, [rollout.rows], {"x": torch.tensor(x)}, objective, step=step, epochs=1
+    )
     model: Any = learner.model
     return figures, [model.matrix.item(), model.bias.item()]
 
 
-ROLLOUT = Rollout([sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)])  # 1 and 3 tokens, 2 and 5 with their prompts
+ROLLOUT = Rollout(
+    [sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)]
+)  # 1 and 3 tokens, 2 and 5 with their prompts
 
 
 def test_the_scheduled_rate_is_the_optimizers():
@@ -131,19 +166,24 @@ def test_the_scheduled_rate_is_the_optimizers():
         learner = make_learner(group, steps=5, schedule="linear")
         return [learn(learner, ROLLOUT, [1.0] * 4, step)[1] for step in (3, 5, 1)]
 
-    (found,) = run_threads(1, weights)  # an AdamW step along one direction is as long as the rate, here half, none, all
+    (found,) = run_threads(
+        1, weights
+    )  # an AdamW step along one direction is as long as the rate, here half, none, all
     assert found == [pytest.approx([1 - moved] * 2) for moved in (0.05, 0.05, 0.15)]
 
 
 def test_two_steps_of_adamw_by_hand():
-    """Gradients 1, then 3; betas 1/2 and 3/4. Decay takes 0.1 * 0.5 of the matrix in each step, nothing of the bias."""
+    """Gradients 1, then 3; betas 1/2 and 3/4. Decay takes 0.1 * 0.5 of the matrix in each step,
+    nothing of the bias."""
 
     def weights(group: Group) -> list[list[float]]:
         learner = make_learner(group, betas=(0.5, 0.75), weight_decay=0.5)
         return [learn(learner, ROLLOUT, [gradient] * 4)[1] for gradient in (1.0, 3.0)]
 
     (found,) = run_threads(1, weights)
-    second = 0.1 * (1.75 / 0.75) / math.sqrt(2.4375 / 0.4375)  # m = 1/4 + 3/2, v = 3/16 + 9/4, both without their bias
+    second = (
+        0.1 * (1.75 / 0.75) / math.sqrt(2.4375 / 0.4375)
+    )  # m = 1/4 + 3/2, v = 3/16 + 9/4, both without their bias
     assert found[0] == pytest.approx([0.85, 0.9])
     assert found[1] == pytest.approx([0.85 * 0.95 - second, 0.9 - second])
 
@@ -161,7 +201,11 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_as_they_were(b
 
 @pytest.mark.parametrize(
     ("aggregate", "loss"),
-    [("token_mean", 2 * 7 / 4), ("seq_mean_token_sum", 2 * 7 / 2), ("seq_mean_token_mean", 2 * 5 / 2)],
+    [
+        ("token_mean", 2 * 7 / 4),
+        ("seq_mean_token_sum", 2 * 7 / 2),
+        ("seq_mean_token_mean", 2 * 5 / 2),
+    ],
 )
 def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
     def found(group: Group) -> dict[str, float]:  # the two rows don't go into one micro-batch
@@ -172,13 +216,20 @@ def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
 
 
 def test_imbalance_and_padding_by_hand():
-    """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 + 2 are run for 8."""
+    """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 +
+    2 are run for 8."""
 
     def shares(group: Group) -> dict[str, float]:
-        rollout = Rollout([sample(0, 1, 0.0), sample(1, 3, 0.0)] if group.dp_rank == 0 else [sample(2, 1, 0.0)])
+        rollout = Rollout(
+            [sample(0, 1, 0.0), sample(1, 3, 0.0)] if group.dp_rank == 0 else [sample(2, 1, 0.0)]
+        )
         learner = make_learner(group)
         plans, _ = learner._plan(rollout, [rollout.rows])
         return learner._work_metrics(rollout, plans, 3)
 
-    due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}  # 4 tokens, 3 epochs, 2 weights
+    due = {
+        "padding": 0.2,
+        "imbalance": 0.5,
+        "update_tflop": 6e-12 * 4 * 3 * 2,
+    }  # 4 tokens, 3 epochs, 2 weights
     assert run_threads(2, shares) == [pytest.approx(due)] * 2

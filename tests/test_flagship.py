@@ -1,7 +1,9 @@
-"""Three steps of every placement against a single-process PPO written from the paper (reference_ppo.py).
+"""Three steps of every placement against a single-process PPO written from the paper
+(reference_ppo.py).
 
-The trainer runs as its users run it, `main(argv)` on torchrun's variables, in forked ranks over Gloo. What it sampled
-is recorded and handed to the reference, with the scores; the rest the reference works out for itself.
+The trainer runs as its users run it, `main(argv)` on torchrun's variables, in forked ranks over
+Gloo. What it sampled is recorded and handed to the reference, with the scores; the rest the
+reference works out for itself.
 """
 
 import json
@@ -80,10 +82,19 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         "compute.micro-batch-tokens": 64,
         "log.validate-every": 0,
         "checkpoint.no-last": "",
-        **{f"ppo.{name.replace('_', '-')}": value for name, value in HYPER.items() if name != "whiten"},
+        **{
+            f"ppo.{name.replace('_', '-')}": value
+            for name, value in HYPER.items()
+            if name != "whiten"
+        },
         **changes,
     }
-    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value)) if word]
+    return [
+        word
+        for name, value in values.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+        if word
+    ]
 
 
 def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) -> None:
@@ -91,8 +102,8 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
 
     Args:
         slow: the role that is.
-        odd: `cut`: every third row ends by itself, none in step 2, none of the first mini-batch in step 3.
-            `far`: some of the engine's log-probs are 30 nats off. `exact`: nothing is off.
+        odd: `cut`: every third row ends by itself, none in step 2, none of the first mini-batch in
+            step 3. `far`: some of the engine's log-probs are 30 nats off. `exact`: nothing is off.
     """
     update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
     generate = actor.Actor.generate
@@ -105,28 +116,40 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
         for finished in generate(self, step):
             for s in finished if odd != "exact" else ():
-                off = [far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2)) for i in range(len(s.response))]
+                off = [
+                    far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2))
+                    for i in range(len(s.response))
+                ]
                 logprobs = cast(Any, s.logprobs)
                 for i, change in enumerate(off):
                     logprobs[i] += change
-            by_itself = {s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished}
+            by_itself = {
+                s.row: not s.truncated or (odd == "cut" and s.row % 3 == 0) for s in finished
+            }
             yield [
-                replace(s, end="eos" if by_itself[s.row] and s.row % BATCH not in cut else "limit") for s in finished
+                replace(s, end="eos" if by_itself[s.row] and s.row % BATCH not in cut else "limit")
+                for s in finished
             ]
 
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
-        rows = {s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated) for s in rollout.samples}
+        rows = {
+            s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated)
+            for s in rollout.samples
+        }
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, step, rollout, *tensors)
-        weights = {name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)}
+        weights = {
+            name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)
+        }
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "policy.pt")
         return metrics
 
     def critic_update(self, step, scored, returns):
         torch.save(
-            dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)), record / f"scores_{step}_{rank}.pt"
+            dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
+            record / f"scores_{step}_{rank}.pt",
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, step, scored, returns)
@@ -154,7 +177,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         raise RuntimeError("the run failed")
 
 
-def run(inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", odd: str = "", **changes) -> dict:
+def run(
+    inputs: Path, tmp_path: Path, world: int, *, slow: str = "none", odd: str = "", **changes
+) -> dict:
     """Trains and returns what was recorded."""
     run_dir, record = tmp_path / "run", tmp_path / "record"
     record.mkdir()
@@ -195,8 +220,9 @@ def reference(
     window: int = 0,
     **changes,
 ) -> dict:
-    """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its score. With a `window`
-    the reference finds out by itself in which step a row ends, and what its log-probs were when it was sampled."""
+    """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
+    score. With a `window` the reference finds out by itself in which step a row ends, and what its
+    log-probs were when it was sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
@@ -205,14 +231,21 @@ def reference(
         config.num_hidden_layers = value_layers
     values = []
     for number in range(ensemble):
-        value = AutoModelForTokenClassification.from_pretrained(inputs / "value", config=config, dtype=torch.float32)
+        value = AutoModelForTokenClassification.from_pretrained(
+            inputs / "value", config=config, dtype=torch.float32
+        )
         value.load_state_dict(fresh_head(inputs, number), strict=False)
         values.append(value.eval())
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
         cut = own(
-            seed=SEED, step=step, batch_size=BATCH, samples=samples, mini_batches=MINI, sizes={"actor": 1, "critic": 1}
+            seed=SEED,
+            step=step,
+            batch_size=BATCH,
+            samples=samples,
+            mini_batches=MINI,
+            sizes={"actor": 1, "critic": 1},
         )
         made = [
             Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
@@ -242,24 +275,40 @@ def reference(
             yield step
 
     results = reference_ppo(policy, frozen, values, windowed() if window else steps, hyper)
-    weights = {f"{i}.{name}": weight for i, value in enumerate(values) for name, weight in value.state_dict().items()}
-    return {"results": results, "policy": policy.state_dict(), "value": weights, "steps": made_windows}
+    weights = {
+        f"{i}.{name}": weight
+        for i, value in enumerate(values)
+        for name, weight in value.state_dict().items()
+    }
+    return {
+        "results": results,
+        "policy": policy.state_dict(),
+        "value": weights,
+        "steps": made_windows,
+    }
 
 
 def fresh_head(inputs: Path, number: int) -> dict:
-    """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of device; the reference is
-    to start from the same."""
+    """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of
+    device; the reference is to start from the same."""
     from splitppo.models.build import build, read_config
     from splitppo.models.weights import fill
 
     device = "cuda" if gpus() else "cpu"
     model = build(read_config(str(inputs / "value")), "value")
-    fill(model, str(inputs / "value"), device=torch.device(device), head="normal", seed=SEED + number)
-    return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith("score")}
+    fill(
+        model, str(inputs / "value"), device=torch.device(device), head="normal", seed=SEED + number
+    )
+    return {
+        name: tensor.cpu()
+        for name, tensor in model.state_dict().items()
+        if name.startswith("score")
+    }
 
 
 def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
-    # a loss is a difference of numbers near 1 (whitened advantages), so its own size is no scale: 1e-5 of 1
+    # a loss is a difference of numbers near 1 (whitened advantages), so its own size is no scale:
+    # 1e-5 of 1
     for role, losses, norms in (
         ("actor", "policy_losses", "policy_grad_norms"),
         ("critic", "value_losses", "value_grad_norms"),
@@ -268,11 +317,17 @@ def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
             got = seen[role][step]
             loss = [figure["loss"] for figure in got]
             norm = [figure["grad_norm"] for figure in got]
-            torch.testing.assert_close(loss, getattr(due["results"][step], losses), rtol=rtol, atol=1e-6)
-            torch.testing.assert_close(norm, getattr(due["results"][step], norms), rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(
+                loss, getattr(due["results"][step], losses), rtol=rtol, atol=1e-6
+            )
+            torch.testing.assert_close(
+                norm, getattr(due["results"][step], norms), rtol=1e-5, atol=1e-8
+            )
     for kind in ("policy", "value"):
         for name, weight in seen[kind].items():
-            torch.testing.assert_close(weight, due[kind][name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                weight, due[kind][name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -312,24 +367,46 @@ def test_one_rank_is_the_paper(baseline):
                 "fsdp__shard_size": 2,
             },
         ),
-        (3, {"placement__actor": 2, "fsdp__shard_size": 1, "compute__gather": "mini_batch", "slow": "actor"}),
+        (
+            3,
+            {
+                "placement__actor": 2,
+                "fsdp__shard_size": 1,
+                "compute__gather": "mini_batch",
+                "slow": "actor",
+            },
+        ),
         (6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
         (4, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"}),
         (3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
     ],
-    ids=lambda value: value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items()),
+    ids=lambda value: (
+        value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items())
+    ),
 )
 def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes):
     seen = run(inputs, tmp_path, world, **changes)
-    drawn = [[{row: sample[:2] for row, sample in rows.items()} for rows in it["rows"]] for it in (seen, baseline[0])]
+    drawn = [
+        [{row: sample[:2] for row, sample in rows.items()} for rows in it["rows"]]
+        for it in (seen, baseline[0])
+    ]
     assert drawn[0] == drawn[1], "samples depend on the placement"
     compare(seen, baseline[1])
 
 
 def test_options_that_are_not_the_default(inputs, tmp_path):
-    """Sums over rows, dual clip on, whitening off, other KL estimators, the reference moved away between its uses."""
-    changes = {"dual_clip": 1.05, "kl_kind": "k3", "kl_loss_kind": "k2", "aggregate": "seq_mean_token_sum"}
-    argv = {f"ppo__{name}": value for name, value in changes.items()} | {"ppo__no_whiten": "", "reference__offload": ""}
+    """Sums over rows, dual clip on, whitening off, other KL estimators, the reference moved away
+    between its uses."""
+    changes = {
+        "dual_clip": 1.05,
+        "kl_kind": "k3",
+        "kl_loss_kind": "k2",
+        "aggregate": "seq_mean_token_sum",
+    }
+    argv = {f"ppo__{name}": value for name, value in changes.items()} | {
+        "ppo__no_whiten": "",
+        "reference__offload": "",
+    }
     seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
     compare(seen, reference(inputs, seen, **changes, whiten=False))
 
@@ -340,11 +417,15 @@ def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
     # a loss that is the clamped ratio times an advantage shows the advantage's rounding
     compare(seen, reference(inputs, seen, old_logprobs="engine"), rtol=1e-4)
     for line in seen["lines"][:STEPS]:
-        assert not [name for name in line if name == "actor/entropy" or "mismatch" in name], "a forward pass was run"
+        assert not [name for name in line if name == "actor/entropy" or "mismatch" in name], (
+            "a forward pass was run"
+        )
         assert "actor/ref_kl" in line
     for ours in seen["lines"][:STEPS]:
         rows = seen["rows"][ours["step"] - 1].items()
-        far = [(row + i) % 9 in (0, 2) for row, (_, response, *_) in rows for i in range(len(response))]
+        far = [
+            (row + i) % 9 in (0, 2) for row, (_, response, *_) in rows for i in range(len(response))
+        ]
         # the mean of the mini-batches' shares
         assert ours["actor/ratio_clamped"] == pytest.approx(sum(far) / len(far), rel=0.2)
 
@@ -359,14 +440,19 @@ def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
 def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, changes):
     """The second time with means over rows."""
     changes = changes | {"kl_loss_coef": 0.0}
-    argv = argv | {"placement__reference": "critic"} | {f"ppo__{name}": value for name, value in changes.items()}
+    argv = (
+        argv
+        | {"placement__reference": "critic"}
+        | {f"ppo__{name}": value for name, value in changes.items()}
+    )
     seen = run(inputs, tmp_path, 3, placement__actor=actor, **argv)
     compare(seen, reference(inputs, seen, **changes))
 
 
 def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
-    """Scores under the rollout, and the critic's update under the next one, are a matter of time alone. (Each row is a
-    micro-batch of its own here: which rows come together decides how sums are rounded, 4e-7 in a weight.)"""
+    """Scores under the rollout, and the critic's update under the next one, are a matter of time
+    alone. (Each row is a micro-batch of its own here: which rows come together decides how sums are
+    rounded, 4e-7 in a weight.)"""
     seen, sizes = [], {"rollout__batch_size": 8, "ppo__epochs": 1, "compute__micro_batch_tokens": 1}
     runs = {"both": {}, "streaming": {"placement__barrier": ""}, "deferral": {"rollout__chunks": 1}}
     for name, without in runs.items():
@@ -374,7 +460,9 @@ def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
         seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, **sizes, **without))
     for other in seen[1:]:
         for kind in ("policy", "value"):
-            assert all(torch.equal(weight, other[kind][name]) for name, weight in seen[0][kind].items()), kind
+            assert all(
+                torch.equal(weight, other[kind][name]) for name, weight in seen[0][kind].items()
+            ), kind
         assert [seen[0]["actor"], seen[0]["critic"]] == [other["actor"], other["critic"]]
 
 
@@ -405,21 +493,35 @@ OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
         ),
     ],
 )
-def test_what_is_practised_is_the_papers_too(inputs, tmp_path, world, placement, value_mini_batches, changes):
-    """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head start, truncated
-    importance weights, truncated rows left out, an adaptive KL coefficient, a penalty for rows without an end. Schedule
-    and coefficient begin with the policy's first update."""
+def test_what_is_practised_is_the_papers_too(
+    inputs, tmp_path, world, placement, value_mini_batches, changes
+):
+    """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head
+    start, truncated importance weights, truncated rows left out, an adaptive KL coefficient, a
+    penalty for rows without an end. Schedule and coefficient begin with the policy's first
+    update."""
     practice = PRACTICE | changes
-    argv = {f"ppo__{name}": value for name, value in practice.items() if value is not True and value is not False}
+    argv = {
+        f"ppo__{name}": value
+        for name, value in practice.items()
+        if value is not True and value is not False
+    }
     argv |= {"ppo__mask_truncated": ""} if practice["mask_truncated"] else {}
-    extra = {"ppo__value_mini_batches": value_mini_batches, "reward__missing_eos_penalty": 0.3} | OPTIM
+    extra = {
+        "ppo__value_mini_batches": value_mini_batches,
+        "reward__missing_eos_penalty": 0.3,
+    } | OPTIM
     seen = run(inputs, tmp_path, world, odd="cut", **placement, **argv, **extra)
     finished = [row[3] for rows in seen["rows"] for row in rows.values()]
     assert 3 < sum(finished) < len(finished) - 3  # both kinds are there
-    due = reference(inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice, **SCHEDULE)
+    due = reference(
+        inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice, **SCHEDULE
+    )
     assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
     rates = [0, 0, 1] if practice["mask_truncated"] else [0, 1, 0.25]
-    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx([POLICY_LR * x for x in rates])
+    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx(
+        [POLICY_LR * x for x in rates]
+    )
     compare(seen, due)
     if practice["mask_truncated"]:
         assert seen["actor"][1] == seen["critic"][1] == []
@@ -451,15 +553,24 @@ OTHERS = {
     "one response for two models": {"ensemble": 2},
 }
 FLAGS = {
-    "value_frozen": ("value__freeze", {"attn": "attention", "embed_tokens": "embeddings", "model": "body"}),
+    "value_frozen": (
+        "value__freeze",
+        {"attn": "attention", "embed_tokens": "embeddings", "model": "body"},
+    ),
     "policy_frozen": ("policy__freeze", {"mlp": r"mlp\..*_proj"}),
     "value_layers": ("value__layers", {}),
     "ensemble": ("value__ensemble", {}),
     "samples": ("rollout__samples", {}),
     "gather": ("compute__gather", {}),
     "value_lr": ("value__optim__lr", {}),
-    **{name: (f"policy__optim__{name}", {}) for name in ("schedule", "min_lr_ratio", "warmup_steps")},
-    **{name: (f"value__{name}", {}) for name in ("pretrain_steps", "pretrain_epochs", "pretrain_patience")},
+    **{
+        name: (f"policy__optim__{name}", {})
+        for name in ("schedule", "min_lr_ratio", "warmup_steps")
+    },
+    **{
+        name: (f"value__{name}", {})
+        for name in ("pretrain_steps", "pretrain_epochs", "pretrain_patience")
+    },
 }
 
 
@@ -492,6 +603,8 @@ def check_critic(inputs, tmp_path, options, world, placement):
         flag, names = FLAGS.get(option, (f"ppo__{option}", {}))
         argv[flag] = names.get(value, value)
     seen = run(inputs, tmp_path, world, **placement, **argv)
-    due = reference(inputs, seen, **{name: value for name, value in options.items() if name != "gather"})
+    due = reference(
+        inputs, seen, **{name: value for name, value in options.items() if name != "gather"}
+    )
     compare(seen, due)
     return seen, due

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "splitppo"
-# A room, a file or a folder at the top of the package, may import from its own floor and from those below.
+# A room, a file or a folder at the top of the package, may import from its own floor and from those
+# below.
 FLOORS = [
     {"__main__"},
     {"train", "tools"},
@@ -33,14 +34,17 @@ FILES = {
 
 
 def imports(module: str) -> set[str]:
-    """Modules of the package that a module names in an import of any kind: in functions and for types, too."""
+    """Modules of the package that a module names in an import of any kind: in functions and for
+    types, too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}  # of a module, or of a name in one
+            found |= {
+                f"{node.module}.{alias.name}" for alias in node.names
+            }  # of a module, or of a name in one
     inside = {name.removeprefix("splitppo.") for name in found if name.startswith("splitppo.")}
     named = {name if name in FILES else name.rpartition(".")[0] for name in inside}
     return {name for name in named if name in FILES} - {module}

@@ -1,4 +1,5 @@
-"""A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy and value alike."""
+"""A learner on 1, 2 and 3 ranks is one plain module: log-probs, gradients, gradient norms, policy
+and value alike."""
 
 import math
 import threading
@@ -62,7 +63,8 @@ def fields(rollout):
     return {
         "old": old,
         "advantages": torch.cat(
-            [torch.tensor([float(s.row % 3 - 1)] * len(s.response)) for s in rollout.samples] or [torch.zeros(0)]
+            [torch.tensor([float(s.row % 3 - 1)] * len(s.response)) for s in rollout.samples]
+            or [torch.zeros(0)]
         ),
     }
 
@@ -70,14 +72,22 @@ def fields(rollout):
 def policy_objective(model, batch, given):
     logprobs, entropy = OUTPUTS(model, batch, entropy=True)
     loss, metrics = algo.policy_loss(
-        logprobs, given["old"], given["advantages"], batch.mask, clip_low=0.2, clip_high=0.2, aggregate="token_mean"
+        logprobs,
+        given["old"],
+        given["advantages"],
+        batch.mask,
+        clip_low=0.2,
+        clip_high=0.2,
+        aggregate="token_mean",
     )
     return loss - 0.01 * algo.aggregate_loss(entropy, batch.mask, "token_mean"), metrics
 
 
 def value_objective(model, batch, given):
     values = value_outputs(model, batch)
-    return algo.value_loss(values, given["old"], given["advantages"], batch.mask, clip=0.5, aggregate="token_mean")
+    return algo.value_loss(
+        values, given["old"], given["advantages"], batch.mask, clip=0.5, aggregate="token_mean"
+    )
 
 
 def full_weights(learner):
@@ -85,7 +95,9 @@ def full_weights(learner):
     return {name: weight.clone() for name, weight in learner.weights(torch.float32)}
 
 
-def make_learner(folder, kind, world, rank, runtime=None, *, packed=False, frozen=(), dtype=torch.float32):
+def make_learner(
+    folder, kind, world, rank, runtime=None, *, packed=False, frozen=(), dtype=torch.float32
+):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = runtime or Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
     model = build(read_config(str(folder)), kind, packed=packed)
@@ -93,11 +105,20 @@ def make_learner(folder, kind, world, rank, runtime=None, *, packed=False, froze
     parallelize(model, runtime.groups["actor"].mesh, dtype=dtype, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     runner = Runner(runtime.groups["actor"], CPU, 40)
-    return Learner(model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"), runtime
+    return Learner(
+        model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"
+    ), runtime
 
 
 def mine(world, rank):
-    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": world, "critic": world})
+    cut = own(
+        seed=0,
+        step=1,
+        batch_size=BATCH,
+        samples=1,
+        mini_batches=1,
+        sizes={"actor": world, "critic": world},
+    )
     return cut.slots("actor", rank)
 
 
@@ -107,7 +128,9 @@ def train_rank(rank, world, folder, kind, runtime=None, *, packed=False):
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     outputs = (
-        (lambda m, b: [OUTPUTS(m, b, entropy=False)[0]]) if kind == "policy" else (lambda m, b: [value_outputs(m, b)])
+        (lambda m, b: [OUTPUTS(m, b, entropy=False)[0]])
+        if kind == "policy"
+        else (lambda m, b: [value_outputs(m, b)])
     )
     before = full_weights(learner)
     (out,) = learner.runner.forward(learner.model, rollout, outputs, fields=1)
@@ -147,7 +170,9 @@ def plain(folder, kind, weights):
         at = slice(len(sample.prompt) - 1, -1)
         if kind == "policy":
             log_p = (logits[at, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
-            outs[sample.row] = log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0].tolist()
+            outs[sample.row] = log_p.gather(-1, torch.tensor(sample.response)[:, None])[
+                :, 0
+            ].tolist()
         else:
             outs[sample.row] = logits[at, 0].tolist()
     loss = torch.stack(losses).sum()
@@ -158,7 +183,9 @@ def plain(folder, kind, weights):
     return outs, float(loss.detach()), float(norm), model.state_dict()
 
 
-@pytest.fixture(scope="module", params=[(1, False), (2, False), (3, False), (1, True), (3, True)], ids=str)
+@pytest.fixture(
+    scope="module", params=[(1, False), (2, False), (3, False), (1, True), (3, True)], ids=str
+)
 def both_kinds(folder, request):
     world, packed = request.param
     return run_ranks(world, train_both_rank, world, folder, packed)
@@ -198,7 +225,9 @@ def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
     learner.optim, rollout = replace(learner.optim, max_grad_norm=most), Rollout(samples())
     rows = [list(range(BATCH))]
     (figures,) = learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
-    seen = [local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()]  # of AdamW's first step
+    seen = [
+        local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()
+    ]  # of AdamW's first step
     norm = float(torch.stack([moment.norm() for moment in seen]).norm())
     assert figures["grad_norm"] > 0.05, "before clipping"
     assert norm == pytest.approx(most or figures["grad_norm"], rel=1e-4)
@@ -209,19 +238,28 @@ WORK = [[[0, 1, 2], [6]], [[3, 4], [7, 8, 9, 10]]]  # rank -> mini-batch -> rows
 
 
 def by_value_rank(rank, folder):
-    """An update of two mini-batches over two epochs, whose rows stay where they are: its figures, the optimizer's
-    settings in two steps, and what becomes of the weights if the gradient's norm overflows."""
+    """An update of two mini-batches over two epochs, whose rows stay where they are: its figures,
+    the optimizer's settings in two steps, and what becomes of the weights if the gradient's norm
+    overflows."""
     learner, _ = make_learner(folder, "policy", 2, rank)
-    optim = OptimConfig(lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2)
+    optim = OptimConfig(
+        lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2
+    )
     runner = replace(learner.runner, budget=10**6)
     learner = Learner(learner.model, runner, optim, steps=6, aggregate="seq_mean_token_mean")
     cast(Any, Runner).balance = lambda _, __, *given: given  # in this process alone
     rollout = Rollout(samples([row for rows in WORK[rank] for row in rows]))
     given = fields(rollout)
-    (new,) = runner.forward(learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]], fields=1)
-    kl = dict(zip(rollout.rows, [x.sum().item() for x in rollout.split(given["old"] - new)], strict=True))
+    (new,) = runner.forward(
+        learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]], fields=1
+    )
+    kl = dict(
+        zip(rollout.rows, [x.sum().item() for x in rollout.split(given["old"] - new)], strict=True)
+    )
     figures = learner.update(rollout, WORK[rank], given, policy_objective, step=1, epochs=2)
-    settings = [[(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in learner.optimizer.param_groups]]
+    settings = [
+        [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in learner.optimizer.param_groups]
+    ]
     whole = {p.ndim >= 2 for p in learner.optimizer.param_groups[0]["params"]}
     before = full_weights(learner)
 
@@ -234,7 +272,16 @@ def by_value_rank(rank, folder):
     settings.append([g["lr"] for g in learner.optimizer.param_groups])
     same = all(torch.equal(before[name], after[name]) for name in before)
     count = sum(p.numel() for p in learner.model.parameters())
-    return kl, figures, settings, whole, [(f["grad_norm"], f["skipped"]) for f in bad], same, learner.updates, count
+    return (
+        kl,
+        figures,
+        settings,
+        whole,
+        [(f["grad_norm"], f["skipped"]) for f in bad],
+        same,
+        learner.updates,
+        count,
+    )
 
 
 def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
@@ -250,7 +297,9 @@ def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
         assert len(figures) == 4
         for number, mine in enumerate(zip(*WORK, strict=True)):
             rows = [row for part in mine for row in part]
-            mean = sum(kl[row] for row in rows) / sum(lengths[row] for row in rows)  # of tokens, whatever the loss is
+            mean = sum(kl[row] for row in rows) / sum(
+                lengths[row] for row in rows
+            )  # of tokens, whatever the loss is
             if number == 0:  # the others are of weights that have moved
                 assert figures[number]["ppo_kl"] == pytest.approx(mean, rel=1e-4)
         for figure in figures:
@@ -288,7 +337,9 @@ def empty_rank(rank, world, folder):
     """Rank 1 has no rows at all, but takes part."""
     learner, _ = make_learner(folder, "value", world, rank)
     rollout = Rollout([s for s in samples() if rank == 0])
-    (out,) = learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1)
+    (out,) = learner.runner.forward(
+        learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1
+    )
     rows = [list(range(BATCH))] if rank == 0 else [[]]
     figures = learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
     return len(out), figures[0]["loss"]
@@ -302,12 +353,17 @@ def test_a_rank_without_rows_takes_part(folder):
 
 
 def frozen_rank(rank, folder):
-    """A value model in bfloat16 after an update: what changed, what has optimizer state, dtypes of body and head."""
-    learner, _ = make_learner(folder, "value", 2, rank, frozen=["attention", "embeddings"], dtype=torch.bfloat16)
+    """A value model in bfloat16 after an update: what changed, what has optimizer state, dtypes of
+    body and head."""
+    learner, _ = make_learner(
+        folder, "value", 2, rank, frozen=["attention", "embeddings"], dtype=torch.bfloat16
+    )
     rows, seen = mine(2, rank), {}
     for name in ("score", "model.norm"):
         module: Any = learner.model.get_submodule(name)
-        module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+        module.register_forward_hook(
+            lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)})
+        )
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     before = full_weights(learner)
     learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
@@ -330,7 +386,9 @@ def save_rank(rank, world, folder, target):
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
     told = target / "committed"
-    saver = Saver([learner], "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1"))
+    saver = Saver(
+        [learner], "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1")
+    )
     save, updated = saving.dcp.save, threading.Event()
 
     def save_late(*args, **kwargs):
@@ -353,7 +411,9 @@ def save_rank(rank, world, folder, target):
 def load_rank(rank, world, folder, target):
     learner, runtime = make_learner(folder, "policy", world, rank)
     kept: list[Any] = []
-    load([learner], checkpoint.step_folder(target, 1) / "actor", kept.append, runtime.saving["actor"])
+    load(
+        [learner], checkpoint.step_folder(target, 1) / "actor", kept.append, runtime.saving["actor"]
+    )
     assert kept == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
@@ -374,7 +434,9 @@ def draw_rank(rank, world, folder):
     placement = place(PlacementConfig(mode="colocated"), world=world, local_world=world)
     runtime = Runtime(Launch(rank, world, rank, world), placement, CPU, 60.0)
     model = build(read_config(str(folder)), "policy")
-    parallelize(model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False)
+    parallelize(
+        model, runtime.groups["actor"].mesh, dtype=torch.float32, activation_checkpointing=False
+    )
     fill(model, str(folder), device=CPU, random_init=True, seed=4)
     runner = Runner(runtime.groups["actor"], CPU, 40)
     learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=1, aggregate="token_mean")
@@ -394,7 +456,11 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed):
     assert sorted(i for micro in cut for i in micro) == list(range(BATCH + 1))
     assert cut[0] == [BATCH], "a row over the budget goes alone"
     for micro in cut[1:]:
-        tokens = sum(lengths[i] for i in micro) if packed else len(micro) * max(lengths[i] for i in micro)
+        tokens = (
+            sum(lengths[i] for i in micro)
+            if packed
+            else len(micro) * max(lengths[i] for i in micro)
+        )
         assert tokens <= 30
     assert len(cut) - 1 == -(-sum(lengths) // 30) if packed else len(cut) > 3
 
@@ -411,7 +477,8 @@ def test_dealing_evens_the_bins_out():
 
 
 def warm_rank(rank, folder):
-    """Tokens of each pass of a warm-up whose micro-batches may have 500; whether it left the weights as they were."""
+    """Tokens of each pass of a warm-up whose micro-batches may have 500; whether it left the
+    weights as they were."""
     learner, _ = make_learner(folder, "policy", 1, rank)
     learner.runner = replace(learner.runner, budget=500)
     before, passes = full_weights(learner), []
@@ -437,9 +504,14 @@ def test_a_warm_up_runs_no_more_than_a_micro_batch(folder):
 
 
 def compiled_rank(rank, folder, checkpointing):
-    """How many graphs a warm-up gives to the compiler, and how many passes over rows of other lengths add."""
-    # the harder of the two is also traced for its backward pass, which takes as long again and gives no other graphs
-    graphs, plain = CompileCounterWithBackend("aot_eager" if checkpointing else "eager"), torch.compile
+    """How many graphs a warm-up gives to the compiler, and how many passes over rows of other
+    lengths add."""
+    # the harder of the two is also traced for its backward pass, which takes as long again and
+    # gives no other graphs
+    graphs, plain = (
+        CompileCounterWithBackend("aot_eager" if checkpointing else "eager"),
+        torch.compile,
+    )
 
     def traced(given, *, dynamic=None, options=None):
         assert not set(options or {}) - set(list_options()), "the compiler has no such option"
@@ -447,7 +519,9 @@ def compiled_rank(rank, folder, checkpointing):
 
     def whole(module, query, key, value, mask, scaling, **given):
         """Attention that can be traced, as the GPU's can; what it gives is not looked at."""
-        return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(1, 2), None
+        return scaled_dot_product_attention(
+            query, key, value, scale=scaling, enable_gqa=True
+        ).transpose(1, 2), None
 
     torch.compile = traced  # in this process alone, as the next one
     AttentionInterface.register(PACKED, whole)
@@ -480,8 +554,8 @@ def compiled_rank(rank, folder, checkpointing):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_warm_up_compiles_all_that_steps_run(folder, checkpointing):
     ((warm, later),) = run_ranks(1, compiled_rank, folder, checkpointing)
-    # a layer and the log-probs, without and with a backward pass; the first layer is traced again once its numbers are
-    # known to be constant
+    # a layer and the log-probs, without and with a backward pass; the first layer is traced again
+    # once its numbers are known to be constant
     assert warm <= 5
     assert not later
     assert "triton.mix_order_reduction" in COMPILER

@@ -46,7 +46,9 @@ def test_weights_that_are_not_finite_are_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("dtype", MISMATCH)
-def test_precision_sets_what_is_worth_a_warning_and_what_ends_the_run(dtype: torch.dtype, capsys: Any) -> None:
+def test_precision_sets_what_is_worth_a_warning_and_what_ends_the_run(
+    dtype: torch.dtype, capsys: Any
+) -> None:
     much, most = MISMATCH[dtype]
     for sign in (-1, 1):
         assert compare([-1.0, -2.0], [-1.0, -2.0 + sign * 1.9 * much], dtype=dtype).compared
@@ -55,7 +57,9 @@ def test_precision_sets_what_is_worth_a_warning_and_what_ends_the_run(dtype: tor
         assert capsys.readouterr().out == "", "one rank says it"
         compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * much], dtype=dtype)
         assert f"{str(dtype)[6:]} explains {much:g}" in capsys.readouterr().out
-        with pytest.raises(UserError, match=rf"{str(dtype)[6:]} explains {most:g}: .*--engine.kind hf"):
+        with pytest.raises(
+            UserError, match=rf"{str(dtype)[6:]} explains {most:g}: .*--engine.kind hf"
+        ):
             compare([-1.0, -2.0], [-1.0, -2.0 + sign * 2.1 * most], dtype=dtype)
     with pytest.raises(UserError, match="nan nats"):
         compare([-1.0], [math.nan], dtype=dtype)
@@ -73,14 +77,20 @@ def test_log_probs_of_a_cut_distribution_are_higher_by_what_is_cut() -> None:
 
 
 def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:
-    """The last rank's engine has other weights than the policy. Also gives the tokens of each comparison."""
+    """The last rank's engine has other weights than the policy. Also gives the tokens of each
+    comparison."""
     load, seen = HFEngine.load_weights, []
 
     def other(self: HFEngine, weights: Any) -> None:
         load(
             self,
             (
-                (name, tensor * 30 if rank == int(os.environ["WORLD_SIZE"]) - 1 and tensor.ndim > 1 else tensor)
+                (
+                    name,
+                    tensor * 30
+                    if rank == int(os.environ["WORLD_SIZE"]) - 1 and tensor.ndim > 1
+                    else tensor,
+                )
                 for name, tensor in weights
             ),
         )
@@ -99,7 +109,12 @@ def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:
 def test_an_engine_with_other_weights_ends_the_run_on_all_ranks(
     ranks: int, old: str, tmp_path: Any, capfd: Any
 ) -> None:
-    argv = ["--steps=3", "--rollout.batch-size=8", "--log.validate-every=0", "--placement.mode=colocated"]
+    argv = [
+        "--steps=3",
+        "--rollout.batch-size=8",
+        "--log.validate-every=0",
+        "--placement.mode=colocated",
+    ]
     argv += [f"--run-dir={tmp_path / 'run'}", f"--ppo.old-logprobs={old}", "--timeout=60"]
     for status, compared in run_ranks(ranks, other_weights_rank, argv):
         assert (status, len(compared)) == (2, 1)

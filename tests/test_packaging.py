@@ -1,4 +1,5 @@
-"""The wheel and the sdist: what is inside, and the first commands after an install, from an empty folder."""
+"""The wheel and the sdist: what is inside, and the first commands after an install, from an empty
+folder."""
 
 import os
 import shutil
@@ -14,9 +15,13 @@ BUILD = "import setuptools.build_meta as build; build.build_sdist({!r}); build.b
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
-    environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COLUMNS")}
+    environ = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COLUMNS")
+    }
     environ |= {"PYTHONPATH": str(path)} if path else {}
-    done = subprocess.run([*command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,7 +37,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the sdist, built from what a clone holds."""
     clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
     for folder in ("splitppo", "configs"):
-        shutil.copytree(ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            clone / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
     run(sys.executable, "-c", BUILD.format(str(out), str(out)), cwd=clone)
@@ -42,11 +52,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_the_presets_that_need_no_clone(built: Path) -> None:
     found = contents(built)
     due = {path.relative_to(ROOT): path for path in (ROOT / "splitppo").rglob("*.py")}
-    due |= {path: ROOT / path for path in (Path("splitppo/config/tiny.toml"), Path("splitppo/tools/report.html"))}
+    due |= {
+        path: ROOT / path
+        for path in (Path("splitppo/config/tiny.toml"), Path("splitppo/tools/report.html"))
+    }
     for preset in (ROOT / "configs").glob("*/*.toml"):
         if "configs/sentiment/" not in preset.read_text():
             recipe = [preset, *preset.parent.glob("*.py")]
-            due |= {Path("splitppo/config/presets") / file.relative_to(ROOT / "configs"): file for file in recipe}
+            due |= {
+                Path("splitppo/config/presets") / file.relative_to(ROOT / "configs"): file
+                for file in recipe
+            }
     assert {name for name in found if ".dist-info/" not in name} == {str(path) for path in due}
     assert all(found[str(path)] == file.read_bytes() for path, file in due.items())
     assert any(name.endswith("licenses/LICENSE") for name in found)
@@ -64,11 +80,26 @@ def test_first_commands_after_an_install(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     target, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", target, wheel)
+    install = (
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        target,
+        wheel,
+    )
     run(sys.executable, *install, cwd=empty)
-    where = run(sys.executable, "-c", "import splitppo; print(splitppo.__file__)", cwd=empty, path=target)
+    where = run(
+        sys.executable, "-c", "import splitppo; print(splitppo.__file__)", cwd=empty, path=target
+    )
     assert Path(where.strip()).is_relative_to(target)
-    assert "prepare" in run(sys.executable, target / "bin" / "splitppo", "--help", cwd=empty, path=target)
+    assert "prepare" in run(
+        sys.executable, target / "bin" / "splitppo", "--help", cwd=empty, path=target
+    )
     # a preset by its name, and the settings of the embedded model
     flags = ("--config=smollm2/two_digits", "--policy.path=tiny", "--dry-run", "--world-size=2")
     said = run(sys.executable, "-m", "splitppo.train", *flags, cwd=empty, path=target)

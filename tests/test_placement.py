@@ -26,7 +26,9 @@ SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
 
 def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
     size: dict[Role, int] = {"actor": actor, "critic": critic}
-    return own(seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, sizes=size)
+    return own(
+        seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, sizes=size
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,10 +54,14 @@ def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
 def test_groups(config, world, local, actor, critic):
     placement = place(config, world=world, local_world=local)
     assert (list(placement.groups["actor"]), list(placement.groups["critic"])) == (actor, critic)
-    assert placement.mode == (config.mode if config.mode != "auto" else "colocated" if world == 1 else "per_node")
+    assert placement.mode == (
+        config.mode if config.mode != "auto" else "colocated" if world == 1 else "per_node"
+    )
     assert placement.colocated == (actor == critic)
     for rank in range(world):
-        assert placement.roles(rank) == ("actor",) * (rank in actor) + ("critic",) * (rank in critic)
+        assert placement.roles(rank) == ("actor",) * (rank in actor) + ("critic",) * (
+            rank in critic
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,12 +88,27 @@ def test_two_gpus_are_colocated_unless_a_setting_asks_for_groups(config, world, 
         (PlacementConfig(actor=8), 8, 8, "no rank of 8 is left for the critic group"),
         (PlacementConfig(actor=9), 8, 8, "critic"),
         (PlacementConfig(critic=8), 8, 8, "for the actor group"),
-        (PlacementConfig(actor=5, critic=3), 8, 4, "actor=5 with mode per_node must be the same on each of 2 nodes"),
+        (
+            PlacementConfig(actor=5, critic=3),
+            8,
+            4,
+            "actor=5 with mode per_node must be the same on each of 2 nodes",
+        ),
         (PlacementConfig(mode="by_node"), 8, 8, "no rank of 8 is left for the actor group"),
         (PlacementConfig(mode="by_node", actor=5), 8, 4, "not whole nodes of 4"),
-        (PlacementConfig(mode="colocated", actor=2), 4, 4, "actor=2: all 4 ranks play both roles; use per_node"),
+        (
+            PlacementConfig(mode="colocated", actor=2),
+            4,
+            4,
+            "actor=2: all 4 ranks play both roles; use per_node",
+        ),
         (PlacementConfig(mode="colocated", critic=3), 4, 4, "critic=3: all 4 ranks"),
-        (PlacementConfig(actor=2), 1, 1, r"start more ranks \(a dry run: --world-size\) or leave it unset"),
+        (
+            PlacementConfig(actor=2),
+            1,
+            1,
+            r"start more ranks \(a dry run: --world-size\) or leave it unset",
+        ),
         (PlacementConfig(mode="per_node"), 1, 1, "needs 2 ranks"),
         (PlacementConfig(), 7, 4, "not whole nodes of 4"),
     ],
@@ -114,17 +135,37 @@ def test_replicas_keep_to_nodes(config, size, due):
 
 def test_a_replica_a_node_fits_any_split():
     placement = place(PlacementConfig(actor=10), world=16, local_world=8)
-    assert replicas("actor", placement, "node", local_world=8) == [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12]]
+    assert replicas("actor", placement, "node", local_world=8) == [
+        [0, 1, 2, 3, 4],
+        [8, 9, 10, 11, 12],
+    ]
     assert replicas("critic", placement, "node", local_world=8) == [[5, 6, 7], [13, 14, 15]]
-    assert replicas("actor", place(PlacementConfig(), world=2, local_world=2), "node", local_world=2) == [[0]]
+    assert replicas(
+        "actor", place(PlacementConfig(), world=2, local_world=2), "node", local_world=2
+    ) == [[0]]
 
 
 @pytest.mark.parametrize(
     ("config", "world", "size", "says"),
     [
-        (PlacementConfig(mode="colocated"), 8, 3, "fsdp.shard_size=3 does not cut the 8 actor ranks on 2 nodes"),
-        (PlacementConfig(actor=6, critic=2), 8, 2, r"6 actor ranks on 2 nodes .*; use one of \[1, 3, 6\]"),
-        (PlacementConfig(actor=3), 4, 2, r"the 3 actor ranks into whole replicas; use one of \[1, 3\]"),
+        (
+            PlacementConfig(mode="colocated"),
+            8,
+            3,
+            "fsdp.shard_size=3 does not cut the 8 actor ranks on 2 nodes",
+        ),
+        (
+            PlacementConfig(actor=6, critic=2),
+            8,
+            2,
+            r"6 actor ranks on 2 nodes .*; use one of \[1, 3, 6\]",
+        ),
+        (
+            PlacementConfig(actor=3),
+            4,
+            2,
+            r"the 3 actor ranks into whole replicas; use one of \[1, 3\]",
+        ),
     ],
 )
 def test_sizes_that_would_cut_a_replica_over_parts_of_nodes_are_refused(config, world, size, says):
@@ -138,7 +179,12 @@ def test_every_row_has_one_owner_in_each_group(actor, critic):
     for role, size in zip(ROLES, (actor, critic), strict=True):
         rows = [row for rank in range(size) for row in own_.all_slots(role, rank)]
         assert sorted(rows) == list(range(24))
-    shared = [row for a in range(actor) for c in range(critic) for row in own_.between("actor", a, "critic", c)]
+    shared = [
+        row
+        for a in range(actor)
+        for c in range(critic)
+        for row in own_.between("actor", a, "critic", c)
+    ]
     assert sorted(shared) == list(range(24))
 
 
@@ -160,14 +206,20 @@ def test_ranks_are_even_within_each_mini_batch(actor, critic):
 
 def test_samples_of_a_prompt_stay_together():
     own_ = ownership(2, 2, batch=24, samples=4)
-    owner = {row: rank for rank in range(own_.sizes["critic"]) for row in own_.all_slots("critic", rank)}
+    owner = {
+        row: rank for rank in range(own_.sizes["critic"]) for row in own_.all_slots("critic", rank)
+    }
     owners = [{owner[p * 4 + s] for s in range(4)} for p in range(6)]
     assert all(len(ranks) == 1 for ranks in owners)
 
 
 def test_few_pairs_talk():
     own_ = ownership(5, 3, batch=60)
-    pairs = [(a, c) for a, c in itertools.product(range(5), range(3)) if own_.between("actor", a, "critic", c)]
+    pairs = [
+        (a, c)
+        for a, c in itertools.product(range(5), range(3))
+        if own_.between("actor", a, "critic", c)
+    ]
     assert len(pairs) <= 5 + 3 - 1
 
 
@@ -201,12 +253,22 @@ def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
 
 
 def test_the_pairs_between_which_rows_go():
-    ownership = own(seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4})
-    pairs = [(i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)]
+    ownership = own(
+        seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4}
+    )
+    pairs = [
+        (i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)
+    ]
     assert len(pairs) < 12
 
 
-def config_of(policy: int, value: int | None = None, reference: int | None = None, held_by: Role = "actor", **fsdp):
+def config_of(
+    policy: int,
+    value: int | None = None,
+    reference: int | None = None,
+    held_by: Role = "actor",
+    **fsdp,
+):
     return Config(
         fsdp=FsdpConfig(tensor_parallel=policy, **fsdp),
         value=ValueConfig(tensor_parallel=value),
@@ -242,8 +304,16 @@ def test_rows_belong_to_sets():
             2,
             r"4 does not cut the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of \[1, 3\]",
         ),
-        (config_of(6), 1, r"6 does not cut the 2 critic ranks.*; set value.tensor_parallel to one of \[1, 2\]"),
-        (config_of(2, shard_size=3), 1, r"policy's tensor_parallel=2 .* 6 actor ranks, 3 on a node .* of \[1, 3\]"),
+        (
+            config_of(6),
+            1,
+            r"6 does not cut the 2 critic ranks.*; set value.tensor_parallel to one of \[1, 2\]",
+        ),
+        (
+            config_of(2, shard_size=3),
+            1,
+            r"policy's tensor_parallel=2 .* 6 actor ranks, 3 on a node .* of \[1, 3\]",
+        ),
         (
             config_of(1, 1, 4),
             1,
@@ -263,12 +333,23 @@ def test_a_set_stays_in_a_node_and_in_a_replica(config, nodes, says):
 def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
     contexts = [1 + (7 * slot**3) % 101 for slot in range(30)]
     sizes: dict[Role, int] = {"actor": actor, "critic": critic}
-    cut: Any = {"seed": 2, "step": 2, "batch_size": 30, "samples": 2, "mini_batches": mini, "sizes": sizes}
+    cut: Any = {
+        "seed": 2,
+        "step": 2,
+        "batch_size": 30,
+        "samples": 2,
+        "mini_batches": mini,
+        "sizes": sizes,
+    }
     plain, found = own(**cut), own(**cut, contexts=contexts)
     assert found.mini_batches == plain.mini_batches
-    assert [sorted(slots) for slots in found.orders] == [sorted(slots) for slots in plain.mini_batches]
+    assert [sorted(slots) for slots in found.orders] == [
+        sorted(slots) for slots in plain.mini_batches
+    ]
     sums = [0] * actor
-    for slots, order in zip(found.mini_batches, found.orders, strict=True):  # a scan finds what the heap finds
+    for slots, order in zip(
+        found.mini_batches, found.orders, strict=True
+    ):  # a scan finds what the heap finds
         pieces: list[list[int]] = [[] for _ in range(actor)]
         room = [len(part) for part in cut_evenly(slots, actor)]
         for slot in sorted(slots, key=lambda slot: -contexts[slot]):
@@ -276,11 +357,18 @@ def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]
         assert order == tuple(itertools.chain(*pieces))
-    held = [[sum(contexts[slot] for slot in c.all_slots("actor", i)) for i in range(actor)] for c in (plain, found)]
+    held = [
+        [sum(contexts[slot] for slot in c.all_slots("actor", i)) for i in range(actor)]
+        for c in (plain, found)
+    ]
     spread = [max(sums) - min(sums) for sums in held]
     assert spread[1] < min(24, spread[0] / 4)
     for i in range(actor):
         assert [*map(len, found.slots("actor", i))] == [*map(len, plain.slots("actor", i))]
     parts = [[o.slots("critic", i, 5 * mini) for i in range(critic)] for o in (plain, found)]
-    both = [[sorted(itertools.chain(*slots)) for slots in zip(*ranks, strict=True)] for ranks in parts]
-    assert both[0] == both[1]  # which slots of a value mini-batch are together depends on no context
+    both = [
+        [sorted(itertools.chain(*slots)) for slots in zip(*ranks, strict=True)] for ranks in parts
+    ]
+    assert (
+        both[0] == both[1]
+    )  # which slots of a value mini-batch are together depends on no context

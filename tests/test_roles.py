@@ -1,4 +1,5 @@
-"""The verbs of actor and critic by value, on two ranks, with models and engines that only hand out numbers."""
+"""The verbs of actor and critic by value, on two ranks, with models and engines that only hand out
+numbers."""
 
 import json
 import math
@@ -41,8 +42,14 @@ def figure(name: str) -> list[list[float]]:
 
 VALUES, OLD, ENTROPY = figure("values"), figure("old"), figure("entropy")
 # one token of either is far off
-REF = [[p - 30 * (row == 2) * (t == 1) for t, p in enumerate(line)] for row, line in enumerate(figure("ref"))]
-SAMPLED = [[p + 0.1 * (t - row) - 25 * (row == 3) * (t == 0) for t, p in enumerate(x)] for row, x in enumerate(OLD)]
+REF = [
+    [p - 30 * (row == 2) * (t == 1) for t, p in enumerate(line)]
+    for row, line in enumerate(figure("ref"))
+]
+SAMPLED = [
+    [p + 0.1 * (t - row) - 25 * (row == 3) * (t == 0) for t, p in enumerate(x)]
+    for row, x in enumerate(OLD)
+]
 
 
 def packed(figures: list[list[float]], rank: int) -> torch.Tensor:
@@ -50,7 +57,9 @@ def packed(figures: list[list[float]], rank: int) -> torch.Tensor:
 
 
 def rollout_of(rank: int) -> Rollout:
-    return Rollout([Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], ENDS[r]) for r in HELD[rank]])
+    return Rollout(
+        [Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], ENDS[r]) for r in HELD[rank]]
+    )
 
 
 def context_of(*argv: str) -> Context:
@@ -62,7 +71,12 @@ def context_of(*argv: str) -> Context:
 def advantages_rank(group: Group) -> list:
     rank, found = group.dp_rank, []
     for how in ("batch", "running"):
-        ppo = [f"--ppo.gamma={GAMMA}", f"--ppo.lam={LAM}", f"--ppo.kl-coef={KL_COEF}", "--ppo.kl-kind=k1"]
+        ppo = [
+            f"--ppo.gamma={GAMMA}",
+            f"--ppo.lam={LAM}",
+            f"--ppo.kl-coef={KL_COEF}",
+            "--ppo.kl-kind=k1",
+        ]
         context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
         value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
         critic = Critic(context, value, cast(Any, None), None)
@@ -70,7 +84,9 @@ def advantages_rank(group: Group) -> list:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
             scored = Scored(rollout, [packed(VALUES, rank)], mine, extra, [])
-            advantages, returns, metrics = critic.advantages(1, scored, [packed(OLD, rank), packed(REF, rank)])
+            advantages, returns, metrics = critic.advantages(
+                1, scored, [packed(OLD, rank), packed(REF, rank)]
+            )
             found.append((advantages.tolist(), returns.tolist(), metrics))
     return found
 
@@ -80,8 +96,11 @@ def variance(xs: list[float]) -> float:
     return sum((x - mean) ** 2 for x in xs) / (len(xs) - 1)
 
 
-def expected(scores: list[float], seen: list[float]) -> tuple[list[float], list[float], dict[str, float]]:
-    """What a critic should make of it, over all rows in plain numbers; `seen`: the scores that normalise."""
+def expected(
+    scores: list[float], seen: list[float]
+) -> tuple[list[float], list[float], dict[str, float]]:
+    """What a critic should make of it, over all rows in plain numbers; `seen`: the scores that
+    normalise."""
     shaped = [(s - sum(seen) / len(seen)) / math.sqrt(variance(seen)) for s in scores]
     advantages, returns, rewards = [], [], []
     kls = [[o - r for o, r in zip(*lines, strict=True)] for lines in zip(OLD, REF, strict=True)]
@@ -90,7 +109,9 @@ def expected(scores: list[float], seen: list[float]) -> tuple[list[float], list[
         line[-1] += shaped[row]
         rewards.append(sum(line))
         deltas = [line[t] + GAMMA * [*VALUES[row], 0.0][t + 1] - VALUES[row][t] for t in range(n)]
-        advantages += [sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+        advantages += [
+            sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
+        ]
         returns += [sum(GAMMA ** (k - t) * line[k] for k in range(t, n)) for t in range(n)]
     values, mean = [v for line in VALUES for v in line], sum(advantages) / len(advantages)
     error = [r - v for r, v in zip(returns, values, strict=True)]
@@ -103,36 +124,56 @@ def expected(scores: list[float], seen: list[float]) -> tuple[list[float], list[
         "critic/kl_row": sum(all_kl) / 4, "critic/ref_kl": sum(all_kl) / 8,
         "critic/reward_failures": 0.0,
     }  # fmt: skip
-    return [(a - mean) / math.sqrt(variance(advantages) + 1e-8) for a in advantages], returns, figures
+    return (
+        [(a - mean) / math.sqrt(variance(advantages) + 1e-8) for a in advantages],
+        returns,
+        figures,
+    )
 
 
 def test_what_the_critic_makes_of_scores_kl_and_values():
     both = run_threads(2, advantages_rank)
-    seen = [SCORES[0], SCORES[1], SCORES[0], SCORES[0] + SCORES[1]]  # batch, batch, running, running
+    seen = [
+        SCORES[0],
+        SCORES[1],
+        SCORES[0],
+        SCORES[0] + SCORES[1],
+    ]  # batch, batch, running, running
     for first, second, scores, of in zip(*both, SCORES * 2, seen, strict=True):
         advantages, returns, figures = expected(scores, of)
         assert first[0] + second[0] == pytest.approx(advantages, rel=1e-4, abs=1e-5)
         assert first[1] + second[1] == pytest.approx(returns, rel=1e-4, abs=1e-5)
         for _, _, metrics in (first, second):
-            assert {name: metrics[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5)
+            assert {name: metrics[name] for name in figures} == pytest.approx(
+                figures, rel=1e-4, abs=1e-5
+            )
 
 
 def failing_rank(group: Group) -> list[str]:
-    """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step 3. The run is resumed
-    before step 6."""
+    """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step
+    3. The run is resumed before step 6."""
     rank, value = group.dp_rank, cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))])
     critic, said = Critic(context_of(), value, cast(Any, None), None), []
     for step in range(1, 8):
         if step == 6:
-            saved, critic = json.dumps(critic.state()), Critic(critic.context, value, cast(Any, None), None)
+            saved, critic = (
+                json.dumps(critic.state()),
+                Critic(critic.context, value, cast(Any, None), None),
+            )
             critic.load_state(json.loads(saved))
-        failed = [(row, Failure("all", "error", f"step {step}")) for row in HELD[rank] if (step, row) != (3, 1)]
+        failed = [
+            (row, Failure("all", "error", f"step {step}"))
+            for row in HELD[rank]
+            if (step, row) != (3, 1)
+        ]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
         scored = Scored(rollout_of(rank), [torch.zeros(0)], torch.zeros(2), {}, failed)
         try:
             told = critic._failures(step, scored)
             share = told["critic/reward_failures/share"]
-            said.append(f"{told['critic/reward_failures']} {told['critic/reward_failures/error']} {share}")
+            said.append(
+                f"{told['critic/reward_failures']} {told['critic/reward_failures/error']} {share}"
+            )
         except UserError as error:
             said.append(str(error))
     return said
@@ -142,9 +183,17 @@ def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
     said = run_threads(2, failing_rank)
     assert said[0] == said[1]
     assert said[0][:6] == ["7.0 4.0 1.0"] * 2 + ["6.0 3.0 0.75"] + ["7.0 4.0 1.0"] * 3
-    for part in ("reward all ", "every row", "4 steps", "step 7", "fix it"):  # 12 rows of three steps say too little
+    for part in (
+        "reward all ",
+        "every row",
+        "4 steps",
+        "step 7",
+        "fix it",
+    ):  # 12 rows of three steps say too little
         assert part in said[0][6]
-    assert capfd.readouterr().out.count("[critic] rewards that failed") == 7  # told by the first rank alone
+    assert (
+        capfd.readouterr().out.count("[critic] rewards that failed") == 7
+    )  # told by the first rank alone
 
 
 class Engine:
@@ -167,7 +216,10 @@ def act_rank(group: Group) -> tuple:
 
     forward = lambda *_, **__: [packed(OLD, rank), packed(ENTROPY, rank)]  # noqa: E731
     runner = SimpleNamespace(group=group)
-    steps = [{"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0}, {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0}]
+    steps = [
+        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0},
+        {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0},
+    ]
     given: list[Any] = []
 
     def update(rollout: Rollout, mini_batches: Any, fields: dict, *_: Any, **__: Any) -> list:
@@ -175,14 +227,28 @@ def act_rank(group: Group) -> tuple:
         return steps[: len(given)]
 
     policy: Any = SimpleNamespace(
-        runner=runner, updates=0, waited=0, check_finite=check_finite, update=update, forward=forward
+        runner=runner,
+        updates=0,
+        waited=0,
+        check_finite=check_finite,
+        update=update,
+        forward=forward,
     )
-    policy.weights, policy.learning_rate = lambda dtype: f"{policy.updates} in {dtype}", lambda step: step / 100
-    reference: Any = SimpleNamespace(logprobs=lambda _: packed(REF, rank), release_memory=lambda: None)
+    policy.weights, policy.learning_rate = (
+        lambda dtype: f"{policy.updates} in {dtype}",
+        lambda step: step / 100,
+    )
+    reference: Any = SimpleNamespace(
+        logprobs=lambda _: packed(REF, rank), release_memory=lambda: None
+    )
     scores = iter([0.3, 0.5, 0.4])
-    validator: Any = SimpleNamespace(due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)})
+    validator: Any = SimpleNamespace(
+        due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)}
+    )
     context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
-    owned = own(seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2})
+    owned = own(
+        seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2}
+    )
     context = replace(context, ownership=lambda _: replace(owned, mini_batches=((0, 1, 2, 3),)))
     sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
     actor = Actor(
@@ -207,7 +273,8 @@ def act_rank(group: Group) -> tuple:
     logprobs, noted = actor.logprobs(1, rollout)
     given_up = packed(OLD, rank).mul(torch.nan)  # the critic has none to give yet
     told = [
-        noted | actor.update(step, rollout, logprobs, sent) for step, sent in ((1, given_up), (2, packed(OLD, rank)))
+        noted | actor.update(step, rollout, logprobs, sent)
+        for step, sent in ((1, given_up), (2, packed(OLD, rank)))
     ]
     trained = [actor.trained]
     told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
@@ -226,9 +293,17 @@ def test_what_the_actor_tells_and_hands_on():
     for rank, (calls, told, given, trained, best) in enumerate(run_threads(2, act_rank)):
         # no weights go to an engine that has them, and none that are not finite
         assert calls == ["0 in torch.bfloat16", f"{rank} in torch.bfloat16"]
-        logs = [o - s for old, line in zip(OLD, SAMPLED, strict=True) for o, s in zip(old, line, strict=True)]
+        logs = [
+            o - s
+            for old, line in zip(OLD, SAMPLED, strict=True)
+            for o, s in zip(old, line, strict=True)
+        ]
         at = [min(max(log, -20.0), 20.0) for log in logs]
-        kl = [(o - r) ** 2 / 2 for old, ref in zip(OLD, REF, strict=True) for o, r in zip(old, ref, strict=True)]
+        kl = [
+            (o - r) ** 2 / 2
+            for old, ref in zip(OLD, REF, strict=True)
+            for o, r in zip(old, ref, strict=True)
+        ]
         weights = [min(math.exp(log), 2.0) for log in at]
         due = {
             "actor/mismatch_mean": sum(map(abs, logs)) / 8, "actor/mismatch_max": max(map(abs, logs)),
@@ -244,10 +319,21 @@ def test_what_the_actor_tells_and_hands_on():
         for metrics in told:
             assert {name: metrics[name] for name in due} == pytest.approx(due, rel=1e-4)
         assert [metrics["actor/lr"] for metrics in told] == [0.0, 0.02, 0.03]
-        assert (first["optimizer_steps"], first["actor/skipped"], first["actor/pg_loss"]) == ([], 0.0, 0.0)
+        assert (first["optimizer_steps"], first["actor/skipped"], first["actor/pg_loss"]) == (
+            [],
+            0.0,
+            0.0,
+        )
         assert (second["actor/skipped"], second["actor/pg_loss"]) == (1.0, 1.0)
-        assert (third["actor/skipped"], third["actor/pg_loss"], third["actor/grad_norm"]) == (1.0, 2.0, 3.0)
-        assert third["optimizer_steps"] == [{"loss": 1.0, "grad_norm": 2.0}, {"loss": 3.0, "grad_norm": 4.0}]
+        assert (third["actor/skipped"], third["actor/pg_loss"], third["actor/grad_norm"]) == (
+            1.0,
+            2.0,
+            3.0,
+        )
+        assert third["optimizer_steps"] == [
+            {"loss": 1.0, "grad_norm": 2.0},
+            {"loss": 3.0, "grad_norm": 4.0},
+        ]
         assert trained == [False, True]  # not by an update that was skipped
         mine = [weights[i] for i in ((0, 1, 2), (3, 4, 5, 6, 7))[rank]]
         for mini_batches, names, seen in given:
@@ -259,11 +345,26 @@ def test_what_the_actor_tells_and_hands_on():
 
 
 def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_step():
-    one = {"loss": 2.0, "mine": 4.0, "grad_norm": 1.0, "skipped": 1.0, "padding": 0.5, "imbalance": 0.25}
+    one = {
+        "loss": 2.0,
+        "mine": 4.0,
+        "grad_norm": 1.0,
+        "skipped": 1.0,
+        "padding": 0.5,
+        "imbalance": 0.25,
+    }
     one["update_tflop"] = 3.0
     got = learning_metrics("critic", "vf_loss", [one, one | {"loss": 4.0}], ["mine"])
-    assert got.pop("optimizer_steps") == [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 4.0, "grad_norm": 1.0}]
-    due = {"critic/vf_loss": 3.0, "critic/mine": 4.0, "critic/grad_norm": 1.0, "critic/skipped": 2.0}
+    assert got.pop("optimizer_steps") == [
+        {"loss": 2.0, "grad_norm": 1.0},
+        {"loss": 4.0, "grad_norm": 1.0},
+    ]
+    due = {
+        "critic/vf_loss": 3.0,
+        "critic/mine": 4.0,
+        "critic/grad_norm": 1.0,
+        "critic/skipped": 2.0,
+    }
     assert got == due | {"perf/padding": 0.5, "perf/imbalance": 0.25, "perf/update_tflop": 3.0}
     nothing = learning_metrics("critic", "vf_loss", [], ["mine"])
     assert nothing == dict.fromkeys(got, 0.0) | {"optimizer_steps": []}
@@ -272,11 +373,16 @@ def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_s
 def test_a_steps_line_is_written_before_its_checkpoint_counts():
     done: list[Any] = []
     run: Any = object.__new__(Run)
-    log = SimpleNamespace(first=False, finish=lambda step, metrics: done.append(("line", step, metrics)))
+    log = SimpleNamespace(
+        first=False, finish=lambda step, metrics: done.append(("line", step, metrics))
+    )
     run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
     run.links = SimpleNamespace(wire=wire)
     run.config, run.start, run.written = parse([]), 0, None
-    run.savers, run.bad = {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))}, {}
+    run.savers, run.bad = (
+        {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))},
+        {},
+    )
     run.finish("critic", 3, {"x": 1.0})
     assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
 
@@ -284,9 +390,13 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
         value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-        adaptive, fixed = ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"], ["--ppo.kl-coef=0.2", "--reward.timeout=9"]
+        adaptive, fixed = (
+            ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"],
+            ["--ppo.kl-coef=0.2", "--reward.timeout=9"],
+        )
         before, after, other = (
-            Critic(context_of(*ppo), value, cast(Any, None), None) for ppo in (adaptive, adaptive, fixed)
+            Critic(context_of(*ppo), value, cast(Any, None), None)
+            for ppo in (adaptive, adaptive, fixed)
         )
         fresh = {"ended": False, "best": None, "stale": 0}
         due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
@@ -299,11 +409,15 @@ def test_the_critics_state_goes_through_json():
         assert after.state() == before.state()
         other.load_state(state)
         assert other.kl.coef == 0.2  # it does not adapt: what is configured now
-        elsewhere = Critic(context_of("--reward.function=exact_match"), value, cast(Any, None), None)
+        elsewhere = Critic(
+            context_of("--reward.function=exact_match"), value, cast(Any, None), None
+        )
         elsewhere.load_state(state)  # what another reward scored says nothing of this one's scores
         assert (elsewhere.past_scores.count, other.past_scores.count) == (0, 4)
         for critic in (after, other):  # float32 would count no further than to 2^24 scores
             past = critic.past_scores
-            assert {part.dtype for part in (past.count, past.mean, past.variance)} == {torch.float64}
+            assert {part.dtype for part in (past.count, past.mean, past.variance)} == {
+                torch.float64
+            }
 
     run_threads(1, state_rank)

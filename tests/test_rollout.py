@@ -1,4 +1,5 @@
-"""Rows with stretches that the policy did not sample: as messages, as a rollout, as the inputs of a forward pass."""
+"""Rows with stretches that the policy did not sample: as messages, as a rollout, as the inputs of a
+forward pass."""
 
 import pickle
 import random
@@ -14,7 +15,9 @@ CPU = torch.device("cpu")
 PLAIN = Sample(4, [5, 6, 7], [8, 9], [-1.0, -2.0], "eos")
 TURNS = Sample(1, [5], [7, 8, 9, 10, 11, 12], [-1.0, -2.0, -3.0, -4.0], "environment",
                [True, True, False, False, True, True], (2, 4))  # fmt: skip
-EDGES = Sample(2, [1, 2], [3, 4, 5], [-1.0], "stop", [False, True, False], (1,))  # observations first and last
+EDGES = Sample(
+    2, [1, 2], [3, 4, 5], [-1.0], "stop", [False, True, False], (1,)
+)  # observations first and last
 
 
 def some_samples() -> list[Sample]:
@@ -24,7 +27,9 @@ def some_samples() -> list[Sample]:
         response = [draw.randrange(1000) for _ in range(draw.randrange(6))]
         mask = [draw.random() < 0.6 for _ in response] if row % 3 else None
         count = len(response) if mask is None else sum(mask)
-        turns = tuple(sorted(draw.sample(range(1, count + 1), draw.randrange(count)))) if count else ()
+        turns = (
+            tuple(sorted(draw.sample(range(1, count + 1), draw.randrange(count)))) if count else ()
+        )
         prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 4))]
         found.append(Sample(row, prompt, response, [], ENDS[row % len(ENDS)], mask, turns))
     return found
@@ -54,7 +59,9 @@ def test_log_probs_stay_behind():
 def test_response_tokens_are_those_that_the_policy_sampled():
     assert [s.tokens for s in (PLAIN, TURNS, EDGES)] == [2, 4, 1]
     assert [s.places.tolist() for s in (PLAIN, TURNS, EDGES)] == [[0, 1], [0, 1, 4, 5], [1]]
-    assert [Sample(0, [1], [2], [0.0], end).truncated for end in ENDS] == [end == "limit" for end in ENDS]
+    assert [Sample(0, [1], [2], [0.0], end).truncated for end in ENDS] == [
+        end == "limit" for end in ENDS
+    ]
 
 
 def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
@@ -68,16 +75,19 @@ def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
     assert rollout.select(packed, [4, 1]).tolist() == [5, 6, 0, 1, 2, 3]
     assert rollout.sums(packed).tolist() == [6, 4, 11]
     assert rollout.logprobs().tolist() == [-1, -2, -3, -4, -1, -1, -2]
-    assert Rollout([]).sums(packed[:0]).shape == Rollout([]).logprobs().shape == Rollout([]).ages().shape == (0,)
+    assert (
+        Rollout([]).sums(packed[:0]).shape
+        == Rollout([]).logprobs().shape
+        == Rollout([]).ages().shape
+        == (0,)
+    )
 
 
 def test_ids_and_log_probs_are_arrays_of_four_bytes_a_number():
     found = pickle.loads(pickle.dumps(Sample(4, [5] * 500, [8] * 500, [-1.0] * 500, "eos")))
-    assert [(part.typecode, part.itemsize) for part in (found.prompt, found.response, found.logprobs)] == [
-        ("i", 4),
-        ("i", 4),
-        ("f", 4),
-    ]
+    assert [
+        (part.typecode, part.itemsize) for part in (found.prompt, found.response, found.logprobs)
+    ] == [("i", 4), ("i", 4), ("f", 4)]
     assert len(pickle.dumps(found)) < 4 * 1500 + 500
     assert found.ids.tolist() == [5] * 500 + [8] * 500
     assert found == replace(found, prompt=[5] * 500, logprobs=[-1.0] * 500)
@@ -97,7 +107,11 @@ def test_a_forward_pass_reads_one_before_each_response_token(packed):
         assert batch.before.tolist() == [2, 7, 8, 11, 12, 16, 17]
     assert batch.responses.tolist() == [4, 7, 8, 11, 12, 8, 9]
     assert ids.flatten()[batch.before + 1].tolist() == batch.responses.tolist()
-    assert batch.mask.tolist() == [[True, False, False, False], [True] * 4, [True, True, False, False]]
+    assert batch.mask.tolist() == [
+        [True, False, False, False],
+        [True] * 4,
+        [True, True, False, False],
+    ]
     assert batch.pad(torch.arange(1.0, 8.0)).tolist() == [[1, 0, 0, 0], [2, 3, 4, 5], [6, 7, 0, 0]]
 
 

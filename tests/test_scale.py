@@ -1,4 +1,5 @@
-"""What a rank has to do in jobs of 8 to 1,024 ranks: ownership and wire plan by arithmetic, the loops with fake groups.
+"""What a rank has to do in jobs of 8 to 1,024 ranks: ownership and wire plan by arithmetic, the
+loops with fake groups.
 
 `python tests/test_scale.py` prints the figures of the simulated ranks.
 """
@@ -30,7 +31,11 @@ from splitppo.rollout import Sample, pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
 WORLDS = [8, 16, 128, 1024]
-SPLITS = {"even": PlacementConfig(), "3 to 1": PlacementConfig(), "by node": PlacementConfig(mode="by_node")}
+SPLITS = {
+    "even": PlacementConfig(),
+    "3 to 1": PlacementConfig(),
+    "by node": PlacementConfig(mode="by_node"),
+}
 
 
 def job(world: int, split: str = "even") -> tuple[Placement, Ownership]:
@@ -38,9 +43,16 @@ def job(world: int, split: str = "even") -> tuple[Placement, Ownership]:
     nodes_ = world // LOCAL
     config = PlacementConfig(critic=2 * nodes_) if split == "3 to 1" else SPLITS[split]
     placement = place(config, world=world, local_world=LOCAL)
-    size: Any = {"sizes": {"actor": len(placement.groups["actor"]), "critic": len(placement.groups["critic"])}}
+    size: Any = {
+        "sizes": {
+            "actor": len(placement.groups["actor"]),
+            "critic": len(placement.groups["critic"]),
+        }
+    }
     batch = ROWS * len(placement.groups["actor"])
-    return placement, own(seed=1, step=3, batch_size=batch, samples=2, mini_batches=MINI_BATCHES, **size)
+    return placement, own(
+        seed=1, step=3, batch_size=batch, samples=2, mini_batches=MINI_BATCHES, **size
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -67,7 +79,9 @@ def test_rows_and_messages_of_many_ranks(world, split):
             count = len(cut.between("actor", i, "critic", j))
             assert sum(chunk_sizes(count, CHUNKS)) == count
             if split != "by node":  # then no row leaves its node
-                assert placement.groups["actor"][i] // LOCAL == placement.groups["critic"][j] // LOCAL
+                assert (
+                    placement.groups["actor"][i] // LOCAL == placement.groups["critic"][j] // LOCAL
+                )
 
 
 @pytest.mark.parametrize("actor", [2, 3, 4, 5, 6])
@@ -125,24 +139,38 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     run_dir, nodes_ = Path(folder) / f"{world}_{rank}", world // LOCAL
     build_tiny(run_dir / "tiny", seed=0)  # rank 0's part
     env = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": LOCAL}
-    os.environ.update({name: str(value) for name, value in (env | {"GROUP_WORLD_SIZE": nodes_}).items()})
+    os.environ.update(
+        {name: str(value) for name, value in (env | {"GROUP_WORLD_SIZE": nodes_}).items()}
+    )
     placement, count = place(PlacementConfig(), world=world, local_world=LOCAL), Count()
     init, new_group = dist.init_process_group, dist.new_group
 
     def cut(step: int) -> Ownership:
-        sizes: Any = {"sizes": {"actor": len(placement.groups["actor"]), "critic": len(placement.groups["critic"])}}
+        sizes: Any = {
+            "sizes": {
+                "actor": len(placement.groups["actor"]),
+                "critic": len(placement.groups["critic"]),
+            }
+        }
         batch = ROWS * len(placement.groups["actor"])
-        return own(seed=0, step=step, batch_size=batch, samples=1, mini_batches=MINI_BATCHES, **sizes)
+        return own(
+            seed=0, step=step, batch_size=batch, samples=1, mini_batches=MINI_BATCHES, **sizes
+        )
 
     def send(self: Wire, hop: Hop, payload: torch.Tensor, header: Any = ()) -> None:
         count.add(hop.channel, payload.nbytes + 8 * len(header))
 
-    def recv(self: Wire, hop: Hop, dtype: torch.dtype, check: Any) -> tuple[list[int], torch.Tensor]:
+    def recv(
+        self: Wire, hop: Hop, dtype: torch.dtype, check: Any
+    ) -> tuple[list[int], torch.Tensor]:
         if hop.channel != "rollouts":
             payload = torch.zeros(check([]), dtype=dtype)
             count.add(hop.channel, payload.nbytes)
             return [], payload
-        at = placement.groups["actor"].index(hop.sender), placement.groups["critic"].index(hop.receiver)
+        at = (
+            placement.groups["actor"].index(hop.sender),
+            placement.groups["critic"].index(hop.receiver),
+        )
         due = cut(hop.step).between("actor", at[0], "critic", at[1])
         counts = chunk_sizes(len(due), CHUNKS)
         first = sum(counts[: hop.chunk])
@@ -152,9 +180,17 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
         count.add(hop.channel, payload.nbytes + 8 * len(header))
         return header, payload
 
-    dist.init_process_group = lambda *_, **__: init("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group = lambda *_, **__: init(
+        "fake", store=FakeStore(), rank=rank, world_size=world
+    )
     dist.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast"):
+    for name in (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_gather",
+        "broadcast",
+    ):
         setattr(dist, name, counted(count, getattr(dist, name)))
     reduce, gather = dist.all_reduce, dist.all_gather_object
 
@@ -178,11 +214,21 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     collectives.Group.all_to_all = all_to_all  # type: ignore[assignment, method-assign]
     runtime.connect, runtime.join = lambda _: store, lambda *_: (0, [there] * world)
     runtime.Runtime.all_gather = lambda self, key, value: [value] * world
-    runtime.Runtime.broadcast = lambda self, key, value, *, patience=0.0: "built" if key == "tiny" else value()
+    runtime.Runtime.broadcast = lambda self, key, value, *, patience=0.0: (
+        "built" if key == "tiny" else value()
+    )
     runtime.Runtime.wait_for_all = lambda self: None
     runtime.Status.stopped_by = lambda self, step: None  # rank 0, which answers, may not be there
-    argv = [f"--run-dir={run_dir}", "--steps=1", f"--rollout.batch-size={ROWS * len(placement.groups['actor'])}"]
-    argv += [f"--ppo.mini-batches={MINI_BATCHES}", f"--rollout.chunks={CHUNKS}", "--log.validate-every=0"]
+    argv = [
+        f"--run-dir={run_dir}",
+        "--steps=1",
+        f"--rollout.batch-size={ROWS * len(placement.groups['actor'])}",
+    ]
+    argv += [
+        f"--ppo.mini-batches={MINI_BATCHES}",
+        f"--rollout.chunks={CHUNKS}",
+        "--log.validate-every=0",
+    ]
     argv += [
         "--rollout.max-new-tokens=4",
         "--ppo.epochs=1",
@@ -202,21 +248,27 @@ def simulated(world: int, folder: Path) -> dict[int, tuple[dict[str, int], dict[
 
 def test_a_ranks_messages_do_not_grow_with_the_ranks(tmp_path, capfd):
     few, many = simulated(16, tmp_path), simulated(128, tmp_path)
-    assert channel.Wire.send.__module__ == "splitppo.channel"  # the simulations were in processes of their own
+    assert (
+        channel.Wire.send.__module__ == "splitppo.channel"
+    )  # the simulations were in processes of their own
     for found in (few, many):
         for calls, _ in found.values():
             assert calls["rollouts"] >= 1
             assert calls["logprobs"] >= 1
             assert calls["advantages"] >= 1
     most = [
-        {name: max(calls.get(name, 0) for calls, _ in found.values()) for name in names(found)} for found in (few, many)
+        {name: max(calls.get(name, 0) for calls, _ in found.values()) for name in names(found)}
+        for found in (few, many)
     ]
     assert most[1].keys() == most[0].keys()
     for name, calls in most[1].items():
         slack = 2 * MINI_BATCHES if name in ("rollouts", "logprobs", "advantages") else 0
         assert calls <= most[0][name] + slack, f"{name}: {calls} in place of {most[0][name]}"
-    # what is small and comes from every rank of the group: as many bytes more as there are ranks more
-    objects = [max(sizes["all_gather_object"] for _, sizes in found.values()) for found in (few, many)]
+    # what is small and comes from every rank of the group: as many bytes more as there are ranks
+    # more
+    objects = [
+        max(sizes["all_gather_object"] for _, sizes in found.values()) for found in (few, many)
+    ]
     assert objects[1] <= 1.1 * 8 * objects[0]
     assert objects[1] < 100_000
     for name in ("rollouts", "logprobs", "advantages"):
@@ -232,5 +284,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         for size in (16, 128):
             for one, (calls_, sizes_) in simulated(size, Path(scratch)).items():
-                told = ", ".join(f"{name} {calls_[name]} ({sizes_[name]:,} B)" for name in sorted(calls_))
+                told = ", ".join(
+                    f"{name} {calls_[name]} ({sizes_[name]:,} B)" for name in sorted(calls_)
+                )
                 print(f"world {size:>4} rank {one:>4}: {told}", file=sys.stderr)

@@ -39,7 +39,10 @@ START = GUARD + "run(Config(steps=2), reward={})\n"
 
 def start(file: Path, argv: list[str]) -> int:
     """Runs a script as Python does; the exit status with which it ends this process."""
-    with mock.patch.object(sys, "argv", [str(file), *argv]), mock.patch.object(os, "_exit", sys.exit):
+    with (
+        mock.patch.object(sys, "argv", [str(file), *argv]),
+        mock.patch.object(os, "_exit", sys.exit),
+    ):
         try:
             runpy.run_path(str(file), run_name="__main__")
         except SystemExit as stop:
@@ -52,7 +55,9 @@ def rank(_: int, file: Path, argv: list[str]) -> int:
 
 
 def test_the_script_of_the_readme_runs_and_goes_on(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S
+    )
     assert len(script.split("\n")) <= 12
     file, folder = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(script)
@@ -60,11 +65,17 @@ def test_the_script_of_the_readme_runs_and_goes_on(tmp_path: Path) -> None:
     assert run_ranks(2, rank, file, [*flags, "--steps=2"]) == [0, 0]
     recorded = tomllib.loads((folder / "config.toml").read_text())
     assert recorded["reward"]["function"] == [f"{file}:score"]
-    assert (recorded["steps"], recorded["rollout"]["batch_size"], recorded["rollout"]["samples"]) == (2, 96, 2)
+    assert (
+        recorded["steps"],
+        recorded["rollout"]["batch_size"],
+        recorded["rollout"]["samples"],
+    ) == (2, 96, 2)
     assert run_ranks(1, rank, file, [*flags, "--steps=3"]) == [0]
     steps = records(folder, "critic")
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert all(step["critic/reward_failures"] == 0 and step["critic/score/max"] > 0 for step in steps)
+    assert all(
+        step["critic/reward_failures"] == 0 and step["critic/score/max"] > 0 for step in steps
+    )
 
 
 SETTINGS = {
@@ -109,17 +120,24 @@ def test_python_toml_and_flags_are_one(name: str, tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_is_named() -> None:
-    """A default would be the policy's, and count as set in `ValueConfig(optim=OptimConfig(warmup_steps=3))`."""
+    """A default would be the policy's, and count as set in
+    `ValueConfig(optim=OptimConfig(warmup_steps=3))`."""
     make: Any = OptimConfig
     with pytest.raises(TypeError, match="lr"):
         make(warmup_steps=3)
 
 
 def test_flags_are_over_the_script_and_the_script_over_a_preset() -> None:
-    script = as_flags(Config(config="smollm2/addition", steps=7, rollout=RolloutConfig(max_new_tokens=9)))
+    script = as_flags(
+        Config(config="smollm2/addition", steps=7, rollout=RolloutConfig(max_new_tokens=9))
+    )
     config = parse([*script, "--steps", "8"])
     assert (config.steps, config.rollout.max_new_tokens) == (8, 9)
-    assert config.ppo.mini_batches == parse(["--config=smollm2/addition"]).ppo.mini_batches != PPOConfig().mini_batches
+    assert (
+        config.ppo.mini_batches
+        == parse(["--config=smollm2/addition"]).ppo.mini_batches
+        != PPOConfig().mini_batches
+    )
 
 
 REFUSED = {  # the script, its arguments, and parts of what it ends with
@@ -190,7 +208,8 @@ def test_functions_that_have_a_name(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_names_import_no_torch() -> None:
-    """`run` can be called although the package of that name has been imported, in whatever order."""
+    """`run` can be called although the package of that name has been imported, in whatever
+    order."""
     code = "import sys, splitppo.run; from splitppo import Config, run; print(callable(run), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True False\n"

@@ -1,4 +1,5 @@
-"""Tensor parallelism beside FSDP: ranks that share the layers are one plain module of transformers, to 1e-5."""
+"""Tensor parallelism beside FSDP: ranks that share the layers are one plain module of transformers,
+to 1e-5."""
 
 import json
 from functools import partial
@@ -41,7 +42,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 4},
 }
-KINDS = [(True, "policy"), (False, "policy"), (False, "value")]  # whether embedding and output layer are tied
+KINDS = [
+    (True, "policy"),
+    (False, "policy"),
+    (False, "value"),
+]  # whether embedding and output layer are tied
 CASES = [(name, *which) for name in SHAPES for which in KINDS]
 
 
@@ -87,10 +92,14 @@ def objective(model, batch, given, kind):
 
 
 def outputs(model, batch, kind):
-    return [OUTPUTS(model, batch, entropy=False)[0] if kind == "policy" else value_outputs(model, batch)]
+    return [
+        OUTPUTS(model, batch, entropy=False)[0] if kind == "policy" else value_outputs(model, batch)
+    ]
 
 
-def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=False, compiled=False) -> Learner:
+def make_learner(
+    folder, kind, runtime, role, *, packed=False, checkpointing=False, compiled=False
+) -> Learner:
     model, group = build(read_config(str(folder)), kind, packed=packed), runtime.groups[role]
     (tensor,) = runtime.sets[role].values() or (None,)
     how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
@@ -103,10 +112,16 @@ def make_learner(folder, kind, runtime, role, *, packed=False, checkpointing=Fal
 def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch.Tensor]]:
     """This rank's rows of the batch, as mini-batches, and the fields of the objective."""
     group = learner.runner.group
-    cut = own(seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size})
+    cut = own(
+        seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size}
+    )
     rows = cut.slots("actor", group.dp_rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
-    return rollout, rows, {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])}
+    return (
+        rollout,
+        rows,
+        {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])},
+    )
 
 
 def train(learner: Learner, kind: str, steps: int = STEPS) -> list[float]:
@@ -126,14 +141,18 @@ def case_rank(folders, runtime, role, packed, cases):
     for number, case in enumerate(cases):
         name, tied, kind = case
         folder, checkpointing = folders / f"{name}_{tied}", number % 3 == 0
-        learner = make_learner(folder, kind, runtime, role, packed=packed, checkpointing=checkpointing)
+        learner = make_learner(
+            folder, kind, runtime, role, packed=packed, checkpointing=checkpointing
+        )
         learner.gather_once = number % 3 == 1
         rollout, *_ = rows_of(learner)
         before = full_weights(learner)
         for weight, parameter in learner.sharded().items():
             due = before[weight][bounds(learner.model, weight, parameter)]
             assert torch.equal(local(parameter).view_as(due), due)
-        (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind), fields=1)
+        (out,) = learner.runner.forward(
+            learner.model, rollout, partial(outputs, kind=kind), fields=1
+        )
         by_row = dict(zip(rollout.rows, [x.tolist() for x in rollout.split(out)], strict=True))
         found[case] = by_row, train(learner, kind), before, full_weights(learner)
     return found
@@ -141,14 +160,22 @@ def case_rank(folders, runtime, role, packed, cases):
 
 def ranks(rank, folders, actor, sizes, shard_size, packed, cases):
     """One of 4 ranks: colocated, or in two groups."""
-    config = PlacementConfig(mode="per_node", actor=actor) if actor < 4 else PlacementConfig(mode="colocated")
+    config = (
+        PlacementConfig(mode="per_node", actor=actor)
+        if actor < 4
+        else PlacementConfig(mode="colocated")
+    )
     placement = place(config, world=4, local_world=4)
-    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes)
+    runtime = Runtime(
+        Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes
+    )
     role = "actor" if "actor" in runtime.groups else "critic"
     return role, case_rank(folders, runtime, role, packed, cases)
 
 
-def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict, list[float], dict, dict]:
+def plain(
+    folder: Path, kind: str, head: dict[str, torch.Tensor]
+) -> tuple[dict, list[float], dict, dict]:
     """The same by transformers, in one process, row by row."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if kind == "value":
@@ -159,7 +186,9 @@ def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict,
     def of_row(sample: Sample) -> torch.Tensor:
         ids, n = sample.ids[None].long(), len(sample.response)
         if kind == "value":
-            return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[:, 0]
+            return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[
+                :, 0
+            ]
         log_p = (model(input_ids=ids).logits[0, -n - 1 : -1, :80] / 0.7).log_softmax(-1)
         return log_p.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
 
@@ -180,7 +209,13 @@ def plain(folder: Path, kind: str, head: dict[str, torch.Tensor]) -> tuple[dict,
 MESHES = [  # each case is in one of the large ones, each shape and each kind in both
     (4, {"actor": [2]}, None, False, CASES[::2]),  # 2x2
     (4, {"actor": [2]}, 2, True, CASES[3:6]),  # two replicas of 1x2
-    (2, {"actor": [2], "critic": [1]}, None, True, CASES[1::2]),  # 1x2 in the one group, 2x1 in the other
+    (
+        2,
+        {"actor": [2], "critic": [1]},
+        None,
+        True,
+        CASES[1::2],
+    ),  # 1x2 in the one group, 2x1 in the other
 ]
 
 
@@ -192,26 +227,37 @@ def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
     for case in cases:
         name, tied, kind = case
         some = next(found[case] for _, found in every)
-        head = {"weight": some[2]["score.weight"], "bias": some[2]["score.bias"]} if kind == "value" else {}
+        head = (
+            {"weight": some[2]["score.weight"], "bias": some[2]["score.bias"]}
+            if kind == "value"
+            else {}
+        )
         outs, norms, before, after = plain(folders / f"{name}_{tied}", kind, head)
         for role in ("actor", "critic") if actor < 4 else ("actor",):
             parts = [found[case] for own_role, found in every if own_role == role]
             seen = {row: out for part in parts for row, out in part[0].items()}
             assert sorted(seen) == list(range(BATCH))
             for row, out in seen.items():
-                torch.testing.assert_close(out, outs[row], rtol=1e-5, atol=1e-5, msg=f"{case} {role} row {row}")
+                torch.testing.assert_close(
+                    out, outs[row], rtol=1e-5, atol=1e-5, msg=f"{case} {role} row {row}"
+                )
             for _, seen_norms, first, last in parts:
                 assert seen_norms == pytest.approx(norms, rel=1e-5, abs=1e-5), case
                 for got, due in ((first, before), (last, after)):
                     assert {n for n in due if n != "lm_head.weight" or not tied} == set(got)
                     for weight, value in got.items():
-                        torch.testing.assert_close(value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}")
+                        torch.testing.assert_close(
+                            value, due[weight], rtol=0, atol=1e-5, msg=f"{case} {weight}"
+                        )
 
 
 def compiled_rank(rank, folder):
-    """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs that they needed."""
+    """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs
+    that they needed."""
     graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
-    torch.compile = lambda given, *, dynamic, **_: compiler(given, dynamic=dynamic, backend=graphs)  # in this process
+    torch.compile = lambda given, *, dynamic, **_: compiler(
+        given, dynamic=dynamic, backend=graphs
+    )  # in this process
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
     runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
     norms = []
@@ -246,10 +292,16 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
-    """Four actor ranks in sets of two and two critic ranks without; then one rank; then two of both roles, and only
-    the critics are one set."""
+    """Four actor ranks in sets of two and two critic ranks without; then one rank; then two of both
+    roles, and only the critics are one set."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    argv = [*SMALL, "--steps=3", "--rollout.batch-size=10", "--ppo.kl-target=0.001", "--ppo.kl-horizon=100"]
+    argv = [
+        *SMALL,
+        "--steps=3",
+        "--rollout.batch-size=10",
+        "--ppo.kl-target=0.001",
+        "--ppo.kl-horizon=100",
+    ]
     sets = ["--placement.actor=4", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]
     saving = ["--checkpoint.every=1", "--checkpoint.keep=0", f"--run-dir={whole}"]
     hops = run_ranks(6, wire_rank, [*argv, *sets, *saving])
@@ -264,19 +316,23 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
         due = figures(whole, role)
         assert_same(figures(cut, role), {step: due[step] for step in (2, 3)})
     states = [
-        json.loads((checkpoint.step_folder(run, 3) / "critic" / "state.json").read_text()) for run in (whole, cut)
+        json.loads((checkpoint.step_folder(run, 3) / "critic" / "state.json").read_text())
+        for run in (whole, cut)
     ]
     assert states[1]["scores"] == pytest.approx(states[0]["scores"])
     assert states[1]["kl_coef"] == pytest.approx(states[0]["kl_coef"])
     models = [export(run, dtype="float32") for run in (whole, cut)]
     for kind in ("policy", "value"):
-        due, got = (AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models)
+        due, got = (
+            AutoModelForCausalLM.from_pretrained(folder / kind).state_dict() for folder in models
+        )
         for name, weight in due.items():
             torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-5)
 
 
 class Slow:
-    """An engine that ends a row in a tick, after some ticks without; `closed` once its work is stopped."""
+    """An engine that ends a row in a tick, after some ticks without; `closed` once its work is
+    stopped."""
 
     def __init__(self, ticks: int):
         self.ticks, self.asks, self.polled, self.closed = ticks, [], 0, False
@@ -321,16 +377,27 @@ class Ids:
 
 
 def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
-    """Scores of a rank's rows by a reward model whose layers four ranks share, two of which own the same rows."""
+    """Scores of a rank's rows by a reward model whose layers four ranks share, two of which own the
+    same rows."""
     placement = place(PlacementConfig(mode="colocated"), world=4, local_world=4)
-    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_sizes={"critic": [size, 4]})
+    runtime = Runtime(
+        Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_sizes={"critic": [size, 4]}
+    )
     group, tensor = runtime.groups["critic"], runtime.sets["critic"][4]
     model = build(read_config(str(folder)), "reward").requires_grad_(False)
-    parallelize(model, runtime.shards["critic"], dtype=torch.float32, activation_checkpointing=False, tensor=tensor)
+    parallelize(
+        model,
+        runtime.shards["critic"],
+        dtype=torch.float32,
+        activation_checkpointing=False,
+        tensor=tensor,
+    )
     fill(model, str(folder), device=CPU)
     text = RewardText(Ids(), Ids(), chat=False, longest=64)
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
-    mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]  # a rank of four has rows 3 and 7 alone
+    mine = [
+        sample for sample in samples() if sample.row % 4 == group.dp_rank
+    ]  # a rank of four has rows 3 and 7 alone
     scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)
     return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
 
@@ -342,7 +409,9 @@ def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+        model: Any = AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32
+        ).eval()
     model.save_pretrained(tmp_path)
     found = run_ranks(4, reward_rank, tmp_path, size)
     seen = {row: score for part in found for row, score in part.items()}

@@ -6,7 +6,13 @@ import pytest
 
 from splitppo import train
 
-ACTOR = ["actor.generate", "actor.release_engine", "actor.logprobs", "actor.release_reference", "actor.update"]
+ACTOR = [
+    "actor.generate",
+    "actor.release_engine",
+    "actor.logprobs",
+    "actor.release_reference",
+    "actor.update",
+]
 CRITIC = ["critic.score", "critic.release_frozen", "critic.advantages", "critic.update"]
 
 
@@ -18,7 +24,9 @@ def calls(loop: str) -> list[str]:
     every.actor.logprobs.return_value = ["old"], {}
     every.critic.advantages.return_value = "advantages", "returns", {}
     every.links.chunks, every.links.rollouts.recv.return_value = 2, []
-    every.links.advantages.recv.return_value = every.exchange.advantages.return_value = ["advantages"]
+    every.links.advantages.recv.return_value = every.exchange.advantages.return_value = [
+        "advantages"
+    ]
     given = {"actor_loop": ["actor", "links"], "critic_loop": ["critic", "links"]}
     given["colocated_loop"] = ["actor", "critic", "exchange"]
     getattr(train, loop)(every.run, *(getattr(every, name) for name in given[loop]))
@@ -27,7 +35,12 @@ def calls(loop: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("loop", "due"),
-    [("actor_loop", ACTOR), ("critic_loop", CRITIC), ("colocated_loop", ACTOR), ("colocated_loop", CRITIC)],
+    [
+        ("actor_loop", ACTOR),
+        ("critic_loop", CRITIC),
+        ("colocated_loop", ACTOR),
+        ("colocated_loop", CRITIC),
+    ],
 )
 def test_memory_is_released_where_the_step_needs_it(loop: str, due: list[str], monkeypatch):
     monkeypatch.setattr(train, "join", MagicMock())

@@ -1,5 +1,6 @@
-"""A row with turns is trained on as its turns are, each after all that came before: the same log-probs, values, losses
-and gradients. And the turns are one sequence in time: GAE passes over what the environment said."""
+"""A row with turns is trained on as its turns are, each after all that came before: the same
+log-probs, values, losses and gradients. And the turns are one sequence in time: GAE passes over
+what the environment said."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,14 @@ from ranks import run_threads
 from torch import Tensor
 
 from splitppo import algo
-from splitppo.config import Config, LogConfig, OptimConfig, PlacementConfig, PPOConfig, RolloutConfig
+from splitppo.config import (
+    Config,
+    LogConfig,
+    OptimConfig,
+    PlacementConfig,
+    PPOConfig,
+    RolloutConfig,
+)
 from splitppo.critic import Critic, Scored
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
@@ -39,7 +47,9 @@ EPISODES: list[tuple[int, list[tuple[int, int]]]] = [
 
 
 def draw(name: str, count: int) -> list[int]:
-    return torch.randint(3, 80, (count,), generator=torch.Generator().manual_seed(sum(map(ord, name)))).tolist()
+    return torch.randint(
+        3, 80, (count,), generator=torch.Generator().manual_seed(sum(map(ord, name)))
+    ).tolist()
 
 
 def with_turns() -> list[Sample]:
@@ -51,7 +61,15 @@ def with_turns() -> list[Sample]:
         sizes = torch.tensor([said for said, _ in turns])
         ends = tuple(sizes.cumsum(0).tolist())
         found.append(
-            Sample(row, draw(f"prompt {row}", prompt), response, [0.0] * int(sizes.sum()), "environment", mask, ends)
+            Sample(
+                row,
+                draw(f"prompt {row}", prompt),
+                response,
+                [0.0] * int(sizes.sum()),
+                "environment",
+                mask,
+                ends,
+            )
         )
     return found
 
@@ -70,7 +88,10 @@ def turn_by_turn() -> list[Sample]:
 def fields(tokens: int) -> dict[str, Tensor]:
     """Of the response tokens, which come in the same order either way."""
     generator = torch.Generator().manual_seed(1)
-    return {"old": -4 - torch.rand(tokens, generator=generator), "wanted": torch.randn(tokens, generator=generator)}
+    return {
+        "old": -4 - torch.rand(tokens, generator=generator),
+        "wanted": torch.randn(tokens, generator=generator),
+    }
 
 
 def policy_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
@@ -83,7 +104,12 @@ def policy_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
 def value_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
     old = given["old"] + 4.5
     return algo.value_loss(
-        value_outputs(model, batch), old, given["wanted"], batch.mask, clip=0.5, aggregate="token_mean"
+        value_outputs(model, batch),
+        old,
+        given["wanted"],
+        batch.mask,
+        clip=0.5,
+        aggregate="token_mean",
     )
 
 
@@ -102,11 +128,14 @@ def runtime() -> Iterator[Runtime]:
 
 
 def trained(folder: Path, group: Group, kind: Kind, samples: list[Sample], *, packed: bool) -> Any:
-    """A forward pass and an update: outputs `[N]`, figures, the gradient by name, the weights after."""
+    """A forward pass and an update: outputs `[N]`, figures, the gradient by name, the weights
+    after."""
     model = build(read_config(str(folder)), kind, packed=packed)
     parallelize(model, group.mesh, dtype=torch.float32, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
-    runner = Runner(group, CPU, 20)  # tokens: several micro-batches, cut in other ways for turns than for rows
+    runner = Runner(
+        group, CPU, 20
+    )  # tokens: several micro-batches, cut in other ways for turns than for rows
     optim = OptimConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.0)
     learner = Learner(model, runner, optim, steps=4, aggregate="token_mean")
     rollout = Rollout(samples)
@@ -115,10 +144,14 @@ def trained(folder: Path, group: Group, kind: Kind, samples: list[Sample], *, pa
         model, rollout, lambda m, b: OUTPUTS(m, b, entropy=True) if kind == "policy" else [value_outputs(m, b)],
         fields=2 if kind == "policy" else 1,
     )  # fmt: skip
-    (figures,) = learner.update(rollout, [rollout.rows], fields(rollout.tokens), objective, step=1, epochs=1)
+    (figures,) = learner.update(
+        rollout, [rollout.rows], fields(rollout.tokens), objective, step=1, epochs=1
+    )
     named = {id(parameter): name for name, parameter in learner.sharded().items()}
     # of AdamW's first step
-    gradient = {named[id(p)]: local(state["exp_avg"]) / 0.1 for p, state in learner.optimizer.state.items()}
+    gradient = {
+        named[id(p)]: local(state["exp_avg"]) / 0.1 for p, state in learner.optimizer.state.items()
+    }
     after = {name: local(parameter).detach() for name, parameter in learner.sharded().items()}
     return outs, figures, gradient, after
 
@@ -129,13 +162,21 @@ def test_a_row_with_turns_is_trained_on_as_its_turns_are(folder, runtime, kind, 
     group = runtime.groups["actor"]
     rows, turns = with_turns(), turn_by_turn()
     assert rows[0].mask == [True, True, False, False, True, True]
-    assert sum(sample.tokens for sample in rows) == sum(len(sample.response) for sample in turns) == 21
+    assert (
+        sum(sample.tokens for sample in rows) == sum(len(sample.response) for sample in turns) == 21
+    )
     outs, figures, gradient, after = trained(folder, group, kind, rows, packed=packed)
     due_outs, due, due_gradient, due_after = trained(folder, group, kind, turns, packed=packed)
     for out, expected in zip(outs, due_outs, strict=True):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-    names = ["loss", "grad_norm", *(["ppo_kl", "pg_clipfrac"] if kind == "policy" else ["vf_clipfrac", "vpred_mean"])]
-    assert {name: figures[name] for name in names} == pytest.approx({name: due[name] for name in names}, abs=1e-6)
+    names = [
+        "loss",
+        "grad_norm",
+        *(["ppo_kl", "pg_clipfrac"] if kind == "policy" else ["vf_clipfrac", "vpred_mean"]),
+    ]
+    assert {name: figures[name] for name in names} == pytest.approx(
+        {name: due[name] for name in names}, abs=1e-6
+    )
     assert due["grad_norm"] > 0.1
     assert gradient.keys() == due_gradient.keys()
     for name, expected in due_gradient.items():
@@ -148,17 +189,24 @@ GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
 VALUES = [0.5, -1.0, 2.0, 0.25]
 
 
-def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> tuple[list[float], list[float]]:
+def advantages_of(
+    group: Group, samples: list[Sample], scores: list[float]
+) -> tuple[list[float], list[float]]:
     """Of rows whose first has VALUES and a KL of 0.1 a token, and the others nothing."""
     rollout = Rollout(samples)
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     critic = Critic(
-        cast(Any, SimpleNamespace(config=config, configs=(config,))), cast(Any, value), cast(Any, None), None
+        cast(Any, SimpleNamespace(config=config, configs=(config,))),
+        cast(Any, value),
+        cast(Any, None),
+        None,
     )
     padded = torch.zeros(rollout.tokens - 4)
-    scored = Scored(rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, [])
+    scored = Scored(
+        rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, []
+    )
     old = torch.cat([torch.full((4,), -1.0), padded])
     ref = torch.cat([torch.full((4,), -1.1), padded])
     advantages, returns, _ = critic.advantages(1, scored, [old, ref])
@@ -167,26 +215,47 @@ def advantages_of(group: Group, samples: list[Sample], scores: list[float]) -> t
 
 def samples_of(group: Group) -> list[dict[str, Any]]:
     """What a critic writes of its rows, of which it keeps two."""
-    config = Config(ppo=PPOConfig(gamma=1.0, lam=1.0), rollout=RolloutConfig(batch_size=4), log=LogConfig(samples=2))
+    config = Config(
+        ppo=PPOConfig(gamma=1.0, lam=1.0),
+        rollout=RolloutConfig(batch_size=4),
+        log=LogConfig(samples=2),
+    )
     prompt = Prompt("", [], "", "", {})
     context = SimpleNamespace(
-        config=config, configs=(config,), prompt=lambda row: prompt, decode=lambda ids: "".join(f"{i} " for i in ids)
+        config=config,
+        configs=(config,),
+        prompt=lambda row: prompt,
+        decode=lambda ids: "".join(f"{i} " for i in ids),
     )
     critic = Critic(
-        cast(Any, context), cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]), cast(Any, None), None
+        cast(Any, context),
+        cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]),
+        cast(Any, None),
+        None,
     )
     rollout = Rollout(with_turns())
-    scored = Scored(rollout, [torch.arange(rollout.tokens) + 0.123456], torch.tensor([10.0, 20.0, 30.0, 40.0]), {}, [])
+    scored = Scored(
+        rollout,
+        [torch.arange(rollout.tokens) + 0.123456],
+        torch.tensor([10.0, 20.0, 30.0, 40.0]),
+        {},
+        [],
+    )
     critic.advantages(1, scored, [torch.zeros(rollout.tokens)])
     return critic.samples(1, scored)
 
 
 def test_what_is_written_of_a_rows_tokens():
-    """Values, advantages before whitening, rewards; none for what the environment said: P | a1 a2 | o1 o2 | a3 a4."""
+    """Values, advantages before whitening, rewards; none for what the environment said: P | a1 a2 |
+    o1 o2 | a3 a4."""
     (rows,) = run_threads(1, samples_of)
     tokens = rows[0]["tokens"]
     assert [row["row"] for row in rows] == [0, 1]
-    assert "".join(tokens["text"]) == rows[0]["response"] == "".join(f"{i} " for i in draw("response 0", 6))
+    assert (
+        "".join(tokens["text"])
+        == rows[0]["response"]
+        == "".join(f"{i} " for i in draw("response 0", 6))
+    )
     assert tokens["value"] == [0.1235, 1.1235, None, None, 2.1235, 3.1235]
     assert tokens["reward"] == [0.0, 0.0, None, None, 0.0, 10.0]
     assert tokens["advantage"] == [9.8765, 8.8765, None, None, 7.8765, 6.8765]

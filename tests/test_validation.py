@@ -1,4 +1,5 @@
-"""Validation: its estimators, its metrics under any number of ranks, what it asks of engine and scorer, its files."""
+"""Validation: its estimators, its metrics under any number of ranks, what it asks of engine and
+scorer, its files."""
 
 import itertools
 import json
@@ -31,7 +32,8 @@ SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0
 
 @dataclass
 class FakeEngine:
-    """Says a number from 0 to 2 that follows from the row's noise; 0 if greedy. Rows finish in twos, the last first."""
+    """Says a number from 0 to 2 that follows from the row's noise; 0 if greedy. Rows finish in
+    twos, the last first."""
 
     calls: list[tuple[dict[int, list[int]], RolloutConfig, int]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -87,7 +89,9 @@ class FakeScorer:
         outcomes = []
         for prompt, text in rows:
             right = answer(text.rstrip(".")) == Decimal(prompt.ground_truth)
-            outcomes.append(FakeOutcome(float(right), {"length": len(text)}, (SLOW,) * text.endswith("...")))
+            outcomes.append(
+                FakeOutcome(float(right), {"length": len(text)}, (SLOW,) * text.endswith("..."))
+            )
         return FakePending(outcomes, self.events)
 
     def close(self):
@@ -109,7 +113,9 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def held_out(count: int) -> list[Prompt]:
-    return [Prompt(f"ask {i}", [i, i + 1], "odd" if i % 2 else "even", i % 3, {}) for i in range(count)]
+    return [
+        Prompt(f"ask {i}", [i, i + 1], "odd" if i % 2 else "even", i % 3, {}) for i in range(count)
+    ]
 
 
 def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMPLED) -> Validator:
@@ -118,7 +124,13 @@ def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMP
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
     nothing: Any = None
     context = Context(config, nothing, nothing, held_out(count), decode, 10)
-    return Validator(context, cast(Any, engine), group, cast(Any, scorer), partial(write_rows, folder / "validation"))
+    return Validator(
+        context,
+        cast(Any, engine),
+        group,
+        cast(Any, scorer),
+        partial(write_rows, folder / "validation"),
+    )
 
 
 def on_one_rank(function, *args) -> Any:
@@ -163,7 +175,9 @@ def test_majority_is_the_score_of_the_most_frequent_answer(texts, scores, due):
 
 def majority_of(texts: list[str], scores: list[float]) -> float:
     told = zip(texts, scores, strict=True)
-    return majority_score([Response(0, score, {}, answer(text), 1, False, False) for text, score in told])
+    return majority_score(
+        [Response(0, score, {}, answer(text), 1, False, False) for text, score in told]
+    )
 
 
 def answered(*scores: float, **changes: Any) -> list[Response]:
@@ -174,7 +188,9 @@ def answered(*scores: float, **changes: Any) -> list[Response]:
 
 def test_metrics_of_one_greedy_response_each():
     first = answered(1.0, figures={"parsed": 1.0}, cut=True)
-    found = metrics([*first, *answered(0.25, figures={"parsed": 0.0, "steps": 3.0}, tokens=30)], ["a", "a"])
+    found = metrics(
+        [*first, *answered(0.25, figures={"parsed": 0.0, "steps": 3.0}, tokens=30)], ["a", "a"]
+    )
     assert found == {
         "val/score/mean": 0.625,
         "val/rows": 2,
@@ -186,7 +202,11 @@ def test_metrics_of_one_greedy_response_each():
 
 
 def test_metrics_of_several_responses_by_source():
-    rows = [*answered(1, 0, 0.5, failed=True), *answered(0, 0.5, 0, failed=True), *answered(1, 1, 0)]
+    rows = [
+        *answered(1, 0, 0.5, failed=True),
+        *answered(0, 0.5, 0, failed=True),
+        *answered(1, 1, 0),
+    ]
     found = metrics(rows, ["a", "b", "b"])
     assert found["val/rows"] == 9
     assert found["val/failures"] == 2
@@ -203,7 +223,9 @@ def test_metrics_of_several_responses_by_source():
 
 
 def test_one_source_is_not_told_apart():
-    assert not [name for name in metrics([*answered(1, 0), *answered(1, 1)], ["a", "a"]) if "/a" in name]
+    assert not [
+        name for name in metrics([*answered(1, 0), *answered(1, 1)], ["a", "a"]) if "/a" in name
+    ]
 
 
 def test_no_pass_where_a_score_of_1_need_not_mean_right():
@@ -217,7 +239,9 @@ def test_the_trainers_own_figure_wins_over_a_rewards_of_the_same_name():
 
 
 def validate(group: Group, folder: Path, count: int) -> dict[str, float]:
-    return make_validator(group, folder / f"rank_{group.dp_rank}" if group.dp_rank else folder, count).run(5)
+    return make_validator(
+        group, folder / f"rank_{group.dp_rank}" if group.dp_rank else folder, count
+    ).run(5)
 
 
 @pytest.mark.parametrize("count", [7, 2])  # 2: a rank without prompts
@@ -237,23 +261,47 @@ def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
 
 def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     found = on_one_rank(validate, tmp_path, 20)
-    rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
-    assert [(row["row"], row["sample"]) for row in rows] == [(4 * i + j, j) for i in range(20) for j in range(4)]
-    names = ["step", "row", "question", "response", "ground_truth", "score", "end", "data_source", "prompt", "sample"]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()
+    ]
+    assert [(row["row"], row["sample"]) for row in rows] == [
+        (4 * i + j, j) for i in range(20) for j in range(4)
+    ]
+    names = [
+        "step",
+        "row",
+        "question",
+        "response",
+        "ground_truth",
+        "score",
+        "end",
+        "data_source",
+        "prompt",
+        "sample",
+    ]
     assert list(rows[0]) == names
     for row in rows:
         said = row_seed(row_seed(14, -1, 0), row["row"], 0) % 3
         assert row["response"] == f"it is {said}" + "." * (row["row"] % 4)
         assert (row["step"], row["score"]) == (5, said == row["ground_truth"])
-        assert (row["prompt"], row["end"]) == (f"ask {row['row'] // 4}", "limit" if row["row"] % 4 == 3 else "eos")
+        assert (row["prompt"], row["end"]) == (
+            f"ask {row['row'] // 4}",
+            "limit" if row["row"] % 4 == 3 else "eos",
+        )
     assert found["val/score/mean"] == pytest.approx(fmean(row["score"] for row in rows))
-    assert found["val/score/odd/mean"] == fmean(row["score"] for row in rows if row["data_source"] == "odd")
+    assert found["val/score/odd/mean"] == fmean(
+        row["score"] for row in rows if row["data_source"] == "odd"
+    )
     assert found["val/clip_ratio"] == pytest.approx(fmean(row["end"] == "limit" for row in rows))
     assert found["val/failures"] == 20
     told = "[actor] step 5, held-out rows, rewards that failed: judge: 20 x timeout, first of row 3: took long"
     assert told in capfd.readouterr().out.splitlines()
     prompts = [rows[4 * i : 4 * i + 4] for i in range(20)]
-    parts = [([row["response"].strip(".") for row in part], [row["score"] for row in part]) for part in prompts]
+    parts = [
+        ([row["response"].strip(".") for row in part], [row["score"] for row in part])
+        for part in prompts
+    ]
     assert found["val/majority/mean"] == fmean(majority_of(*part) for part in parts)
     assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
 
@@ -279,7 +327,9 @@ def test_every_validation_draws_with_the_same_noise_apart_from_trainings(tmp_pat
 
 
 def test_temperature_0_is_greedy(tmp_path):
-    _, ((prompts, sampling, _), _), _ = on_one_rank(validate_twice, tmp_path, LogConfig(validate_every=5))
+    _, ((prompts, sampling, _), _), _ = on_one_rank(
+        validate_twice, tmp_path, LogConfig(validate_every=5)
+    )
     assert sampling == replace(ROLLOUT, temperature=0)
     assert prompts.keys() == {0, 1, 2}
 
@@ -294,14 +344,19 @@ def due_steps(group: Group, folder: Path, every: int, count: int) -> list[int]:
     return [step for step in range(13) if validator.due(step)]
 
 
-@pytest.mark.parametrize(("every", "count", "due"), [(5, 1, [0, 5, 10, 12]), (0, 1, []), (5, 0, [])])
+@pytest.mark.parametrize(
+    ("every", "count", "due"), [(5, 1, [0, 5, 10, 12]), (0, 1, []), (5, 0, [])]
+)
 def test_due_before_the_first_every_nth_and_after_the_last_step(tmp_path, every, count, due):
     assert on_one_rank(due_steps, tmp_path, every, count) == due
 
 
 def test_file_holds_the_first_256_rows(tmp_path):
     found = on_one_rank(validate, tmp_path, 70)
-    rows = [json.loads(line) for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "validation" / "step_000005.jsonl").read_text().splitlines()
+    ]
     assert [row["row"] for row in rows] == list(range(256))
     assert found["val/rows"] == 280
 
@@ -309,8 +364,13 @@ def test_file_holds_the_first_256_rows(tmp_path):
 def test_a_step_that_comes_again_overwrites_its_files(tmp_path):
     write_rows(tmp_path, 3, [{"row": i, "response": "old"} for i in range(5)])
     write_rows(tmp_path, 3, [{"row": 0, "response": "nëw"}])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003.jsonl", "step_000003.md"]
-    assert (tmp_path / "step_000003.jsonl").read_text(encoding="utf-8") == '{"row": 0, "response": "nëw"}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000003.jsonl",
+        "step_000003.md",
+    ]
+    assert (tmp_path / "step_000003.jsonl").read_text(
+        encoding="utf-8"
+    ) == '{"row": 0, "response": "nëw"}\n'
     assert "old" not in (tmp_path / "step_000003.md").read_text()
 
 
@@ -325,27 +385,55 @@ def test_a_score_is_written_to_six_places():
 
 
 def test_the_question_of_a_chat_is_what_the_user_said_last():
-    said = [("system", "be brief"), ("user", "hello"), ("assistant", "hi"), ("user", "12+7?"), ("assistant", "It is")]
+    said = [
+        ("system", "be brief"),
+        ("user", "hello"),
+        ("assistant", "hi"),
+        ("user", "12+7?"),
+        ("assistant", "It is"),
+    ]
     messages = [{"role": role, "content": content} for role, content in said]
     chat = Prompt("<|user|>12+7?<|end|>", [1], "here", "19", {}, messages)
     row = context.record(3, 2, 1.0, chat, "19", "eos")
     assert (row["question"], row["prompt"]) == ("12+7?", "<|user|>12+7?<|end|>")
-    assert context.record(3, 2, 1.0, replace(chat, messages=None), "19", "eos")["question"] == "<|user|>12+7?<|end|>"
-    shown_row = {"step": 3, "row": 2, "question": "12+7?", "response": "19", "ground_truth": "19", "score": 1.0}
+    assert (
+        context.record(3, 2, 1.0, replace(chat, messages=None), "19", "eos")["question"]
+        == "<|user|>12+7?<|end|>"
+    )
+    shown_row = {
+        "step": 3,
+        "row": 2,
+        "question": "12+7?",
+        "response": "19",
+        "ground_truth": "19",
+        "score": 1.0,
+    }
     assert shown(row | {"tokens": {}}) == shown_row | {"end": "eos", "data_source": "here"}
-    assert shown({"step": 3, "prompt": "of an older version"}) == {"step": 3, "prompt": "of an older version"}
+    assert shown({"step": 3, "prompt": "of an older version"}) == {
+        "step": 3,
+        "prompt": "of an older version",
+    }
 
 
 def test_a_table_leaves_out_what_is_not_for_people(tmp_path):
-    write_rows(tmp_path, 1, [{"question": "12+7?", "prompt": "<|user|>", "tokens": {"text": ["1"]}}])
-    assert table_cells((tmp_path / "step_000001.md").read_text()) == [["question"], ["---"], ["12+7?"]]
+    write_rows(
+        tmp_path, 1, [{"question": "12+7?", "prompt": "<|user|>", "tokens": {"text": ["1"]}}]
+    )
+    assert table_cells((tmp_path / "step_000001.md").read_text()) == [
+        ["question"],
+        ["---"],
+        ["12+7?"],
+    ]
     assert json.loads((tmp_path / "step_000001.jsonl").read_text())["tokens"] == {"text": ["1"]}
 
 
 def table_cells(text: str) -> list[list[str]]:
     """The cells as a reader of Markdown sees them."""
     lines = text.splitlines()
-    return [[re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", f" {line} ")[1:-1]] for line in lines]
+    return [
+        [re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", f" {line} ")[1:-1]]
+        for line in lines
+    ]
 
 
 def test_120_characters_fit_into_a_cell():
@@ -365,7 +453,7 @@ def test_table_shows_the_first_16_rows(tmp_path):
 def test_table_keeps_its_shape_whatever_a_cell_holds():
     odd = "a | b\\| <|im_end|>\r\n*x* `y` _z_ &amp; [l](m) ~~s~~ $e$\tt\x00\u2028end"
     raw = table([{"prompt": odd, "response": "z" * 60 + "m" * 500 + "y" * 60, "truth": None}])
-    (prompt, response, truth) = table_cells(raw)[2]
+    prompt, response, truth = table_cells(raw)[2]
     assert prompt == "a | b\\| <|im_end|>↵*x* `y` _z_ &amp; [l](m) ~~s~~ $e$ t ↵end"
     assert re.fullmatch("z+ … y+", response)
     assert len(response) <= 120
@@ -384,10 +472,21 @@ def test_whole_run_gives_pass_at_k_and_the_files(tmp_path):
         "    return {'score': float(sum(map(ord, solution_str)) % 3 == 0), 'length': len(solution_str)}\n"
     )
     folder = tmp_path / "run"
-    argv = ["--steps=2", "--rollout.batch-size=8", f"--run-dir={folder}", "--placement.mode=colocated"]
-    argv += [f"--reward.function={tmp_path / 'reward.py'}:score", "--data.validation-rows=9", "--log.validate-every=1"]
+    argv = [
+        "--steps=2",
+        "--rollout.batch-size=8",
+        f"--run-dir={folder}",
+        "--placement.mode=colocated",
+    ]
+    argv += [
+        f"--reward.function={tmp_path / 'reward.py'}:score",
+        "--data.validation-rows=9",
+        "--log.validate-every=1",
+    ]
     run_ranks(2, run_main, [*argv, "--log.validate-samples=4", "--log.validate-temperature=1.0"])
-    records = [json.loads(line) for line in (folder / "metrics" / "actor.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "metrics" / "actor.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [0, 1, 2]
     for record in records:
         passed = [record[f"val/pass@{k}"] for k in (1, 2, 4)]
@@ -398,5 +497,7 @@ def test_whole_run_gives_pass_at_k_and_the_files(tmp_path):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(rows) == 36
         assert fmean(row["score"] for row in rows) == pytest.approx(passed[0])
-        assert fmean(len(row["response"]) for row in rows) == pytest.approx(record["val/length/mean"])
+        assert fmean(len(row["response"]) for row in rows) == pytest.approx(
+            record["val/length/mean"]
+        )
         assert len(path.with_suffix(".md").read_text().splitlines()) == 2 + 16

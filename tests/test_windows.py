@@ -1,4 +1,5 @@
-"""Rows that go on: the program against the reference, which keeps its open rows in a list; through kill and resume."""
+"""Rows that go on: the program against the reference, which keeps its open rows in a list; through
+kill and resume."""
 
 import json
 from collections import Counter
@@ -12,7 +13,17 @@ import torch
 from ranks import ALONE, run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
-from test_flagship import BATCH, POLICY_LR, STEPS, compare, flags, inputs, reference, run, train_rank
+from test_flagship import (
+    BATCH,
+    POLICY_LR,
+    STEPS,
+    compare,
+    flags,
+    inputs,
+    reference,
+    run,
+    train_rank,
+)
 from transformers import AutoConfig
 
 from splitppo import algo
@@ -45,9 +56,16 @@ def lengths_file(folder: Path, lengths: list[int]) -> Path:
 
 
 def check(
-    inputs: Path, tmp_path: Path, world: int, lengths: list[int], window: int, hyper: Any = None, **changes: Any
+    inputs: Path,
+    tmp_path: Path,
+    world: int,
+    lengths: list[int],
+    window: int,
+    hyper: Any = None,
+    **changes: Any,
 ) -> dict:
-    """Runs the program and the reference; returns what was recorded of the program. `hyper`: changes of the loss."""
+    """Runs the program and the reference; returns what was recorded of the program. `hyper`:
+    changes of the loss."""
     options = {"rollout__lengths": lengths_file(tmp_path, lengths), "rollout__max_new_tokens": 12}
     hyper = hyper or {"old_logprobs": "engine"}
     changes |= {f"ppo__{name}": value for name, value in hyper.items()}
@@ -89,25 +107,40 @@ def test_every_placement_is_the_reference(inputs, tmp_path, world, placement):
     assert [line["window/sampled"] for line in lines] == [BATCH * WINDOW] * STEPS
     assert [line["window/rows"] for line in lines] == [len(rows) for rows in seen["rows"]]
     assert [line["window/age/max"] for line in lines] == [0, 1, 2]
-    streams = [sorted(row for rows in seen["rows"] for row in rows if row % BATCH == slot) for slot in range(BATCH)]
+    streams = [
+        sorted(row for rows in seen["rows"] for row in rows if row % BATCH == slot)
+        for slot in range(BATCH)
+    ]
     # each stream without a gap; a row is in one step alone
-    assert all(stream == [slot + BATCH * k for k in range(len(stream))] for slot, stream in enumerate(streams))
+    assert all(
+        stream == [slot + BATCH * k for k in range(len(stream))]
+        for slot, stream in enumerate(streams)
+    )
     assert {len(stream) for stream in streams} >= {1, 2, 3}
 
 
 def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
-    """Decoupled PPO: clipped around the policy before the update, weighted by it over the policies that sampled."""
+    """Decoupled PPO: clipped around the policy before the update, weighted by it over the policies
+    that sampled."""
     hyper = {"old_logprobs": "trainer", "importance": "token", "importance_cap": 1.02}
     seen = check(inputs, tmp_path, 1, LENGTHS, WINDOW, hyper=hyper)
-    assert [0 < line["actor/importance_capped"] < 1 for line in seen["lines"][:STEPS]] == [False, True, True]
+    assert [0 < line["actor/importance_capped"] < 1 for line in seen["lines"][:STEPS]] == [
+        False,
+        True,
+        True,
+    ]
     assert [line["window/ess"] < 1 - 1e-5 for line in seen["lines"][:STEPS]] == [False, True, True]
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
     """Nor does it spend the policy's schedule before the first update."""
-    seen = check(inputs, tmp_path, 3, [12, 11], 5, placement__actor=2, policy__optim__warmup_steps=2)
+    seen = check(
+        inputs, tmp_path, 3, [12, 11], 5, placement__actor=2, policy__optim__warmup_steps=2
+    )
     assert [len(rows) for rows in seen["rows"]] == [0, 0, BATCH]
-    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx([0, 0, POLICY_LR / 2])
+    assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx(
+        [0, 0, POLICY_LR / 2]
+    )
     assert seen["actor"][:2] == seen["critic"][:2] == [[], []]
 
 
@@ -131,7 +164,11 @@ def test_a_window_that_no_row_exceeds_changes_no_bit_if_slots_are_not_refilled(i
         record = tmp_path / f"record_{window}"
         record.mkdir()
         changes = {"rollout.lengths": lengths_file(tmp_path, LENGTHS), "rollout.max-new-tokens": 12}
-        changes |= {"rollout.window": window, "ppo.old-logprobs": "engine", "reward.function": "exact_match"}
+        changes |= {
+            "rollout.window": window,
+            "ppo.old-logprobs": "engine",
+            "reward.function": "exact_match",
+        }
         argv = flags(inputs, tmp_path / f"run_{window}", changes)
         run_ranks(1, whole_rows_rank, argv, record, "none", "exact")
         lines = [figures(tmp_path / f"run_{window}", role) for role in ("actor", "critic")]
@@ -139,16 +176,29 @@ def test_a_window_that_no_row_exceeds_changes_no_bit_if_slots_are_not_refilled(i
         found.append((lines, weights))
     (lines, weights), (others, other_weights) = found
     for role, other in zip(lines, others, strict=True):
-        assert {step: {name: line[name] for name in role[step]} for step, line in other.items()} == role
+        assert {
+            step: {name: line[name] for name in role[step]} for step, line in other.items()
+        } == role
     assert all(
-        torch.equal(one[name], two[name]) for one, two in zip(weights, other_weights, strict=True) for name in one
+        torch.equal(one[name], two[name])
+        for one, two in zip(weights, other_weights, strict=True)
+        for name in one
     )
 
 
 def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(inputs, tmp_path):
     """Resumed with one more actor rank after two steps."""
-    argv = ["--rollout.window=5", f"--rollout.lengths={lengths_file(tmp_path, LENGTHS)}", "--rollout.batch-size=6"]
-    argv += ["--rollout.max-new-tokens=12", "--data.max-rows=8", "--log.samples=1000", "--checkpoint.every=2"]
+    argv = [
+        "--rollout.window=5",
+        f"--rollout.lengths={lengths_file(tmp_path, LENGTHS)}",
+        "--rollout.batch-size=6",
+    ]
+    argv += [
+        "--rollout.max-new-tokens=12",
+        "--data.max-rows=8",
+        "--log.samples=1000",
+        "--checkpoint.every=2",
+    ]
     argv += ["--ppo.kl-coef=0.01", "--log.validate-every=0", "--checkpoint.keep=9"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=7", f"--run-dir={whole}"])
@@ -165,11 +215,21 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     prompts = Counter(row["prompt"] for row in rows if row["row"] < 8)
     assert (len(prompts), set(prompts.values())) == (8, {1})  # the first epoch
     with pytest.raises(RuntimeError, match="exit status 2"):
-        run_ranks(1, main_rank, [*argv, "--rollout.window=0", "--steps=8", f"--run-dir={cut}", "--force"])
-    saved = [*argv, f"--run-dir={tmp_path / 'new'}", f"--resume={cut / 'checkpoints' / 'step_000007'}", "--steps=8"]
+        run_ranks(
+            1, main_rank, [*argv, "--rollout.window=0", "--steps=8", f"--run-dir={cut}", "--force"]
+        )
+    saved = [
+        *argv,
+        f"--run-dir={tmp_path / 'new'}",
+        f"--resume={cut / 'checkpoints' / 'step_000007'}",
+        "--steps=8",
+    ]
     assert "resolved" in dry_run(parse(saved), Launch())
     for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
-        with pytest.raises(UserError, match=r"row \d+ of the checkpoint goes on, and its prompt is another one here"):
+        with pytest.raises(
+            UserError,
+            match=r"row \d+ of the checkpoint goes on, and its prompt is another one here",
+        ):
             dry_run(parse([*saved, other]), Launch())
 
 
@@ -198,7 +258,9 @@ class Drawing:
         return [Piece(ask.row, [*tokens], [-0.5] * ask.tokens, "limit")]
 
 
-def sampler_of(lengths: list[int], *, slots: int = 3, window: int = 5, limit: int = 20, asked: Any = prompt) -> Sampler:
+def sampler_of(
+    lengths: list[int], *, slots: int = 3, window: int = 5, limit: int = 20, asked: Any = prompt
+) -> Sampler:
     return Sampler(slots, asked, limit=limit, window=window, lengths=lengths)
 
 
@@ -228,10 +290,17 @@ def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
     assert first[4:] == second[4:]
     assert first[5] == {0: OpenRow(3, ((1, 3),)), 1: OpenRow(4), 2: OpenRow(2, ((1, 5),))}
-    assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (0, [(0, ((1, 2),)), (1, ((1, 5),))])
+    assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (
+        0,
+        [(0, ((1, 2),)), (1, ((1, 5),))],
+    )
     assert (second[0], second[2]) == ([], [])
     assert first[4] == [[(0, 2), (3, 3)], [(1, 5)], [(2, 5)]]
-    rows = [[3, [0, 1, 2], [-0.5] * 3, [(1, 3)]], [4, [], [], []], [2, [*range(5)], [-0.5] * 5, [(1, 5)]]]
+    rows = [
+        [3, [0, 1, 2], [-0.5] * 3, [(1, 3)]],
+        [4, [], [], []],
+        [2, [*range(5)], [-0.5] * 5, [(1, 5)]],
+    ]
     assert len({asked for *_, asked in first[2]}) == 3
     begun = second[3] + first[3]
     assert [[row.row, [*row.response], [*row.logprobs], [*row.stretches]] for row in begun] == rows
@@ -242,7 +311,8 @@ def test_every_rank_knows_the_rows_that_go_on():
         assert [goes_on.row(2, slot) for slot in range(3)] == begun
     assert goes_on.contexts() == [5, 2, 7]
     ended, asked = drawn(goes_on, 2, [2, 1, 0])
-    # those with the fewest tokens come first; a slot that has ended a row asks for the next one at once
+    # those with the fewest tokens come first; a slot that has ended a row asks for the next one at
+    # once
     assert [(ask.row, ask.ids, ask.begun, ask.tokens, ask.free) for ask in asked] == [
         (4, [4, 4], 0, 2, False),
         (3, [3, 3, 0, 1, 2], 3, 5, False),
@@ -257,7 +327,9 @@ def test_every_rank_knows_the_rows_that_go_on():
     assert [*ended[1].response] == [*range(9)]
     assert Rollout(ended).ages().tolist() == [1] * 5 + [0] * 4 + [0, 0]
     for slots, window in ((4, 5), (3, 0)):
-        with pytest.raises(UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"):
+        with pytest.raises(
+            UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"
+        ):
             sampler_of([], slots=slots, window=window).load_state(first[2])
 
 
@@ -272,24 +344,44 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
     given.share(ALONE, lambda: [range(3)])
     state = json.loads(json.dumps(given.state(ALONE)))
     sampler_of([], asked=asked_for, limit=6).load_state(state)
-    with pytest.raises(UserError, match=r"new_tokens=5, and row 0 of .* goes on after 5 tokens; set it to 6 at least"):
+    with pytest.raises(
+        UserError,
+        match=r"new_tokens=5, and row 0 of .* goes on after 5 tokens; set it to 6 at least",
+    ):
         sampler_of([], asked=asked_for, limit=5).load_state(state)
     for lengths, other in (([9, 8, 7], 4), ([], 2)):
         others.add(other)
-        with pytest.raises(UserError, match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data"):
+        with pytest.raises(
+            UserError,
+            match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data",
+        ):
             sampler_of(lengths, asked=asked_for).load_state(state)
 
 
 def test_slots_follow_the_contexts_that_rank_0_knows():
     placement = place(PlacementConfig(actor=2), world=3, local_world=3)
-    for window, actors in ((8, placement), (0, placement), (8, place(PlacementConfig(), world=2, local_world=2))):
-        config = parse([f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"])
+    for window, actors in (
+        (8, placement),
+        (0, placement),
+        (8, place(PlacementConfig(), world=2, local_world=2)),
+    ):
+        config = parse(
+            [f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"]
+        )
         said: dict[str, str] = {"contexts/2": ""}
         store = SimpleNamespace(delete_key=said.pop)
         broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
         runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
-        tokenizer, training = SimpleNamespace(decode=str), SimpleNamespace(prompts=[prompt(row) for row in range(9)])
-        known = {"config": config, "placement": actors, "tokenizer": tokenizer, "vocabulary_size": 9}
+        tokenizer, training = (
+            SimpleNamespace(decode=str),
+            SimpleNamespace(prompts=[prompt(row) for row in range(9)]),
+        )
+        known = {
+            "config": config,
+            "placement": actors,
+            "tokenizer": tokenizer,
+            "vocabulary_size": 9,
+        }
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
         context = build_context(resolved, runtime, sampler, [])
@@ -313,7 +405,8 @@ def test_without_windows_a_slot_has_one_row_a_step():
 
 
 def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
-    """Parts of four tokens; the row that goes on from another step counts with the tokens of this one."""
+    """Parts of four tokens; the row that goes on from another step counts with the tokens of this
+    one."""
     sender, receiver, _ = pair(4, chunks=3, window=12)
 
     def ended(row: int, *stretches: tuple[int, int]) -> Sample:
@@ -347,15 +440,21 @@ def test_what_windows_refuse(said):
 
 
 def test_whose_log_probs_are_the_old_ones():
-    assert [Config(rollout=RolloutConfig(window=w)).old_logprobs for w in (0, 8)] == ["trainer", "engine"]
-    decoupled = parse(["--rollout.window=8", "--ppo.old-logprobs=trainer", "--ppo.importance=token"])
+    assert [Config(rollout=RolloutConfig(window=w)).old_logprobs for w in (0, 8)] == [
+        "trainer",
+        "engine",
+    ]
+    decoupled = parse(
+        ["--rollout.window=8", "--ppo.old-logprobs=trainer", "--ppo.importance=token"]
+    )
     assert decoupled.old_logprobs == "trainer"
     rules.check(decoupled)
     assert Config(ppo=PPOConfig(old_logprobs="engine")).old_logprobs == "engine"
 
 
 def test_how_far_the_policy_has_moved_by_age():
-    """Ratios 1, 1.3 and 0.5 of ages 0, 1 and 1, then 1.1 and 2 of ages 2 and 3; the clip range is 0.8 to 1.2."""
+    """Ratios 1, 1.3 and 0.5 of ages 0, 1 and 1, then 1.1 and 2 of ages 2 and 3; the clip range is
+    0.8 to 1.2."""
     ratios, ages = [1.0, 1.3, 0.5, 1.1, 2.0], [0.0, 1.0, 1.0, 2.0, 3.0]
     sampled = torch.tensor([[-1.0] * 3 + [torch.nan], [-2.0, -2.0, torch.nan, torch.nan]])
     mask = sampled.isfinite()
@@ -368,27 +467,47 @@ def test_how_far_the_policy_has_moved_by_age():
 
 
 def test_a_step_without_rows_says_nothing_of_pretraining():
-    pretraining = Pretraining(Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None)
+    pretraining = Pretraining(
+        Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None
+    )
     nothing = algo.moments(torch.zeros(0))
     pretraining.finish(1, nothing, nothing)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 
 
 def test_rows_that_would_queue_are_warned_of(monkeypatch):
-    """A token takes 2 x 2 layers x 2 heads x 16 x 2 bytes, a row of 300 tokens four blocks of 128."""
+    """A token takes 2 x 2 layers x 2 heads x 16 x 2 bytes, a row of 300 tokens four blocks of
+    128."""
     model = AutoConfig.for_model(
-        "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=90
+        "llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=90,
     )
     weights = count_parameters(model, "policy") * 2
     flags = ["--rollout.batch-size=8", "--ppo.mini-batches=1", "--rollout.max-prompt-tokens=100"]
     flags += ["--rollout.max-new-tokens=200", "--engine.memory-fraction=0.5"]
-    for window, engine, blocks in ((9, "vllm", 16), (9, "vllm", 10), (9, "vllm", 9), (0, "vllm", 9), (9, "hf", 9)):
+    for window, engine, blocks in (
+        (9, "vllm", 16),
+        (9, "vllm", 10),
+        (9, "vllm", 9),
+        (0, "vllm", 9),
+        (9, "hf", 9),
+    ):
         gpu = 2 * (weights + RESERVE + blocks * 128 * 256)
         monkeypatch.setattr(memory, "gpu_memory", lambda _, gpu=gpu: float(gpu))
         monkeypatch.setattr(memory, "check_memory", lambda *_: None)
         config = parse([*flags, f"--rollout.window={window}", f"--engine.kind={engine}"])
-        known = {"config": config, "placement": place(PlacementConfig(actor=2), world=3, local_world=3)}
-        known |= {"device": torch.device("cpu"), "models": {"policy": SimpleNamespace(config=model), "reference": 0}}
+        known = {
+            "config": config,
+            "placement": place(PlacementConfig(actor=2), world=3, local_world=3),
+        }
+        known |= {
+            "device": torch.device("cpu"),
+            "models": {"policy": SimpleNamespace(config=model), "reference": 0},
+        }
         known |= {"dtype": torch.bfloat16, "eos": {}}
         found = warnings(cast(Any, SimpleNamespace(**known)))
         due = (window, engine, blocks) == (9, "vllm", 9)
@@ -397,10 +516,20 @@ def test_rows_that_would_queue_are_warned_of(monkeypatch):
 
 
 def test_a_mask_in_place_of_a_clip_is_warned_of():
-    options = [f"--{name}" for name in ("rollout.window=8", "ppo.clip-mode=mask", "ppo.dual-clip=None")]
+    options = [
+        f"--{name}" for name in ("rollout.window=8", "ppo.clip-mode=mask", "ppo.dual-clip=None")
+    ]
     placement = place(PlacementConfig(), world=1, local_world=1)
     for argv, count in ((options, 1), (options[1:], 0)):
-        known = {"config": parse(argv), "placement": placement, "device": torch.device("cpu"), "models": {}}
+        known = {
+            "config": parse(argv),
+            "placement": placement,
+            "device": torch.device("cpu"),
+            "models": {},
+        }
         known["eos"] = {}
         found = warnings(cast(Any, SimpleNamespace(**known)))
-        assert len([line for line in found if "rollout.window=8 with ppo.clip_mode=mask" in line]) == count
+        assert (
+            len([line for line in found if "rollout.window=8 with ppo.clip_mode=mask" in line])
+            == count
+        )

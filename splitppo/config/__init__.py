@@ -1,6 +1,8 @@
-"""The configuration: frozen dataclasses, read by cli.py, checked by rules.py. Imports no torch: --help starts fast.
+"""The configuration: frozen dataclasses, read by cli.py, checked by rules.py. Imports no torch:
+--help starts fast.
 
-The docstring of a field is its text in --help. Here: settings of the job; in algorithm.py: those of the algorithm.
+The docstring of a field is its text in --help. Here: settings of the job; in algorithm.py: those of
+the algorithm.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +28,20 @@ class PlacementConfig:
     """Which ranks play which role."""
 
     mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
-    """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group. `colocated`: every rank
-    plays both roles. `auto`: per_node; colocated for one rank, or two GPUs if no other placement setting is given."""
+    """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group.
+    `colocated`: every rank plays both roles. `auto`: per_node; colocated for one rank, or two GPUs
+    if no other placement setting is given."""
     actor: int | None = None
     """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves."""
     critic: int | None = None
-    """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or a quarter, rounded up."""
+    """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or a quarter,
+    rounded up."""
     reference: Literal["actor", "critic"] = "actor"
-    """Group that holds the reference. With the critic it works during the rollout; helps if models have one size."""
+    """Group that holds the reference. With the critic it works during the rollout; helps if models
+    have one size."""
     barrier: bool = False
-    """Make the groups wait for each other after their updates, as controllers do. Shows what no barrier saves."""
+    """Make the groups wait for each other after their updates, as controllers do. Shows what no
+    barrier saves."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,24 @@ class EngineConfig:
     """The rollout engine, which generates the responses."""
 
     kind: Literal["auto", "hf", "vllm"] = "auto"
-    """`vllm`: in a process of its own. `hf`: in the rank itself. `auto`: vllm on GPUs if installed, else hf."""
+    """`vllm`: in a process of its own. `hf`: in the rank itself. `auto`: vllm on GPUs if installed,
+    else hf."""
     max_rows: int = 512
     """Most rows that one actor rank generates at once. More rows wait."""
     tensor_parallel: int = 1
     """Actor ranks (GPUs) of one node that share an engine. Each holds a part of its weights."""
     memory_fraction: float = 0.5
-    """Most of a GPU's memory that vLLM may use, as a fraction. It uses what its weights and its rows' KV cache need."""
+    """Most of a GPU's memory that vLLM may use, as a fraction. It uses what its weights and its
+    rows' KV cache need."""
     sleep: Literal["auto", "off", "1", "2"] = "auto"
-    """vLLM's memory while the trainer works. `off`: kept. `1`: weights move to the CPU, the KV cache is dropped. `2`:
-    both are dropped; the next sync brings new weights. `auto`: 2, until the trainer is known to fit beside vLLM."""
+    """vLLM's memory while the trainer works. `off`: kept. `1`: weights move to the CPU, the KV
+    cache is dropped. `2`: both are dropped; the next sync brings new weights. `auto`: 2, until the
+    trainer is known to fit beside vLLM."""
     eager: bool = False
     """Neither compile vLLM's model nor capture CUDA graphs. Starts sooner, generates slower."""
     steady: bool = True
-    """Schedule rows that only need their next token in a short loop of our own, with vLLM versions that it was tested
-    with: faster if the model is small and rows are many."""
+    """Schedule rows that only need their next token in a short loop of our own, with vLLM versions
+    that it was tested with: faster if the model is small and rows are many."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +74,23 @@ class ComputeConfig:
     """Devices, precision and memory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda if there are GPUs, one per local rank. With too few GPUs, the embedded model runs on the cpu."""
+    """`auto`: cuda if there are GPUs, one per local rank. With too few GPUs, the embedded model
+    runs on the cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of forward and backward. Weights and reductions stay float32. `auto`: bfloat16 on GPUs."""
+    """Precision of forward and backward. Weights and reductions stay float32. `auto`: bfloat16 on
+    GPUs."""
     micro_batch_tokens: int = 16384
-    """Most tokens of one forward-backward, padding included. A longer row is a micro-batch of its own."""
+    """Most tokens of one forward-backward, padding included. A longer row is a micro-batch of its
+    own."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Concatenate rows without padding. `auto`: on GPUs in bfloat16, if the model's attention allows it."""
+    """Concatenate rows without padding. `auto`: on GPUs in bfloat16, if the model's attention
+    allows it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers with torch.compile, with dynamic lengths. `auto`: on GPUs."""
     gather: Literal["layer", "mini_batch"] = "layer"
-    """When weights are gathered and gradients reduced. `layer`: at each layer of each micro-batch; least memory.
-    `mini_batch`: once per mini-batch; holds whole weights and gradients, in bfloat16 6 bytes a parameter."""
+    """When weights are gathered and gradients reduced. `layer`: at each layer of each micro-batch;
+    least memory. `mini_batch`: once per mini-batch; holds whole weights and gradients, in bfloat16
+    6 bytes a parameter."""
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass."""
 
@@ -86,10 +100,12 @@ class FsdpConfig:
     """How weights, gradients and optimizer states are sharded over the ranks of a group."""
 
     shard_size: ShardSize = None
-    """Ranks per replica. A larger group sums the gradients of its replicas (hybrid sharding). `node`: the group's ranks
-    of a node, so that weights are gathered within nodes only. Unset: the whole group."""
+    """Ranks per replica. A larger group sums the gradients of its replicas (hybrid sharding).
+    `node`: the group's ranks of a node, so that weights are gathered within nodes only. Unset: the
+    whole group."""
     tensor_parallel: int = 1
-    """Ranks of one node that share each layer of policy and value model, and so their rows (a set)."""
+    """Ranks of one node that share each layer of policy and value model, and so their rows (a
+    set)."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +129,11 @@ class LogConfig:
     samples: int = 4
     """Generations per step, written to RUN/samples."""
     validate_every: int = 0
-    """Score held-out prompts before the first step, every n steps, and after the last step. 0: never. Files without
-    `data.validation_files` have no held-out prompts: never."""
+    """Score held-out prompts before the first step, every n steps, and after the last step. 0:
+    never. Files without `data.validation_files` have no held-out prompts: never."""
     validate_samples: int = 1
-    """Responses per held-out prompt. Above 1: also the best's score, the majority's, and pass@k of scores in [0, 1]."""
+    """Responses per held-out prompt. Above 1: also the best's score, the majority's, and pass@k of
+    scores in [0, 1]."""
     validate_temperature: float = 0.0
     """Sampling temperature of these responses. 0: greedy, one sample."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
@@ -132,7 +149,8 @@ class Config:
     """PPO for language models on one torchrun, split by rank into an actor and a critic group."""
 
     config: str | None = None
-    """TOML preset: a file, or one that ships with splitppo (gsm8k/qwen2.5_0.5b). Flags override it."""
+    """TOML preset: a file, or one that ships with splitppo (gsm8k/qwen2.5_0.5b). Flags override
+    it."""
     steps: int = 60
     """Training steps. A step is one rollout."""
     seed: int = 0
@@ -140,10 +158,12 @@ class Config:
     run_dir: str | None = None
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
-    """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where none are given.
-    `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a checkpoint."""
+    """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where
+    none are given. `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a
+    checkpoint."""
     force: bool = False
-    """Go on in run_dir although settings have changed that make it another run. Without a checkpoint: start again."""
+    """Go on in run_dir although settings have changed that make it another run. Without a
+    checkpoint: start again."""
     dry_run: bool = False
     """Print config, placement, messages and memory, and stop. Needs no torchrun."""
     world_size: int | None = None
@@ -151,7 +171,8 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Longest wait for another rank, in seconds; then the run ends and says what each rank was doing."""
+    """Longest wait for another rank, in seconds; then the run ends and says what each rank was
+    doing."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -176,5 +197,8 @@ class Config:
         policy = self.fsdp.tensor_parallel
         value = self.value.tensor_parallel or policy
         group = policy if self.placement.reference == "actor" else value
-        own = {"reference": self.reference.tensor_parallel or group, "reward": self.reward.tensor_parallel or value}
+        own = {
+            "reference": self.reference.tensor_parallel or group,
+            "reward": self.reward.tensor_parallel or value,
+        }
         return {"policy": policy, "value": value, **own}[model]

@@ -1,4 +1,5 @@
-"""Settings of the algorithm: models, data, rollout, reward, PPO. The docstring of a field is its text in --help."""
+"""Settings of the algorithm: models, data, rollout, reward, PPO. The docstring of a field is its
+text in --help."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,8 +14,9 @@ class OptimConfig:
     lr: float
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the last step. The policy
-    begins with it in its first update, after the steps in which it waits for the value model."""
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the
+    last step. The policy begins with it in its first update, after the steps in which it waits for
+    the value model."""
     warmup_steps: int = 0
     """Steps of linear warm-up. Step s of w runs at s/w of the peak."""
     min_lr_ratio: float = 0.0
@@ -34,30 +36,37 @@ class PolicyConfig:
     """The policy: any Hugging Face causal language model."""
 
     path: str = "tiny"
-    """A Hugging Face folder, or a hub name: `owner/name`, `owner/name@revision`. `tiny`: the embedded model."""
+    """A Hugging Face folder, or a hub name: `owner/name`, `owner/name@revision`. `tiny`: the
+    embedded model."""
     trust_remote_code: bool = False
-    """Run the Python code that a model's folder or repository brings, of all models of the run. Read it first."""
+    """Run the Python code that a model's folder or repository brings, of all models of the run.
+    Read it first."""
     random_init: bool = False
-    """Draw the weights at random from the seed instead of reading them. For benchmarks on a real shape."""
+    """Draw the weights at random from the seed instead of reading them. For benchmarks on a real
+    shape."""
     freeze: tuple[str, ...] = ()
-    """What is not trained: `attention`, `embeddings` (and an output layer tied to them), `body` (all but the output
-    layer), or regular expressions that are searched in a weight's Hugging Face name."""
+    """What is not trained: `attention`, `embeddings` (and an output layer tied to them), `body`
+    (all but the output layer), or regular expressions that are searched in a weight's Hugging Face
+    name."""
     offload: Offload = "auto"
-    """What is in pinned host memory while it is not needed: `none`; `optimizer`: AdamW's moments; `all`: the weights'
-    shards, too. `auto`: in a colocated run what makes it fit, by the estimated memory, else none. Changes no result."""
+    """What is in pinned host memory while it is not needed: `none`; `optimizer`: AdamW's moments;
+    `all`: the weights' shards, too. `auto`: in a colocated run what makes it fit, by the estimated
+    memory, else none. Changes no result."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen reference of the KL penalty. Loaded only if `ppo.kl_coef` or `ppo.kl_loss_coef` is above 0."""
+    """The frozen reference of the KL penalty. Loaded only if `ppo.kl_coef` or `ppo.kl_loss_coef` is
+    above 0."""
 
     path: str | None = None
     """Folder or hub name of the reference model. Unset: the policy before training."""
     offload: bool = False
     """Keep the reference's shards in pinned host memory between uses."""
     tensor_parallel: int | None = None
-    """Ranks that share each of the reference's layers: a multiple of its group's. Unset: as many as its group's."""
+    """Ranks that share each of the reference's layers: a multiple of its group's. Unset: as many as
+    its group's."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +74,30 @@ class ValueConfig:
     """The value model: a causal language model's body with a scalar head."""
 
     path: str | None = None
-    """Folder or hub name of a model with the policy's ids. A reward model gives its head, too. Unset: the policy's."""
+    """Folder or hub name of a model with the policy's ids. A reward model gives its head, too.
+    Unset: the policy's."""
     random_init: bool = False
     """Draw the body at random from the seed instead of reading it."""
     head: Literal["zero", "normal"] = "zero"
-    """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden size)."""
+    """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden
+    size)."""
     layers: int | None = None
     """Use the first so many layers of the body, with its final norm. Unset: all."""
     tensor_parallel: int | None = None
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     ensemble: int = 1
-    """Value models, each trained on an equal part of every prompt's responses, or of the prompts if these have fewer
-    responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
+    """Value models, each trained on an equal part of every prompt's responses, or of the prompts if
+    these have fewer responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
     freeze: tuple[str, ...] = ()
     """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0
-    """First steps, which train the value model alone, with lambda 1 (VC-PPO, arXiv:2503.01491). Then it is saved as
-    RUN/pretrained_value, for `value.path` of other runs."""
+    """First steps, which train the value model alone, with lambda 1 (VC-PPO, arXiv:2503.01491).
+    Then it is saved as RUN/pretrained_value, for `value.path` of other runs."""
     pretrain_epochs: int = 4
     """Passes over the rollout in each of these steps."""
     pretrain_patience: int = 5
-    """Pretraining ends early after this many steps without a new highest explained variance on fresh rows. 0: never."""
+    """Pretraining ends early after this many steps without a new highest explained variance on
+    fresh rows. 0: never."""
     offload: Offload = "auto"
     """As `policy.offload`."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -100,13 +112,15 @@ class DataConfig:
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
-    """Training files: .parquet, .json, .jsonl, `hf://datasets/owner/name[@revision]/file`. Empty: generated."""
+    """Training files: .parquet, .json, .jsonl, `hf://datasets/owner/name[@revision]/file`. Empty:
+    generated."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the ground truth. A dot names a field of a nested column."""
     chat: bool = True
-    """Render string prompts as one user message with the tokenizer's chat template, if it has one."""
+    """Render string prompts as one user message with the tokenizer's chat template, if it has
+    one."""
     system: str | None = None
     """System message for prompts that have none. Unset: left to the chat template."""
     chat_kwargs: str = "{}"
@@ -114,9 +128,11 @@ class DataConfig:
     max_rows: int | None = None
     """Most training prompts to use, drawn at random from all files."""
     overlong: Literal["refuse", "filter", "cut"] = "refuse"
-    """Prompts over `rollout.max_prompt_tokens`, if set: refuse the run, drop the row, or drop the first tokens."""
+    """Prompts over `rollout.max_prompt_tokens`, if set: refuse the run, drop the row, or drop the
+    first tokens."""
     invalid: Literal["refuse", "filter"] = "refuse"
-    """Rows that can't be used (no prompt, a wrong type, no truth for the reward rule): refuse the run, or drop them."""
+    """Rows that can't be used (no prompt, a wrong type, no truth for the reward rule): refuse the
+    run, or drop them."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256
@@ -132,28 +148,35 @@ class RolloutConfig:
     samples: int = 1
     """Responses per prompt. A step has `batch_size / samples` prompts."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; `data.overlong` says what happens to longer ones. Unset: the longest prompt of the data."""
+    """Longest prompt; `data.overlong` says what happens to longer ones. Unset: the longest prompt
+    of the data."""
     max_new_tokens: int = 512
     """Longest response. A response that has not ended by then is cut there."""
     temperature: float = 1.0
     """Sampling temperature. All log-probs are computed at this temperature."""
     top_p: float = 1.0
-    """Sample from the smallest set of likeliest tokens with this total probability. Below 1 biases the ratio."""
+    """Sample from the smallest set of likeliest tokens with this total probability. Below 1 biases
+    the ratio."""
     top_k: int = 0
     """Sample from this many likeliest tokens. 0: from all. Above 0 biases the ratio."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the end-of-sequence token. The string stays in the response."""
+    """Strings that end a response, besides the end-of-sequence token. The string stays in the
+    response."""
     window: int = 0
-    """W: tokens that each of `batch_size` slots decodes in a step, row after row. A row that has not ended goes on in
-    the next step, with the new weights. A step trains on the rows that end in it. 0: a step generates whole rows."""
+    """W: tokens that each of `batch_size` slots decodes in a step, row after row. A row that has
+    not ended goes on in the next step, with the new weights. A step trains on the rows that end in
+    it. 0: a step generates whole rows."""
     lengths: str | None = None
-    """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as needed."""
+    """For benchmarks: file of response lengths, one per line, in the order of the rows, repeated as
+    needed."""
     chunks: int = 4
-    """K: messages per pair of ranks and step. Each carries half of the rows that remain, so few are scored late."""
+    """K: messages per pair of ranks and step. Each carries half of the rows that remain, so few are
+    scored late."""
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest row: a prompt and its response. Until the data are read, an unset longest prompt counts as 0."""
+        """Longest row: a prompt and its response. Until the data are read, an unset longest prompt
+        counts as 0."""
         return (self.max_prompt_tokens or 0) + self.max_new_tokens
 
     @property
@@ -167,20 +190,23 @@ class RewardConfig:
     """The score of a row: a weighted sum of reward functions and a reward model."""
 
     function: tuple[str, ...] = ("auto",)
-    """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`. `auto`: by the row's
-    data_source. `none`: only the reward model. A function of a file takes (data_source, solution_str, ground_truth,
-    extra_info), perhaps prompt, and may be async. It returns a number, or a dict with `score` and more numbers, which
-    become metrics."""
+    """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`.
+    `auto`: by the row's data_source. `none`: only the reward model. A function of a file takes
+    (data_source, solution_str, ground_truth, extra_info), perhaps prompt, and may be async. It
+    returns a number, or a dict with `score` and more numbers, which become metrics."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
     """Processes per critic rank that run the functions."""
     timeout: float = 60.0
-    """Seconds per row and function. A slower call fails: its process is replaced, or the async call is cancelled."""
+    """Seconds per row and function. A slower call fails: its process is replaced, or the async call
+    is cancelled."""
     failed_score: float = 0.0
-    """Score of a function that failed: a time-out, an exception, or a result that is not a finite number."""
+    """Score of a function that failed: a time-out, an exception, or a result that is not a finite
+    number."""
     model: str | None = None
-    """Folder or hub name of a reward model: sequence classification with one label. Runs on the critic ranks."""
+    """Folder or hub name of a reward model: sequence classification with one label. Runs on the
+    critic ranks."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
     model_random_init: bool = False
@@ -188,9 +214,11 @@ class RewardConfig:
     model_offload: bool = False
     """Keep the reward model's shards in pinned host memory between uses."""
     model_chat: bool = True
-    """Render prompt and response with the reward model's own chat template, if it has one. Else: as plain text."""
+    """Render prompt and response with the reward model's own chat template, if it has one. Else: as
+    plain text."""
     tensor_parallel: int | None = None
-    """Ranks that share each of the reward model's layers: a multiple of the value model's. Unset: as many as these."""
+    """Ranks that share each of the reward model's layers: a multiple of the value model's. Unset:
+    as many as these."""
     validation: tuple[str, ...] = ()
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"
@@ -201,7 +229,8 @@ class RewardConfig:
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
     overlong_tokens: int = 0
-    """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO, eq. 13). 0: off."""
+    """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO,
+    eq. 13). 0: off."""
     overlong_penalty: float = 1.0
     """Subtracted from a row of `rollout.max_new_tokens` if `overlong_tokens` is set."""
 
@@ -213,7 +242,8 @@ class PPOConfig:
     gamma: float = 1.0
     """Discount."""
     lam: float | Literal["adaptive"] = 0.95
-    """GAE's lambda. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO, arXiv:2504.05118)."""
+    """GAE's lambda. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO,
+    arXiv:2504.05118)."""
     lam_alpha: float = 0.05
     """Alpha of the adaptive lambda."""
     lam_value: float | None = None
@@ -223,16 +253,18 @@ class PPOConfig:
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
     kl_target: float | None = None
-    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2), but not while the policy waits
-    for the value model. Unset: it is constant."""
+    """KL per row, in nats, to which `kl_coef` adapts (Ziegler et al. 2019, section 2.2), but not
+    while the policy waits for the value model. Unset: it is constant."""
     kl_horizon: int = 10000
-    """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2, 0.2)."""
+    """A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL / kl_target - 1, -0.2,
+    0.2)."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference in the policy's loss."""
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
     clip_mode: Literal["clip", "mask"] = "clip"
-    """`clip`: PPO's. `mask`: -ratio * advantage between the bounds, 0 beyond them (SAO, arXiv:2607.07508, eq. 3)."""
+    """`clip`: PPO's. `mask`: -ratio * advantage between the bounds, 0 beyond them (SAO,
+    arXiv:2607.07508, eq. 3)."""
     clip_low: float = 0.2
     """The ratio's lower bound is 1 - clip_low."""
     clip_high: float = 0.2
@@ -246,7 +278,8 @@ class PPOConfig:
     whiten: bool = True
     """Whiten the advantages over the whole batch."""
     baseline: Literal["value", "none"] = "value"
-    """`none`: advantages are returns minus their mean over the batch, without values. For comparisons."""
+    """`none`: advantages are returns minus their mean over the batch, without values. For
+    comparisons."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1
@@ -254,14 +287,17 @@ class PPOConfig:
     value_epochs: int | None = None
     """Passes of the value model. Unset: `epochs`."""
     value_mini_batches: int | None = None
-    """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`. Unset: `mini_batches`."""
+    """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`.
+    Unset: `mini_batches`."""
     critic_warmup: int = 0
     """First steps, in which only the value model is trained, as in all others."""
     old_logprobs: Literal["trainer", "engine"] | None = None
-    """Old log-probs in the ratio. `engine`: as sampled, which saves a forward pass; the ratio then also holds the
-    difference between engine and trainer. Unset: `engine` with `rollout.window`, else `trainer`."""
+    """Old log-probs in the ratio. `engine`: as sampled, which saves a forward pass; the ratio then
+    also holds the difference between engine and trainer. Unset: `engine` with `rollout.window`,
+    else `trainer`."""
     importance: Literal["off", "token", "sequence"] = "off"
-    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), per token or response."""
+    """Weigh the policy's loss by min(trainer's / engine's probability, `importance_cap`), per token
+    or response."""
     importance_cap: float = 2.0
     """Upper bound of these weights."""
     mask_truncated: bool = False

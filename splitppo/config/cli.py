@@ -37,13 +37,16 @@ ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
     r"|.*\.tensor_parallel|(policy|value)\.offload"
 )
-TINY = str(Path(__file__).with_name("tiny.toml"))  # defaults of the embedded model, which needs larger learning rates
+TINY = str(
+    Path(__file__).with_name("tiny.toml")
+)  # defaults of the embedded model, which needs larger learning rates
 
 
 def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
-    """The configuration of a command line. Its flags override those of the preset that `--config` names. What neither
-    sets is as in the run that goes on in `run_dir`, or else the default. `recorded` is as in `read_preset`, whose
-    preset is complete. A wrong preset or flag is a UserError; `--help` ends in SystemExit."""
+    """The configuration of a command line. Its flags override those of the preset that `--config`
+    names. What neither sets is as in the run that goes on in `run_dir`, or else the default.
+    `recorded` is as in `read_preset`, whose preset is complete. A wrong preset or flag is a
+    UserError; `--help` ends in SystemExit."""
     if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
         raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
@@ -60,7 +63,9 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
             try:
                 read_flags(Config, "", as_flag(name, value))
             except UserError as error:
-                raise UserError(f"--config {path}: {name} = {toml_value(value)}: {error}") from error
+                raise UserError(
+                    f"--config {path}: {name} = {toml_value(value)}: {error}"
+                ) from error
         raise
     run = Path(os.path.expanduser(config.run_dir or ""))
     if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
@@ -75,7 +80,9 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
 def as_flags(config: Config) -> list[str]:
     """The settings that differ from their defaults, as arguments of the command line."""
     defaults = dict(leaves(asdict(Config())))
-    return _flags({name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)})
+    return _flags(
+        {name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)}
+    )
 
 
 def given_settings(argv: Sequence[str]) -> list[str]:
@@ -86,8 +93,12 @@ def given_settings(argv: Sequence[str]) -> list[str]:
 
 
 def has_steps(run_dir: Path) -> bool:
-    """Whether a run in this folder has finished a step: its metrics have a line, or it has a checkpoint."""
-    files = [*run_dir.glob("metrics/*.jsonl"), *run_dir.glob("checkpoints/step_*/actor/manifest.json")]
+    """Whether a run in this folder has finished a step: its metrics have a line, or it has a
+    checkpoint."""
+    files = [
+        *run_dir.glob("metrics/*.jsonl"),
+        *run_dir.glob("checkpoints/step_*/actor/manifest.json"),
+    ]
     return any(path.stat().st_size for path in files)
 
 
@@ -101,32 +112,39 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
     tiny = _value_of("--policy.path", given) in (None, "tiny")
-    return read_flags(Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given])
+    return read_flags(
+        Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given]
+    )
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
     """The configuration with `change(setting, path)` in place of each of its paths."""
     changed: dict[str, Any] = {}
     for field in fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
+        name = prefix + field.name
+        value = getattr(config, field.name)
         if is_dataclass(value):
             changed[field.name] = map_paths(value, change, f"{name}.")
         elif name in PATHS and value:
             changed[field.name] = (
-                change(name, value) if isinstance(value, str) else tuple(change(name, path) for path in value)
+                change(name, value)
+                if isinstance(value, str)
+                else tuple(change(name, path) for path in value)
             )
     return replace(config, **changed)
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """The last value given to a flag, or None. A flag without a value is left for tyro to refuse."""
+    """The last value given to a flag, or None. A flag without a value is left for tyro to
+    refuse."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(flag, nargs="?", dest="value")
     return finder.parse_known_args(argv)[0].value
 
 
 def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
-    """`wanted` made from a command line by tyro, to which `how` goes. A wrong flag is a UserError of one line."""
+    """`wanted` made from a command line by tyro, to which `how` goes. A wrong flag is a UserError
+    of one line."""
     check_text(args)
     box = io.StringIO()
     try:
@@ -140,7 +158,8 @@ def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
 
 
 def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Callable[[], Any]:
-    """A call of `function` with the arguments of a command line, to be made when they are known to be right."""
+    """A call of `function` with the arguments of a command line, to be made when they are known to
+    be right."""
 
     @wraps(function)
     def bind(*given: Any, **named: Any) -> Any:
@@ -153,10 +172,13 @@ def _message_of(box: str) -> str:
     """The error in tyro's box, in one line."""
     lines = [line.strip("│|╭╮─ ") for line in box.splitlines() if re.search("[a-z']", line)]
     near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
-    message = " ".join(takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:]))
+    message = " ".join(
+        takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:])
+    )
     message = re.sub(r"\[/?bold\]", "", message.partition(" Got errors")[0])
     if wrong := re.match(
-        r"Error parsing (\S+): .*?('.*?')\]? Argument helptext: \S+ (\{.*?\}|\[.*?\]\]|\S+) (.*)", message
+        r"Error parsing (\S+): .*?('.*?')\]? Argument helptext: \S+ (\{.*?\}|\[.*?\]\]|\S+) (.*)",
+        message,
     ):
         return "{} {}: write {}: {}".format(*wrong.groups())
     return f"{message}; {f'did you mean {near}?' if near else 'see --help'}"

@@ -1,4 +1,5 @@
-"""Rules that a configuration must keep, checked before any file, model, GPU or process group is touched."""
+"""Rules that a configuration must keep, checked before any file, model, GPU or process group is
+touched."""
 
 import json
 import math
@@ -41,12 +42,19 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
 )  # fmt: skip
-Contradictions = list[tuple[object, str]]  # whether two settings contradict each other, and what is said then
-SIGNED = ("seed", "reward.failed_score", "reward.model_weight")  # no other setting may be a number below 0
+Contradictions = list[
+    tuple[object, str]
+]  # whether two settings contradict each other, and what is said then
+SIGNED = (
+    "seed",
+    "reward.failed_score",
+    "reward.model_weight",
+)  # no other setting may be a number below 0
 
 
 def check(config: Config) -> None:
-    """Raises UserError if a setting breaks a rule of its own or two settings contradict each other."""
+    """Raises UserError if a setting breaks a rule of its own or two settings contradict each
+    other."""
     values = dict(leaves(asdict(config)))
     for name, value in values.items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -68,13 +76,23 @@ def _check_size(name: str, number: Any) -> None:
     if isinstance(number, float) and not math.isfinite(number):
         raise UserError(f"{name}={number} must be a finite number; its default is in --help")
     least, most = (2**-126, 2.0**127) if isinstance(number, float) else (0, 2**31 - 1)
-    if isinstance(number, int | float) and name != "seed" and number and not least <= abs(number) <= most:
+    if (
+        isinstance(number, int | float)
+        and name != "seed"
+        and number
+        and not least <= abs(number) <= most
+    ):
         raise UserError(f"{name}={number} must be 0, or of a size between {least:g} and {most:g}")
 
 
 def _of_job(config: Config) -> Contradictions:
-    log, ppo, cut = config.log, config.ppo, config.tensor_parallel
-    groups = {"reference": "policy" if config.placement.reference == "actor" else "value", "reward": "value"}
+    log = config.log
+    ppo = config.ppo
+    cut = config.tensor_parallel
+    groups = {
+        "reference": "policy" if config.placement.reference == "actor" else "value",
+        "reward": "value",
+    }
     return [
         (
             config.world_size is not None and not config.dry_run,
@@ -105,7 +123,9 @@ def _of_job(config: Config) -> Contradictions:
 
 
 def _of_rollout(config: Config) -> Contradictions:
-    rollout, ppo, window = config.rollout, config.ppo, config.rollout.window
+    rollout = config.rollout
+    ppo = config.ppo
+    window = config.rollout.window
     rows = rollout.batch_size
     use = _use(rows, math.lcm(rollout.samples, ppo.mini_batches))
     return [
@@ -121,7 +141,10 @@ def _of_rollout(config: Config) -> Contradictions:
             config.data.overlong != "refuse" and rollout.max_prompt_tokens is None,
             f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too long? set it",
         ),
-        (rollout.lengths and rollout.stop, "rollout.lengths fixes the length of responses; leave rollout.stop unset"),
+        (
+            rollout.lengths and rollout.stop,
+            "rollout.lengths fixes the length of responses; leave rollout.stop unset",
+        ),
         (
             rollout.lengths and ppo.mask_truncated,
             "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
@@ -144,8 +167,11 @@ def _of_rollout(config: Config) -> Contradictions:
 
 
 def _of_reward(config: Config) -> Contradictions:
-    reward, rollout, functions = config.reward, config.rollout, config.reward.function
-    every, limit = config.log.validate_every, rollout.max_new_tokens
+    reward = config.reward
+    rollout = config.rollout
+    functions = config.reward.function
+    every = config.log.validate_every
+    limit = rollout.max_new_tokens
     return [
         (
             functions == ("none",) and reward.model is None,
@@ -160,7 +186,10 @@ def _of_reward(config: Config) -> Contradictions:
             functions != ("none",) and ("none" in functions or not functions),
             f"reward.function={' '.join(functions)}: name functions, or none alone beside a reward.model",
         ),
-        ("none" in reward.validation, "reward.validation=none would score every held-out row 0; name a function"),
+        (
+            "none" in reward.validation,
+            "reward.validation=none would score every held-out row 0; name a function",
+        ),
         (
             reward.weights and len(reward.weights) != len(functions),
             f"reward.weights={reward.weights} for {len(functions)} functions; give one weight each, in their order",
@@ -178,8 +207,11 @@ def _of_reward(config: Config) -> Contradictions:
 
 
 def _of_ppo(config: Config) -> Contradictions:
-    ppo, rollout, steps = config.ppo, config.rollout, config.ppo.mini_batches
-    rows, count = rollout.batch_size, ppo.value_mini_batches or steps
+    ppo = config.ppo
+    rollout = config.rollout
+    steps = config.ppo.mini_batches
+    rows = rollout.batch_size
+    count = ppo.value_mini_batches or steps
     return [
         (
             max(count, steps) % min(count, steps),
@@ -220,7 +252,9 @@ def _of_ppo(config: Config) -> Contradictions:
 
 
 def _of_critic(config: Config) -> Contradictions:
-    ppo, value, samples = config.ppo, config.value, config.rollout.samples
+    ppo = config.ppo
+    value = config.value
+    samples = config.rollout.samples
     rows = config.rollout.batch_size
     prompts = rows // samples
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
@@ -249,7 +283,10 @@ def _of_critic(config: Config) -> Contradictions:
             f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
             f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
         ),
-        (ppo.baseline == "none" and ppo.lam == "adaptive", "ppo.baseline=none uses no values; unset ppo.lam=adaptive"),
+        (
+            ppo.baseline == "none" and ppo.lam == "adaptive",
+            "ppo.baseline=none uses no values; unset ppo.lam=adaptive",
+        ),
     ]
 
 

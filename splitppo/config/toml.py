@@ -1,4 +1,5 @@
-"""TOML presets: saved flags. `[ppo] lam = 0.95` is `--ppo.lam 0.95`; the sections nest as the configuration's do."""
+"""TOML presets: saved flags. `[ppo] lam = 0.95` is `--ppo.lam 0.95`; the sections nest as the
+configuration's do."""
 
 import difflib
 import json
@@ -19,24 +20,30 @@ PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "co
 
 
 def find_preset(name: str) -> str:
-    """The file of a preset: a path, or the name of one that ships with splitppo, such as gsm8k/qwen2.5_0.5b."""
+    """The file of a preset: a path, or the name of one that ships with splitppo, such as
+    gsm8k/qwen2.5_0.5b."""
     own = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
     return str(own) if own.is_file() and not Path(name).exists() else name
 
 
 def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `recorded`: it is a run's own, in
-    which a setting that this version lacks is left out, with a line on standard error. In a user's file it is a
-    UserError."""
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `recorded`: it is
+    a run's own, in which a setting that this version lacks is left out, with a line on standard
+    error. In a user's file it is a UserError."""
     known = dict(leaves(asdict(Config())))
     del known["config"]  # a preset names no other
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
-        own = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml")))
+        own = ", ".join(
+            sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
+        )
         raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {own}")
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
-    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
         raise UserError(
             f"--config {path}: not TOML: {error}; "
             'write it as [section] and key = value, with texts in quotes and "None" for off'
@@ -45,10 +52,14 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
         del settings[name]
-    settings = {name: value for name, value in settings.items() if name not in sections or value != {}}
+    settings = {
+        name: value for name, value in settings.items() if name not in sections or value != {}
+    }
     for name, value in settings.items():
         if name in sections:
-            raise UserError(f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below")
+            raise UserError(
+                f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below"
+            )
         if name not in known:
             raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(name, known)}")
         if isinstance(value, bool) != isinstance(known[name], bool):
@@ -59,8 +70,12 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
     name = name.replace("-", "_")
-    same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]  # in another section
-    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(name, known, n=1)
+    same = [
+        other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]
+    ]  # in another section
+    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(
+        name, known, n=1
+    )
     return f"did you mean {near[0]}?" if near else "see --help"
 
 
@@ -74,15 +89,17 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 
 def to_toml(config: Any) -> str:
-    """The configuration as a preset, without the name of its own and settings that are unset by default. TOML has no
-    null: a setting that was turned off is "None", as on the command line."""
+    """The configuration as a preset, without the name of its own and settings that are unset by
+    default. TOML has no null: a setting that was turned off is "None", as on the command line."""
     sections: dict[str, list[str]] = {}
     defaults = dict(leaves(asdict(type(config)())))
     for name, value in leaves(asdict(config)):
         value = "None" if value is None and defaults[name] is not None else value
         if name != "config" and value is not None:
             path, _, key = name.rpartition(".")
-            sections.setdefault(path, ["", f"[{path}]"] if path else []).append(f"{key} = {toml_value(value)}")
+            sections.setdefault(path, ["", f"[{path}]"] if path else []).append(
+                f"{key} = {toml_value(value)}"
+            )
     return "\n".join(line for path in sorted(sections) for line in sections[path]) + "\n"
 
 
@@ -97,5 +114,9 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def toml_value(value: Any) -> str:
     """A value in TOML, which is JSON but for inf, nan and the character DEL."""
-    text = repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
+    text = (
+        repr(value)
+        if isinstance(value, float)
+        else json.dumps(value, default=str, ensure_ascii=False)
+    )
     return text.replace("\x7f", r"\u007f")

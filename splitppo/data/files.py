@@ -1,5 +1,6 @@
-"""Rows: from .parquet, .json and .jsonl files with verl's columns or plain ones, or generated for first runs. A fault
-in a file is a UserError that names the file and the row, counted from 1 (in .jsonl: the line)."""
+"""Rows: from .parquet, .json and .jsonl files with verl's columns or plain ones, or generated for
+first runs. A fault in a file is a UserError that names the file and the row, counted from 1 (in
+.jsonl: the line)."""
 
 import itertools
 import json
@@ -19,7 +20,14 @@ from splitppo.errors import UserError
 KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
 MAKE_IT = "give a path that every rank can read; the presets' data come from splitppo prepare gsm8k"
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
-_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns; <image> in a text stands for a picture
+_MEDIA = {
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+}  # columns; <image> in a text stands for a picture
 _MAX_ROWS = 4000  # of both splits together
 _HELD_OUT = 5  # one row in so many is for validation
 Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
@@ -37,7 +45,8 @@ class Row:
 
 
 def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
-    """The rows of a file, or the error of a row that can't be used. Raises UserError if there are none."""
+    """The rows of a file, or the error of a row that can't be used. Raises UserError if there are
+    none."""
     keys = {config.prompt_key, config.answer_key} - {""}
     used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
     number = 0
@@ -53,7 +62,8 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
 
 
 def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and `kinds`."""
+    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and
+    `kinds`."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
         raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
@@ -77,7 +87,9 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
             for batch in table.iter_batches(batch_size=256):
                 yield from zip(numbers, batch.to_pylist(), strict=False)
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise UserError(f"{file} is no parquet file ({' '.join(str(error).split())}); write it again") from error
+        raise UserError(
+            f"{file} is no parquet file ({' '.join(str(error).split())}); write it again"
+        ) from error
 
 
 def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
@@ -100,10 +112,15 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
 def _parse_json(content: bytes, where: str) -> Any:
     try:
         parsed = json.loads(content)
-        if b"\\ud" in content.lower():  # may be half of a character, which no tokenizer and no file takes
+        if (
+            b"\\ud" in content.lower()
+        ):  # may be half of a character, which no tokenizer and no file takes
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
-    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, or bytes that are no text
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: JSONDecodeError, or bytes that are no text
         raise UserError(f"{where}: broken JSON ({error}); fix it") from error
 
 
@@ -113,12 +130,16 @@ def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
     for name in sorted(_MEDIA & columns.keys() - used):
         is_filled = bool(columns[name]) and columns[name] == columns[name]  # NaN is none
         if is_filled or f"<{name.removesuffix('s')}>" in text:
-            raise UserError(f"{where} has a column {name}, but models of text alone are trained; use rows without it")
+            raise UserError(
+                f"{where} has a column {name}, but models of text alone are trained; use rows without it"
+            )
 
 
 def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
     if not isinstance(columns, dict):
-        raise UserError(f"{where} is a {type(columns).__name__}; a row is an object with columns: write {{...}}")
+        raise UserError(
+            f"{where} is a {type(columns).__name__}; a row is an object with columns: write {{...}}"
+        )
     prompt = _look_up(columns, config.prompt_key, "prompt_key", where)
     _check_prompt(config, prompt, f"data.prompt_key={config.prompt_key}: {where}")
     truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
@@ -127,19 +148,29 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
             f"data.answer_key={config.answer_key}: {where} has {json.dumps(truth)} there; "
             "fill it in, or set --data.answer_key '' if the reward needs no answer"
         )
-    source, extra = columns.get("data_source"), columns.get("extra_info")
+    source = columns.get("data_source")
+    extra = columns.get("extra_info")
     if not isinstance(source, str | None):
-        raise UserError(f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row")
+        raise UserError(
+            f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row"
+        )
     if not isinstance(extra, dict | None):
-        raise UserError(f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: fix the row")
+        raise UserError(
+            f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: fix the row"
+        )
     if not isinstance(prompt, str):
-        # parquet fills the fields that a message lacks with null, and templates ask whether they are there
-        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        # parquet fills the fields that a message lacks with null, and templates ask whether they
+        # are there
+        prompt = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in prompt
+        ]
     return Row(where, prompt, file_source if source is None else source, truth, extra or {})
 
 
 def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
-    """The value of column `key`. A dot names a field of a nested column, unless a column's own name has the dot."""
+    """The value of column `key`. A dot names a field of a nested column, unless a column's own name
+    has the dot."""
     if key in columns:
         return columns[key]
     value: Any = columns
@@ -163,7 +194,9 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
         )
     for number, message in enumerate(messages, 1):
         if isinstance(message, int):
-            raise UserError(f"{where} has token ids for a prompt; set data.prompt_key to a column of text")
+            raise UserError(
+                f"{where} has token ids for a prompt; set data.prompt_key to a column of text"
+            )
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise UserError(
@@ -171,21 +204,31 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
             )
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
-    if messages[-1]["role"] == "assistant" and not json.loads(config.chat_kwargs).get("continue_final_message"):
-        raise UserError(f"{where} has a prompt that ends with the assistant's answer; take that out or drop the row")
+    if messages[-1]["role"] == "assistant" and not json.loads(config.chat_kwargs).get(
+        "continue_final_message"
+    ):
+        raise UserError(
+            f"{where} has a prompt that ends with the assistant's answer; take that out or drop the row"
+        )
 
 
 def read_lengths(config: RolloutConfig) -> list[int]:
-    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if one is no length."""
-    file, most = config.lengths, config.max_new_tokens
+    """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if
+    one is no length."""
+    file = config.lengths
+    most = config.max_new_tokens
     if file is None:
         return []
     if not Path(file).is_file():
-        raise UserError(f"rollout.lengths={file}: no such file (from {Path.cwd()}); name one that every rank can read")
+        raise UserError(
+            f"rollout.lengths={file}: no such file (from {Path.cwd()}); name one that every rank can read"
+        )
     lengths = Path(file).read_text(errors="replace").split()
     for number, length in enumerate(lengths, 1):
         if not (length.isascii() and length.isdecimal() and 1 <= int(length) <= most):
-            raise UserError(f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}")
+            raise UserError(
+                f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}"
+            )
     if not lengths:
         raise UserError(f"rollout.lengths={file} holds no number; write one a line")
     return [int(length) for length in lengths]
@@ -194,17 +237,22 @@ def read_lengths(config: RolloutConfig) -> list[int]:
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
     """The rows of `data.task`, a pure function of task, digits and seed; no row is in both splits.
 
-    `echo`: "312=" asks for "312", three digits of 0 to 3. `addition`: "What is a+b?" for numbers of `data.digits`.
+    `echo`: "312=" asks for "312", three digits of 0 to 3. `addition`: "What is a+b?" for numbers of
+    `data.digits`.
     """
-    task, digits = config.task, config.digits
+    task = config.task
+    digits = config.digits
     operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
     count = len(_ECHO_TEXTS) if task == "echo" else len(operands) ** 2
     shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
     cut = len(shuffled) // _HELD_OUT
     for index in shuffled[:cut] if held_out else shuffled[cut:]:
         if task == "echo":
-            text, answer = f"{_ECHO_TEXTS[index]}=", _ECHO_TEXTS[index]
+            text = f"{_ECHO_TEXTS[index]}="
+            answer = _ECHO_TEXTS[index]
         else:
-            a, b = operands[index // len(operands)], operands[index % len(operands)]
-            text, answer = f"What is {a}+{b}?", str(a + b)
+            a = operands[index // len(operands)]
+            b = operands[index % len(operands)]
+            text = f"What is {a}+{b}?"
+            answer = str(a + b)
         yield Row(f"{task} row {index}", text, task, answer, {"index": index})

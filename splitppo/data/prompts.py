@@ -20,11 +20,14 @@ from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
 Split = Literal["train", "validation"]
-Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]  # the errors of the prompts that can't be scored
+Check = Callable[
+    [Mapping[int, Prompt]], Mapping[int, UserError]
+]  # the errors of the prompts that can't be scored
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
-_ORDER_STREAM, _DRAW_STREAM = 1, 5
+_ORDER_STREAM = 1
+_DRAW_STREAM = 5
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class PromptSet:
 
 
 def check_files(config: DataConfig) -> None:
-    """Raises UserError if a file or its first row is wrong, or a file is both trained on and held out."""
+    """Raises UserError if a file or its first row is wrong, or a file is both trained on and held
+    out."""
     trained = {os.path.realpath(file) for file in config.files}
     for file in config.validation_files:
         if os.path.realpath(file) in trained:
@@ -44,7 +48,10 @@ def check_files(config: DataConfig) -> None:
                 f"data.validation_files={file} is one of data.files, too; "
                 "held-out rows must not be trained on: split the file in two, or name another"
             )
-    for setting, files in (("data.files", config.files), ("data.validation_files", config.validation_files)):
+    for setting, files in (
+        ("data.files", config.files),
+        ("data.validation_files", config.validation_files),
+    ):
         for file in files:
             first = next(read_file(config, file, setting))
             if isinstance(first, UserError) and config.invalid == "refuse":
@@ -55,17 +62,17 @@ def load_prompts(
     config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int | None, seed: int, split: Split,
     check: Check = lambda _: {}, now: datetime | None = None,
 ) -> PromptSet:  # fmt: skip
-    """The prompts of a split, a pure function of the arguments and the files: those of its files, else those of
-    `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
+    """The prompts of a split, a pure function of the arguments and the files: those of its files,
+    else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
 
-    Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do too, as one user
-    message; a template that shows the time shows `now`. Other strings get the tokenizer's special tokens, but not the
-    end of a sequence.
+    Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do
+    too, as one user message; a template that shows the time shows `now`. Other strings get the
+    tokenizer's special tokens, but not the end of a sequence.
 
-    A row that can't be used, or that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such
-    rows alone is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
-    (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows` takes the first
-    held-out prompts.
+    A row that can't be used, or that `check` finds wrong, is a UserError or left out
+    (`data.invalid`); a file of such rows alone is refused. A prompt above `max_prompt_tokens`
+    (None: none is) is a UserError, left out or cut (`data.overlong`). Then `data.max_rows` draws
+    training prompts at random. `data.validation_rows` takes the first held-out prompts.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
@@ -74,14 +81,19 @@ def load_prompts(
     prompts, wrong = tokenize(config, rows, tokenizer, now)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
-        wrong |= {index: UserError(f"{rows[index].where}: {error}") for index, error in check(prompts).items()}
+        wrong |= {
+            index: UserError(f"{rows[index].where}: {error}")
+            for index, error in check(prompts).items()
+        }
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
     left = {file_of[index] for index in usable}
     for index in sorted(wrong):
         if file_of[index] not in left:
             raise wrong[index]
         if config.invalid == "refuse":
-            raise UserError(f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)")
+            raise UserError(
+                f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)"
+            )
     kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
     if wrong:
         notes.insert(
@@ -89,15 +101,25 @@ def load_prompts(
             f"data.invalid=filter: {len(wrong)} of {len(read)} rows of {setting} can't be used "
             f"and are left out; the first: {wrong[min(wrong)]}",
         )
-    if split == "train" and any(prompt.messages is None for prompt in prompts.values()) and _ends_texts(tokenizer):
-        notes.append(f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts")
+    if (
+        split == "train"
+        and any(prompt.messages is None for prompt in prompts.values())
+        and _ends_texts(tokenizer)
+    ):
+        notes.append(
+            f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts"
+        )
     if split == "train" and CLOCK in str(tokenizer.chat_template):
-        notes.append("the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it")
+        notes.append(
+            "the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it"
+        )
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
-        drawn = np.random.default_rng([_DRAW_STREAM, seed % 2**64]).choice(chosen, config.max_rows, replace=False)
+        drawn = np.random.default_rng([_DRAW_STREAM, seed % 2**64]).choice(
+            chosen, config.max_rows, replace=False
+        )
         chosen = sorted(drawn.tolist())
     return PromptSet([kept[index] for index in chosen], notes)
 
@@ -105,7 +127,11 @@ def load_prompts(
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
     """The setting that a split's rows come from, for messages, and what each file holds."""
     held_out = split == "validation"
-    setting, files = ("data.validation_files", config.validation_files) if held_out else ("data.files", config.files)
+    setting, files = (
+        ("data.validation_files", config.validation_files)
+        if held_out
+        else ("data.files", config.files)
+    )
     if not files and not (held_out and config.files):
         return f"data.task={config.task}", [list(generate(config, seed, held_out=held_out))]
     return setting, [list(read_file(config, file, setting)) for file in files]
@@ -114,8 +140,8 @@ def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[R
 def tokenize(
     config: DataConfig, rows: Mapping[int, Row], tokenizer: Any, now: datetime | None = None
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
-    """The prompts by the index of their row, and the errors of rows that have none. A template that shows the time
-    shows `now`, for all rows the same."""
+    """The prompts by the index of their row, and the errors of rows that have none. A template that
+    shows the time shows `now`, for all rows the same."""
     _check_template(config, tokenizer, now or datetime.now())
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     prompts: dict[int, Prompt] = {}
@@ -124,32 +150,53 @@ def tokenize(
         messages = _conversation(config, row, tokenizer)
         try:
             text: Any = (
-                row.prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+                row.prompt
+                if messages is None
+                else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
             )
             prompts[index] = Prompt(
-                text, [], row.data_source, row.ground_truth, row.extra_info, messages, column=row.prompt
+                text,
+                [],
+                row.data_source,
+                row.ground_truth,
+                row.extra_info,
+                messages,
+                column=row.prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:  # the latter two: wrong data.chat_kwargs
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+        ) as error:  # the latter two: wrong data.chat_kwargs
             wrong[index] = UserError(
                 f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())}); "
                 "fix the row, or data.chat_kwargs or data.system if set"
             )
-    # one call for plain texts, which get special tokens, and one for rendered texts, which already hold them
+    # one call for plain texts, which get special tokens, and one for rendered texts, which already
+    # hold them
     for plain in {prompt.messages is None for prompt in prompts.values()}:
-        chosen = {index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain}
+        chosen = {
+            index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
+        }
         texts = [prompt.text for prompt in chosen.values()]
         ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
-        end = -1 if plain and _ends_texts(tokenizer) else None  # a policy has nothing to say behind the end
+        end = (
+            -1 if plain and _ends_texts(tokenizer) else None
+        )  # a policy has nothing to say behind the end
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     none = "has a prompt of no tokens; drop the row or fix the tokenizer"
-    wrong |= {index: UserError(f"{rows[index].where} {none}") for index, prompt in prompts.items() if not prompt.tokens}
+    wrong |= {
+        index: UserError(f"{rows[index].where} {none}")
+        for index, prompt in prompts.items()
+        if not prompt.tokens
+    }
     return {index: prompt for index, prompt in prompts.items() if index not in wrong}, wrong
 
 
 def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
-    """Refuses settings for the chat template if strings do not go through one, or it never reads them. Its clock stands
-    still at `now`."""
+    """Refuses settings for the chat template if strings do not go through one, or it never reads
+    them. Its clock stands still at `now`."""
     arguments = json.loads(config.chat_kwargs)
     given = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
     for setting in (name for name, is_set in given.items() if is_set):
@@ -159,26 +206,42 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
                 f"has none; use an instruct model or drop {setting}"
             )
         if not config.chat:
-            raise UserError(f"{setting} is for the chat template, but data.chat is off; drop one of the two")
+            raise UserError(
+                f"{setting} is for the chat template, but data.chat is off; drop one of the two"
+            )
     if not (arguments or CLOCK in str(tokenizer.chat_template)):
         return
     try:
-        template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        template = tokenizer.get_chat_template(
+            arguments.get("chat_template"), arguments.get("tools")
+        )
         environment = _compile_jinja_template(template).environment
         reads = meta.find_undeclared_variables(environment.parse(template))
     except (TemplateError, ValueError, TypeError) as error:
-        raise UserError(f"the chat template can't be read ({error}); correct it, or data.chat_kwargs") from error
+        raise UserError(
+            f"the chat template can't be read ({error}); correct it, or data.chat_kwargs"
+        ) from error
     environment.globals[CLOCK] = now.strftime
     # transformers passes these two on; its other arguments mean something to itself
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {
+        "tools",
+        "documents",
+    }
     for name in arguments.keys() - reads - own:
-        near = [f"did you mean {known}?" for known in difflib.get_close_matches(name, reads, n=1, cutoff=0)]
-        raise UserError(f"data.chat_kwargs has {name}, which the chat template never reads; {(*near, 'drop it')[0]}")
+        near = [
+            f"did you mean {known}?"
+            for known in difflib.get_close_matches(name, reads, n=1, cutoff=0)
+        ]
+        raise UserError(
+            f"data.chat_kwargs has {name}, which the chat template never reads; {(*near, 'drop it')[0]}"
+        )
 
 
 def _ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
-    ids, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    ids, bare = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
     return ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
 
 
@@ -194,20 +257,30 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
             f"{row.where} has a prompt of chat messages, but the tokenizer ({tokenizer.name_or_path}) "
             "has no chat template; use an instruct model or string prompts"
         )
-    if config.system is None or any(message["role"] in ("system", "developer") for message in messages):
+    if config.system is None or any(
+        message["role"] in ("system", "developer") for message in messages
+    ):
         return messages
     return [{"role": "system", "content": config.system}, *messages]
 
 
 def _fit(
-    config: DataConfig, rows: Mapping[int, Row], prompts: dict[int, Prompt], tokenizer: Any, longest: int, setting: str
+    config: DataConfig,
+    rows: Mapping[int, Row],
+    prompts: dict[int, Prompt],
+    tokenizer: Any,
+    longest: int,
+    setting: str,
 ) -> tuple[dict[int, Prompt], list[str]]:
-    """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about the others."""
+    """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about
+    the others."""
     lengths = {index: len(prompt.tokens) for index, prompt in prompts.items()}
     over = [index for index, length in lengths.items() if length > longest]
     if not over:
         return prompts, []
-    count, limit, first = len(prompts), f"rollout.max_prompt_tokens={longest}", rows[over[0]].where
+    count = len(prompts)
+    limit = f"rollout.max_prompt_tokens={longest}"
+    first = rows[over[0]].where
     if config.overlong == "refuse":
         raise UserError(
             f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens "
@@ -223,7 +296,8 @@ def _fit(
         change = "lose their first tokens"
         tails = {index: prompts[index].tokens[-longest:] for index in over}
         kept = prompts | {
-            index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids) for index, ids in tails.items()
+            index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids)
+            for index, ids in tails.items()
         }
     else:
         change = "are left out"
@@ -235,7 +309,8 @@ def _fit(
 
 
 def prompt_index(n_prompts: int, place: int, seed: int) -> int:
-    """The index of the prompt at a place of the data order, from 0: every epoch is a new seeded permutation of all."""
+    """The index of the prompt at a place of the data order, from 0: every epoch is a new seeded
+    permutation of all."""
     epoch, place = divmod(place, n_prompts)
     return int(_permutation(n_prompts, epoch, seed)[place])
 

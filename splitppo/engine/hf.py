@@ -1,6 +1,8 @@
-"""The embedded engine: an unsharded replica of the policy in the trainer's own process, and what draws its tokens.
+"""The embedded engine: an unsharded replica of the policy in the trainer's own process, and what
+draws its tokens.
 
-A row's noise depends on the row alone, so neither on the rows beside it nor on where windows cut it.
+A row's noise depends on the row alone, so neither on the rows beside it nor on where windows cut
+it.
 """
 
 import copy
@@ -23,12 +25,14 @@ from splitppo.engine.decoder import Decoder
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import eos_ids, vocabulary_size
 
-DRAW_ROWS = 128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
+DRAW_ROWS = (
+    128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
+)
 
 
 def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:
-    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of seed, rows `[R]` (numbers in the data
-    order) and positions of the token in each row's response."""
+    """`[R]` float64 numbers in [0, 1) with 53 random bits, a pure function of seed, rows `[R]`
+    (numbers in the data order) and positions of the token in each row's response."""
     word = np.zeros(1, dtype=np.uint64)
     for part in (seed, rows, positions):
         part = np.atleast_1d(np.asarray(part)).astype(np.int64).view(np.uint64)
@@ -40,17 +44,20 @@ def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.nda
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: RolloutConfig) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes the likeliest.
+    """Draws a token for each row by inverting the cumulative distribution; at temperature 0, takes
+    the likeliest.
 
-    Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and their `[R]` float32
-    log-probs under softmax(logits / temperature), truncated by top-k and top-p.
+    Takes `[R, V]` float32 logits and `[R]` float64 noise in [0, 1). Returns `[R]` int64 tokens and
+    their `[R]` float32 log-probs under softmax(logits / temperature), truncated by top-k and top-p.
     """
     if not sampling.temperature:
-        tokens, logprobs = logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
+        tokens = logits.argmax(dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1)
     else:
         logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
         probs = logprobs.exp()
-        # A parallel sum may be non-monotone in the last bit. Without the fill, a token of probability 0 could win.
+        # A parallel sum may be non-monotone in the last bit. Without the fill, a token of
+        # probability 0 could win.
         cdf = probs.cumsum(dim=-1, dtype=torch.float64).masked_fill_(probs == 0, 0.0)
         passed = cdf > noise[:, None] * cdf.amax(dim=-1, keepdim=True)
         tokens = passed.to(torch.uint8).argmax(dim=-1)  # the first of the ones
@@ -65,19 +72,24 @@ def _truncate(logits: Tensor, sampling: RolloutConfig) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # of the likelier tokens: the token that passes top_p is kept
+        before = (
+            probs.cumsum(dim=-1) - probs
+        )  # of the likelier tokens: the token that passes top_p is kept
         ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return logits
 
 
 class HFEngine(RolloutEngine):
-    """An unsharded replica of the policy on this rank. Its memory belongs to the trainer's own allocator.
+    """An unsharded replica of the policy on this rank. Its memory belongs to the trainer's own
+    allocator.
 
     Args:
-        config: the policy's. Its attention implementation is ignored: the cache needs one of the library's.
+        config: the policy's. Its attention implementation is ignored: the cache needs one of the
+            library's.
         max_rows: rows decoded at once. Others wait until one has ended.
-        folder: the model's, for the end ids in generation_config.json. Its other settings are ignored.
+        folder: the model's, for the end ids in generation_config.json. Its other settings are
+            ignored.
     """
 
     def __init__(
@@ -95,11 +107,15 @@ class HFEngine(RolloutEngine):
         self.decoder = Decoder(self.model, device=device, pad=pad, eos=eos, max_rows=max_rows)
         self.device = device
         self.vocabulary = vocabulary_size(tokenizer)
-        self.stop_criteria = functools.cache(lambda strings: StopStringCriteria(tokenizer, list(strings)))
+        self.stop_criteria = functools.cache(
+            lambda strings: StopStringCriteria(tokenizer, list(strings))
+        )
 
     def connect(self) -> str:
         kept = (
-            "rows enter and leave one by one" if self.decoder.movable else "all rows are computed again as some enter"
+            "rows enter and leave one by one"
+            if self.decoder.movable
+            else "all rows are computed again as some enter"
         )
         return f"transformers, in this process; {kept}"
 
@@ -134,10 +150,19 @@ class HFEngine(RolloutEngine):
         self.decoder.abort()
 
     def _draw(
-        self, sampling: RolloutConfig, seed: int, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+        self,
+        sampling: RolloutConfig,
+        seed: int,
+        logits: Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         noise = torch.from_numpy(uniforms(seed, rows, positions))
-        noise = noise.to(logits.device, non_blocking=True)  # else the copy waits for the forward pass
-        parts = zip(logits[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True)
+        noise = noise.to(
+            logits.device, non_blocking=True
+        )  # else the copy waits for the forward pass
+        parts = zip(
+            logits[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True
+        )
         tokens, logprobs = zip(*(draw(some, own, sampling) for some, own in parts), strict=True)
         return torch.cat(tokens), torch.cat(logprobs)

@@ -1,4 +1,5 @@
-"""For processes that a rank starts: their environment, and that they end with the rank. Imports no torch."""
+"""For processes that a rank starts: their environment, and that they end with the rank. Imports no
+torch."""
 
 import ctypes
 import os
@@ -18,7 +19,8 @@ TORCHRUN = {
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without torchrun's variables: a child process is no rank of the job."""
+    """This process's environment without torchrun's variables: a child process is no rank of the
+    job."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -32,8 +34,8 @@ def kill_with_parent() -> None:
 
 
 def end_with_parent(parent: int, what: str) -> None:
-    """As `kill_with_parent`, for a process, named `what`, that the rank `parent` (a process id) starts. It ignores what
-    schedulers send to all processes of a job: the rank handles that."""
+    """As `kill_with_parent`, for a process, named `what`, that the rank `parent` (a process id)
+    starts. It ignores what schedulers send to all processes of a job: the rank handles that."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     kill_with_parent()

@@ -1,4 +1,5 @@
-"""The process groups, and what the ranks of a group exchange: sums, maxima, small objects, all through host memory."""
+"""The process groups, and what the ranks of a group exchange: sums, maxima, small objects, all
+through host memory."""
 
 import resource
 from collections.abc import Callable, Sequence
@@ -15,20 +16,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo.algo import Moments, merge_moments
 from splitppo.job.launch import Launch
 
-SHARDED = ("replica", "shard")  # axes over which weights are sharded; the second alone if there is one replica
+SHARDED = (
+    "replica",
+    "shard",
+)  # axes over which weights are sharded; the second alone if there is one replica
 
 
 class Group:
     """The ranks that play one role, as one of them sees it. All of them must call each method.
 
-    The mesh's axes have names. Rows belong to the ranks along `rows` (data parallelism). Ranks along all other axes
-    are a set: they share rows, whatever for (tensor parallelism). So sums and gathers run along `rows` alone.
+    The mesh's axes have names. Rows belong to the ranks along `rows` (data parallelism). Ranks
+    along all other axes are a set: they share rows, whatever for (tensor parallelism). So sums and
+    gathers run along `rows` alone.
 
     Attributes:
         sizes: axis -> its length. set_axes: all but `rows`.
         dp_rank, dp_size: place along `rows`, and its length.
         set_rank, set_size: place in the set, the last axis running fastest, and its size.
-        speaks: whether this rank is the first of its set, which sends and receives rows for all of it.
+        speaks: whether this rank is the first of its set, which sends and receives rows for all of
+            it.
         is_first: whether this rank is the group's first, which writes and prints for all of it.
     """
 
@@ -55,7 +61,8 @@ class Group:
         return self._all_reduce(own, dist.ReduceOp.MAX, *self.sizes).tolist()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The small object of each data-parallel rank, in their order. For start-up and figures, never for batches."""
+        """The small object of each data-parallel rank, in their order. For start-up and figures,
+        never for batches."""
         gathered: list[Any] = [None] * self.dp_size
         dist.all_gather_object(gathered, value, group=self.mesh.get_group("rows"))
         return gathered
@@ -70,7 +77,9 @@ class Group:
         line = self.mesh.get_group("rows")
         dist.all_to_all_single(due, sizes, group=line)
         found = parts[0].new_empty(int(due.sum()))
-        dist.all_to_all_single(found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line)
+        dist.all_to_all_single(
+            found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line
+        )
         return list(found.split(due.tolist()))
 
     def all_moments(self, own: Sequence[Moments]) -> list[Moments]:
@@ -87,7 +96,9 @@ class Group:
         """To all ranks of a set what its first one has: a 1-D CPU tensor. The others give None."""
         if self.set_size == 1:
             return cast(Tensor, tensor)
-        size = self._all_reduce(torch.tensor([0 if tensor is None else len(tensor)]), dist.ReduceOp.MAX, *self.set_axes)
+        size = self._all_reduce(
+            torch.tensor([0 if tensor is None else len(tensor)]), dist.ReduceOp.MAX, *self.set_axes
+        )
         held = torch.zeros(int(size), dtype=dtype) if tensor is None else tensor.clone()
         return self._all_reduce(held, dist.ReduceOp.SUM, *self.set_axes)
 
@@ -115,53 +126,72 @@ class TensorSet:
     """Ranks that run each layer of a model together, as one of them sees them.
 
     Attributes:
-        mesh: the axis `tensor` is the set, the others are those of `line`. A part of a weight belongs to each place.
+        mesh: the axis `tensor` is the set, the others are those of `line`. A part of a weight
+            belongs to each place.
         line: the mesh over which this rank's part of a layer is sharded; as in `Runtime.shards`.
-        peers: the sets of the role's group that this set joins, as a group whose ranks have different rows; or None.
+        peers: the sets of the role's group that this set joins, as a group whose ranks have
+            different rows; or None.
         group, size: the set's process group, and its ranks.
     """
 
     def __init__(self, mesh: DeviceMesh, line: DeviceMesh, peers: Group | None):
-        self.mesh, self.line, self.peers = mesh, line, peers
-        self.group, self.size = mesh.get_group("tensor"), mesh["tensor"].size()
+        self.mesh = mesh
+        self.line = line
+        self.peers = peers
+        self.group = mesh.get_group("tensor")
+        self.size = mesh["tensor"].size()
 
 
 class GroupMaker:
-    """Makes this rank's process groups (NCCL for GPUs, Gloo for host memory) and meshes. All ranks of the job make the
-    same ones in the same order."""
+    """Makes this rank's process groups (NCCL for GPUs, Gloo for host memory) and meshes. All ranks
+    of the job make the same ones in the same order."""
 
     def __init__(self, launch: Launch, device: str, store: dist.Store, timeout: float):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(OSError, ValueError):  # Gloo opens a file handle for each rank of each group
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-        backend, limit = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit)
-        self.rank, self.device = launch.rank, device
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world, timeout=limit
+        )
+        self.rank = launch.rank
+        self.device = device
         self.new_group = partial(dist.new_group, backend=backend, timeout=limit)
         self.made: dict[str, Any] = {}
 
     def line(self, lines: Tensor) -> Any:
-        """Makes a process group of each row of `[groups, ranks]`; returns the one that holds this rank, or None."""
+        """Makes a process group of each row of `[groups, ranks]`; returns the one that holds this
+        rank, or None."""
         if (key := str(lines.tolist())) not in self.made:
             groups = [self.new_group(ranks) for ranks in lines.tolist()]
-            self.made[key] = next((g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None)
+            self.made[key] = next(
+                (g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None
+            )
         return self.made[key]
 
     def mesh(self, blocks: Tensor, *names: str) -> DeviceMesh | None:
         """The mesh of the block, of these `[blocks, ...]` of ranks, that holds this rank."""
-        groups = [self.line(blocks.movedim(axis + 1, -1).flatten(0, -2)) for axis in range(len(names))]
+        groups = [
+            self.line(blocks.movedim(axis + 1, -1).flatten(0, -2)) for axis in range(len(names))
+        ]
         own: Any = [block for block in blocks if self.rank in block]
-        return DeviceMesh.from_group(groups, self.device, mesh=own[0], mesh_dim_names=names) if own else None
+        return (
+            DeviceMesh.from_group(groups, self.device, mesh=own[0], mesh_dim_names=names)
+            if own
+            else None
+        )
 
     def group(self, lines: Tensor, **axes: int) -> Group | None:
-        """The group, of these `[groups, ranks]`, that holds this rank. `axes`: those of its sets, and their lengths."""
+        """The group, of these `[groups, ranks]`, that holds this rank. `axes`: those of its sets,
+        and their lengths."""
         wide = {axis: size for axis, size in axes.items() if size > 1}
         mesh = self.mesh(lines.unflatten(1, (-1, *wide.values())), "rows", *wide)
         return Group(mesh) if mesh else None
 
     def tensor_set(self, held: Tensor, size: int, least: int) -> TensorSet | None:
-        """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or `[replicas, ranks]`; the
-        sets of its group have `least`."""
+        """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or
+        `[replicas, ranks]`; the sets of its group have `least`."""
         names = SHARDED[-held.ndim :]
         mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "tensor", *names)
         peers = self.group(held.reshape(-1, size), tensor=least) if size > least else None

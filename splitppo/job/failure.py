@@ -1,4 +1,5 @@
-"""How a rank reports its failure: one rank explains the cause, last on the screen, and the others add one line each."""
+"""How a rank reports its failure: one rank explains the cause, last on the screen, and the others
+add one line each."""
 
 import os
 import re
@@ -13,15 +14,18 @@ from splitppo.job.launch import ERROR_FILE, Launch, ends_quietly, record_error
 from splitppo.job.runtime import Runtime
 
 DIED = "died without an error message: killed, perhaps because memory ran out"
-DYING = 1.0  # a killed process closes its connections at most so many seconds before it counts as dead
+DYING = (
+    1.0  # a killed process closes its connections at most so many seconds before it counts as dead
+)
 
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
-    """Prints an error, with a traceback if this rank failed first and no user can fix it. Returns the exit status.
-    `runtime` is None if the rank had not joined the others."""
+    """Prints an error, with a traceback if this rank failed first and no user can fix it. Returns
+    the exit status. `runtime` is None if the rank had not joined the others."""
     if runtime is None and launch.local_rank:
-        # Most of these errors are the same on all ranks. torchrun ends the job as soon as one rank has printed it and
-        # ended. So this rank waits: if it still lives then, the ranks before it had no such error.
+        # Most of these errors are the same on all ranks. torchrun ends the job as soon as one rank
+        # has printed it and ended. So this rank waits: if it still lives then, the ranks before it
+        # had no such error.
         time.sleep(2 + launch.local_rank)
     if isinstance(error, UserError):
         text = one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
@@ -38,7 +42,9 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
             if not ends_quietly():
                 say(f"rank {launch.rank} stops: another rank failed ({why})", error=True)
             if ERROR_FILE in os.environ:
-                time.sleep(2)  # torchrun reports the rank that ends first: let the failed rank be that rank
+                time.sleep(
+                    2
+                )  # torchrun reports the rank that ends first: let the failed rank be that rank
             return 1
         error.add_note(f"on {runtime.status.describe(launch.rank)}")
         for cause in causes:
@@ -57,6 +63,8 @@ def causes_of(error: BaseException, runtime: Runtime) -> list[str]:
     with suppress(RuntimeError, dist.DistError):  # the store may be lost
         causes.append(runtime.status.suspended_ranks())
         # Gloo and NCCL name no rank, and the rank that the wire names may itself wait for another
-        if isinstance(error, WireError | dist.DistError) or re.search("imed out|closed by peer", str(error)):
+        if isinstance(error, WireError | dist.DistError) or re.search(
+            "imed out|closed by peer", str(error)
+        ):
             causes.append(f"a rank did not come to a collective: {runtime.status.phases()}")
     return [cause for cause in causes if cause]

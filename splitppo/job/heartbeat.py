@@ -1,4 +1,5 @@
-"""Heartbeats between hosts. A network failure closes no TCP connection: a rank would wait forever for a lost host."""
+"""Heartbeats between hosts. A network failure closes no TCP connection: a rank would wait forever
+for a lost host."""
 
 import os
 import sys
@@ -12,18 +13,23 @@ import torch.distributed as dist
 from splitppo.job.launch import end_rank
 from splitppo.job.nodes import Peer
 
-LONGEST = 120.0  # seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
+# seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
+LONGEST = 120.0
 
 
 class Heartbeat:
-    """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter in the store.
+    """Sends and watches heartbeats in two threads. A heartbeat adds 1 to the sending host's counter
+    in the store.
 
-    It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits on the connection
-    `store`, which holds `heartbeat/RANK` = 0. `limit`: seconds of silence after which this rank ends.
+    It runs between hosts alone: on one host, the kernel knows which ranks have died. Nobody waits
+    on the connection `store`, which holds `heartbeat/RANK` = 0. `limit`: seconds of silence after
+    which this rank ends.
     """
 
     def __init__(self, store: dist.Store, peers: Sequence[Peer], rank: int, limit: float):
-        self.store, self.peers, self.rank = store, peers, rank
+        self.store = store
+        self.peers = peers
+        self.rank = rank
         self.limit = min(limit, LONGEST)
         self.period = min(5.0, self.limit / 8)
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -32,7 +38,9 @@ class Heartbeat:
             self.hosts.setdefault(peer.machine, []).append(other)
         self.store_answered = time.monotonic()
         # machine -> its counter, and when the counter changed
-        self.seen: dict[str, tuple[int, float]] = dict.fromkeys(self.hosts, (0, self.store_answered))
+        self.seen: dict[str, tuple[int, float]] = dict.fromkeys(
+            self.hosts, (0, self.store_answered)
+        )
         self.closed = threading.Event()  # set it when other hosts may leave
 
     def start(self) -> None:
@@ -41,18 +49,23 @@ class Heartbeat:
                 threading.Thread(target=work, daemon=True).start()
 
     def lost_host(self, seconds: float = 0.0) -> str | None:
-        """Describes a host that has missed three heartbeats or more and was silent for `seconds`; None without one."""
-        now, least = time.monotonic(), max(seconds, 3 * self.period)
+        """Describes a host that has missed three heartbeats or more and was silent for `seconds`;
+        None without one."""
+        now = time.monotonic()
+        least = max(seconds, 3 * self.period)
         here = f"{self.peers[self.rank].host} (rank {self.rank})"
         cause = "that host or the network to it has failed"
         if self.closed.is_set() or len(self.hosts) == 1:
             return None
         if (silence := now - self.store_answered) > least:
             where = os.environ.get("MASTER_ADDR", "the first host")
-            return f"the job's store on {where} has not answered {here} for {silence:.0f} s: {cause}"
+            return (
+                f"the job's store on {where} has not answered {here} for {silence:.0f} s: {cause}"
+            )
         for machine, (_, when) in self.seen.items():
             if machine != self.peers[self.rank].machine and now - when > least:
-                host, ranks = self.peers[self.hosts[machine][0]].host, ", ".join(map(str, self.hosts[machine]))
+                host = self.peers[self.hosts[machine][0]].host
+                ranks = ", ".join(map(str, self.hosts[machine]))
                 return f"no heartbeat of {host} (ranks {ranks}) has reached {here} for {now - when:.0f} s: {cause}"
         return None
 
@@ -76,7 +89,9 @@ class Heartbeat:
             now = time.monotonic()
             if (pause := now - last) > 2 * self.period:  # this rank itself was suspended
                 self.store_answered = min(now, self.store_answered + pause)
-                self.seen = {key: (count, min(now, when + pause)) for key, (count, when) in self.seen.items()}
+                self.seen = {
+                    key: (count, min(now, when + pause)) for key, (count, when) in self.seen.items()
+                }
             last = now
             if message := self.lost_host(self.limit):
                 with suppress(OSError):  # the screen may be on the lost host

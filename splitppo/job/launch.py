@@ -1,4 +1,5 @@
-"""Between torchrun and a rank: what torchrun sets in the environment, and how a rank reports its error back."""
+"""Between torchrun and a rank: what torchrun sets in the environment, and how a rank reports its
+error back."""
 
 import json
 import os
@@ -12,13 +13,16 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from splitppo.errors import UserError
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: the file where torchrun looks for a rank's error
-LAUNCHER = "SPLITPPO_LAUNCHER"  # environment variable: the file where run/launcher.py looks for the run's folder
+# environment variable: the file where torchrun looks for a rank's error
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# environment variable: the file where run/launcher.py looks for the run's folder
+LAUNCHER = "SPLITPPO_LAUNCHER"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The numbers that torchrun gives a process. The defaults are those of a process without torchrun."""
+    """The numbers that torchrun gives a process. The defaults are those of a process without
+    torchrun."""
 
     rank: int = 0
     world: int = 1
@@ -28,10 +32,18 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> "Launch":
-        """Raises UserError if RANK is set, but the other variables are not as torchrun sets them."""
+        """Raises UserError if RANK is set, but the other variables are not as torchrun sets
+        them."""
         if "RANK" not in os.environ:
             return cls()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_WORLD_SIZE",
+            "MASTER_PORT",
+        )
         env = {
             "LOCAL_RANK": os.environ["RANK"],
             "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", ""),
@@ -39,9 +51,15 @@ class Launch:
             **os.environ,
         }
         given = [env.get(name, "") for name in names]
-        if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or "MASTER_ADDR" not in env:
+        if (
+            not all(map(str.isdecimal, given))
+            or int(given[0]) >= int(given[1])
+            or "MASTER_ADDR" not in env
+        ):
             found = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
-            raise UserError(f"{found}: torchrun sets all of them; start with it, or unset RANK for one process alone")
+            raise UserError(
+                f"{found}: torchrun sets all of them; start with it, or unset RANK for one process alone"
+            )
         return cls(*map(int, given[:5]))
 
     def check_nodes(self) -> None:
@@ -54,14 +72,16 @@ class Launch:
 
 
 def ends_quietly() -> bool:
-    """Whether run/launcher.py started this rank and will say how the job ended, for it starts the ranks no more."""
+    """Whether run/launcher.py started this rank and will say how the job ended, for it starts the
+    ranks no more."""
     return LAUNCHER in os.environ and (
         os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     )
 
 
 def record_error(error: BaseException) -> None:
-    """Writes the error to the file that torchrun prints last, if there is one: a user's error without a traceback."""
+    """Writes the error to the file that torchrun prints last, if there is one: a user's error
+    without a traceback."""
     if ERROR_FILE in os.environ and isinstance(error, UserError):
         # what torchrun's own handler writes, but for the "py_callstack"
         found = {"message": {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}}
@@ -71,8 +91,9 @@ def record_error(error: BaseException) -> None:
 
 
 def end_rank(error: Exception, *, torchrun: int | None = None) -> None:
-    """Ends this rank from any thread, while the main thread may wait in C++. Kills the process `torchrun`: without its
-    store it ignores every other signal until the kernel gives up the connection, after 15 minutes."""
+    """Ends this rank from any thread, while the main thread may wait in C++. Kills the process
+    `torchrun`: without its store it ignores every other signal until the kernel gives up the
+    connection, after 15 minutes."""
     try:
         record_error(error)
         if torchrun is not None and os.getppid() == torchrun:

@@ -1,4 +1,5 @@
-"""A job's nodes before there is a process group: the ranks find each other, compare, and choose a network interface."""
+"""A job's nodes before there is a process group: the ranks find each other, compare, and choose a
+network interface."""
 
 import fcntl
 import hashlib
@@ -23,7 +24,12 @@ from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 
-MAY_DIFFER = ("config", "run_dir", "resume", "force")  # settings of which rank 0's value counts, or none
+MAY_DIFFER = (
+    "config",
+    "run_dir",
+    "resume",
+    "force",
+)  # settings of which rank 0's value counts, or none
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,15 @@ class Peer:
     @classmethod
     def of_this_process(cls, device: torch.device) -> "Peer":
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network, pids = (f"{kernel} {Path(f'/proc/self/ns/{kind}').readlink()}" for kind in ("net", "pid"))
+        network, pids = (
+            f"{kernel} {Path(f'/proc/self/ns/{kind}').readlink()}" for kind in ("net", "pid")
+        )
         master = ""
         with suppress(OSError):
             master = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
-        return cls(socket.gethostname(), str(device), os.getpid(), network, f"{network} {pids}", master)
+        return cls(
+            socket.gethostname(), str(device), os.getpid(), network, f"{network} {pids}", master
+        )
 
 
 def connect(timeout: timedelta) -> dist.Store:
@@ -54,15 +64,19 @@ def connect(timeout: timedelta) -> dist.Store:
     return dist.HashStore()
 
 
-def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tuple[int, list[Peer]]:
-    """Waits for all ranks to start. Returns how often they have been restarted, and all peers. Raises RuntimeError,
-    which names the ranks that did not start in time.
+def join(
+    store: dist.Store, launch: Launch, own: Peer, timeout: timedelta
+) -> tuple[int, list[Peer]]:
+    """Waits for all ranks to start. Returns how often they have been restarted, and all peers.
+    Raises RuntimeError, which names the ranks that did not start in time.
 
-    torchrun's store outlives a restart, and TORCHELASTIC_RESTART_COUNT differs between nodes. So rank 0 counts the
-    starts and answers every ticket that another rank draws with its count. Tickets of an earlier start do no harm: all
-    of its ranks have ended before the first rank of this start begins.
+    torchrun's store outlives a restart, and TORCHELASTIC_RESTART_COUNT differs between nodes. So
+    rank 0 counts the starts and answers every ticket that another rank draws with its count.
+    Tickets of an earlier start do no harm: all of its ranks have ended before the first rank of
+    this start begins.
     """
-    text, seconds = json.dumps(asdict(own)), timeout.total_seconds()
+    text = json.dumps(asdict(own))
+    seconds = timeout.total_seconds()
     waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
     if launch.rank:
         ticket = f"splitppo/ticket/{store.add('splitppo/tickets', 1)}"
@@ -72,14 +86,22 @@ def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tu
             store.set(f"splitppo/start_{count}/{launch.rank}", text)
             store.wait([f"splitppo/start_{count}"], timeout)
         except dist.DistStoreError as error:
-            raise RuntimeError(f"{waited} rank 0 to find all ranks; see the output of rank 0") from error
+            raise RuntimeError(
+                f"{waited} rank 0 to find all ranks; see the output of rank 0"
+            ) from error
     else:
-        count, answered, end = store.add("splitppo/starts", 1) - 1, 0, time.monotonic() + seconds
+        count = store.add("splitppo/starts", 1) - 1
+        answered = 0
+        end = time.monotonic() + seconds
         keys = [f"splitppo/start_{count}/{rank}" for rank in range(launch.world)]
         store.set(keys[0], text)
         while not store.check(keys):
             if time.monotonic() > end:
-                found = {i: json.loads(store.get(key))["host"] for i, key in enumerate(keys) if store.check([key])}
+                found = {
+                    i: json.loads(store.get(key))["host"]
+                    for i, key in enumerate(keys)
+                    if store.check([key])
+                }
                 raise RuntimeError(
                     f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start; "
                     f"those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
@@ -88,7 +110,9 @@ def join(store: dist.Store, launch: Launch, own: Peer, timeout: timedelta) -> tu
                 answered += 1
                 store.set(f"splitppo/ticket/{answered}", str(count))
             time.sleep(0.02)
-        store.set(f"splitppo/start_{count}", json.dumps([json.loads(store.get(key)) for key in keys]))
+        store.set(
+            f"splitppo/start_{count}", json.dumps([json.loads(store.get(key)) for key in keys])
+        )
     return count, [Peer(**peer) for peer in json.loads(store.get(f"splitppo/start_{count}"))]
 
 
@@ -105,7 +129,9 @@ def facts_of(config: Config) -> dict[str, str]:
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
         found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
-    return found | {f"--{name}": str(value) for name, value in leaves(asdict(config)) if name not in MAY_DIFFER}
+    return found | {
+        f"--{name}": str(value) for name, value in leaves(asdict(config)) if name not in MAY_DIFFER
+    }
 
 
 def installed(package: str) -> str:
@@ -116,12 +142,20 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-def check_alike(first: Mapping[str, str], own: Mapping[str, str], peers: Sequence[Peer], rank: int) -> None:
-    """Raises UserError, which names the hosts, if the facts of rank 0 (`first`) and of this rank (`own`) differ."""
+def check_alike(
+    first: Mapping[str, str], own: Mapping[str, str], peers: Sequence[Peer], rank: int
+) -> None:
+    """Raises UserError, which names the hosts, if the facts of rank 0 (`first`) and of this rank
+    (`own`) differ."""
     for name in sorted(first.keys() | own.keys()):
-        there, here = first.get(name, "none"), own.get(name, "none")
+        there = first.get(name, "none")
+        here = own.get(name, "none")
         if there != here:
-            remedy = "give all nodes the same flags" if name.startswith("--") else "install the same on all nodes"
+            remedy = (
+                "give all nodes the same flags"
+                if name.startswith("--")
+                else "install the same on all nodes"
+            )
             raise UserError(
                 f"nodes differ in {name}: {there} on {peers[0].host} (rank 0), "
                 f"{here} on {peers[rank].host} (rank {rank}); {remedy}"
@@ -129,7 +163,8 @@ def check_alike(first: Mapping[str, str], own: Mapping[str, str], peers: Sequenc
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """A process of this machine (proc(5)): its state's letter and its start, in ticks; "" and "" if it has ended."""
+    """A process of this machine (proc(5)): its state's letter and its start, in ticks; "" and "" if
+    it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
@@ -137,9 +172,11 @@ def process_state(pid: int) -> tuple[str, str]:
 
 
 def choose_interface(peers: Sequence[Peer], rank: int) -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes. Gloo's own choice, the interface of the
-    host's name, is often the loopback. Raises UserError if the variable is set to one that leads to no other node."""
-    own, others = peers[rank], sorted({peer.host for peer in peers if peer.network != peers[rank].network})
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes. Gloo's own choice,
+    the interface of the host's name, is often the loopback. Raises UserError if the variable is set
+    to one that leads to no other node."""
+    own = peers[rank]
+    others = sorted({peer.host for peer in peers if peer.network != peers[rank].network})
     if not others:
         return
     addresses = interfaces()
@@ -160,17 +197,24 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in found:
             with suppress(OSError):  # no address
-                answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                answer = fcntl.ioctl(
+                    asking.fileno(), 0x8915, struct.pack("256s", name.encode())
+                )  # SIOCGIFADDR
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
-def _interface_to_others(peers: Sequence[Peer], rank: int, addresses: Mapping[str, str]) -> str | None:
-    """The interface over which packets leave for the master's address, as this node or another resolves it."""
+def _interface_to_others(
+    peers: Sequence[Peer], rank: int, addresses: Mapping[str, str]
+) -> str | None:
+    """The interface over which packets leave for the master's address, as this node or another
+    resolves it."""
     for master in [peers[rank].master, *sorted({peer.master for peer in peers})]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect((master, 9))  # sends nothing
             own = probe.getsockname()[0]
-            if found := [name for name in addresses if addresses[name] == own and not own.startswith("127.")]:
+            if found := [
+                name for name in addresses if addresses[name] == own and not own.startswith("127.")
+            ]:
                 return found[0]
     return None

@@ -1,4 +1,5 @@
-"""One rank's connection to the others: the store, the process groups, and small values that all ranks agree on."""
+"""One rank's connection to the others: the store, the process groups, and small values that all
+ranks agree on."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +21,26 @@ from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, joi
 from splitppo.job.status import Status
 from splitppo.placement import Placement, Role, replicas
 
-STARTUP_LIMIT = 300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
+STARTUP_LIMIT = (
+    300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
+)
 
 
 class Runtime:
-    """Connects this rank to the others. `broadcast`, `all_gather` and `barrier` are for the main thread alone.
+    """Connects this rank to the others. `broadcast`, `all_gather` and `barrier` are for the main
+    thread alone.
 
     Attributes:
-        job: key-value store of the job. store, wire_store: its part for this start, for the main thread and the wire.
+        job: key-value store of the job. store, wire_store: its part for this start, for the main
+            thread and the wire.
         hosts, devices: of each rank.
         groups: role -> its group, for the roles that this rank plays.
-        shards: role -> the mesh over which its weights are sharded: the group's, or one of replica x shard.
-        sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes above 1.
-        saving: role -> process group of the same ranks over Gloo, for reading and writing checkpoints.
+        shards: role -> the mesh over which its weights are sharded: the group's, or one of replica
+            x shard.
+        sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes
+            above 1.
+        saving: role -> process group of the same ranks over Gloo, for reading and writing
+            checkpoints.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
         work_done: event: all ranks have finished their work, and ranks may end.
@@ -43,21 +51,30 @@ class Runtime:
         shard_size: ShardSize = None, set_sizes: Mapping[Role, Sequence[int]] | None = None,
         facts: Mapping[str, str] | None = None,
     ):  # fmt: skip
-        self.launch, self.placement, self.device, self.timeout = launch, placement, device, timeout
+        self.launch = launch
+        self.placement = placement
+        self.device = device
+        self.timeout = timeout
         self.last_checkpoint: Callable[[], Path | None] = lambda: None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        startup = timedelta(seconds=min(max(timeout, 60.0), STARTUP_LIMIT))  # starting takes longer than a message
+        startup = timedelta(
+            seconds=min(max(timeout, 60.0), STARTUP_LIMIT)
+        )  # starting takes longer than a message
         shared: Any = connect(startup)
         restart, peers = join(shared, launch, Peer.of_this_process(device), startup)
-        self.hosts, self.devices = [peer.host for peer in peers], [peer.device for peer in peers]
+        self.hosts = [peer.host for peer in peers]
+        self.devices = [peer.device for peer in peers]
         # each use has a connection of its own: a wait on a connection blocks all other calls on it
         own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
         prefix = f"splitppo/restart_{restart}"
-        self.job, (self.store, self.wire_store, control) = own[0], (dist.PrefixStore(prefix, store) for store in own)
+        self.job = own[0]
+        self.store, self.wire_store, control = (dist.PrefixStore(prefix, store) for store in own)
         self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
-        self.gathered: list[str] = []  # rank 0: keys that all ranks will have read when they gather again
+        self.gathered: list[
+            str
+        ] = []  # rank 0: keys that all ranks will have read when they gather again
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
@@ -65,19 +82,26 @@ class Runtime:
         self._make_groups(dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_sizes or {})
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
-        """Raises UserError on all ranks if one rank's node cannot take part: the others would wait for it."""
-        rank, problem = self.launch.rank, ""
+        """Raises UserError on all ranks if one rank's node cannot take part: the others would wait
+        for it."""
+        rank = self.launch.rank
+        problem = ""
         self.store.set(f"heartbeat/{rank}", "0")
         try:
-            check_alike(json.loads(self.broadcast("facts", lambda: json.dumps(facts))), facts, peers, rank)
+            check_alike(
+                json.loads(self.broadcast("facts", lambda: json.dumps(facts))), facts, peers, rank
+            )
             choose_interface(peers, rank)
         except UserError as error:
             problem = str(error)
         if problems := [text for text in self.all_gather("node problems", problem) if text]:
             raise UserError(problems[0])
 
-    def _make_groups(self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]) -> None:
-        maker, local_world = GroupMaker(self.launch, self.device.type, store, self.timeout), self.launch.local_world
+    def _make_groups(
+        self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]
+    ) -> None:
+        maker = GroupMaker(self.launch, self.device.type, store, self.timeout)
+        local_world = self.launch.local_world
         # longer than the channels' waits, which name the ranks
         self.wire = maker.new_group(timeout=timedelta(seconds=2 * self.timeout))
         self.groups: dict[Role, Group] = {}
@@ -86,10 +110,14 @@ class Runtime:
         self.saving: dict[Role, Any] = {}
         for role, ranks in self.placement.groups.items():
             own, *_ = sizes = set_sizes.get(role, [1])
-            held = torch.tensor(replicas(role, self.placement, shard_size, local_world=local_world)).squeeze(0)
+            held = torch.tensor(
+                replicas(role, self.placement, shard_size, local_world=local_world)
+            ).squeeze(0)
             group = maker.group(torch.tensor([ranks]), tensor=own)
             mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
-            made = {size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1}
+            made = {
+                size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1
+            }
             if group and mesh:
                 self.groups[role], self.shards[role] = group, mesh
                 self.sets[role] = {size: found for size, found in made.items() if found}
@@ -97,7 +125,8 @@ class Runtime:
             self.saving[role] = maker.new_group(list(ranks), backend="gloo")
 
     def broadcast(self, key: str, value: Callable[[], str], *, patience: float = 0.0) -> str:
-        """Rank 0's value, which it alone computes. The others wait for it, `patience` seconds longer than usual."""
+        """Rank 0's value, which it alone computes. The others wait for it, `patience` seconds
+        longer than usual."""
         if self.launch.rank == 0:
             self.store.set(key, value())
         with self._naming_ranks(key, patience):
@@ -105,8 +134,8 @@ class Runtime:
         return self.store.get(key).decode()
 
     def all_gather(self, key: str, value: str) -> list[str]:
-        """Every rank's small text, in order of ranks. All ranks call it, once for each key. Rank 0 publishes all texts
-        together, so another rank's work does not grow with their number."""
+        """Every rank's small text, in order of ranks. All ranks call it, once for each key. Rank 0
+        publishes all texts together, so another rank's work does not grow with their number."""
         self._gather(key, value)
         with self._naming_ranks(key):
             return json.loads(self.store.get(key))
@@ -121,7 +150,8 @@ class Runtime:
         self.work_done.set()
 
     def wait_for_all(self) -> None:
-        """Keeps rank 0 until every other rank has called this: rank 0's process may hold the store."""
+        """Keeps rank 0 until every other rank has called this: rank 0's process may hold the
+        store."""
         self._gather("end of the run", "")
 
     def close(self) -> None:
@@ -131,7 +161,9 @@ class Runtime:
         self.store.set(f"{key}/{self.launch.rank}", value)
         if self.launch.rank == 0:
             with self._naming_ranks(key):
-                texts = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)]
+                texts = [
+                    self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)
+                ]
             self.store.set(key, json.dumps(texts))
             for read in (*self.gathered, *(f"{key}/{rank}" for rank in range(self.launch.world))):
                 self.store.delete_key(read)
@@ -139,14 +171,18 @@ class Runtime:
 
     @contextmanager
     def _naming_ranks(self, key: str, patience: float = 0.0) -> Iterator[None]:
-        """Turns a time-out into a RuntimeError that names the missing ranks. Only rank 0 knows all of them."""
+        """Turns a time-out into a RuntimeError that names the missing ranks. Only rank 0 knows all
+        of them."""
         try:
             yield
         except dist.DistStoreError as error:
             me = self.launch.rank
             senders = range(self.launch.world) if me == 0 else [0]
             missing = [rank for rank in senders if not self.store.check([f"{key}/{rank}"])]
-            names = ", ".join(self.status.describe(rank) for rank in missing[:8]) or "ranks that rank 0 names"
+            names = (
+                ", ".join(self.status.describe(rank) for rank in missing[:8])
+                or "ranks that rank 0 names"
+            )
             raise RuntimeError(
                 f"{key}: rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s for {names}; "
                 "raise --timeout if that is only slow"

@@ -1,4 +1,5 @@
-"""Stopping a run so that it can resume: SIGTERM and SIGUSR1, which schedulers send before they take a node away."""
+"""Stopping a run so that it can resume: SIGTERM and SIGUSR1, which schedulers send before they take
+a node away."""
 
 import os
 import signal
@@ -25,16 +26,19 @@ def keep_early_signals() -> None:
 
 
 def mark_saved() -> None:
-    """Tells the launch script that the stopped run is saved: makes the file that SPLITPPO_STOPPED names."""
+    """Tells the launch script that the stopped run is saved: makes the file that SPLITPPO_STOPPED
+    names."""
     if marker := os.environ.get("SPLITPPO_STOPPED"):
         Path(marker).touch()
 
 
 class StopSignals:
-    """Handles the signals in a thread: the main thread may wait in C++, where Python runs no signal handler.
+    """Handles the signals in a thread: the main thread may wait in C++, where Python runs no signal
+    handler.
 
-    A signal to any rank asks all ranks to stop after their current step, or the next. torchrun also sends SIGTERM when
-    a rank has failed. Then no rank can finish its step, and this rank ends at once.
+    A signal to any rank asks all ranks to stop after their current step, or the next. torchrun also
+    sends SIGTERM when a rank has failed. Then no rank can finish its step, and this rank ends at
+    once.
     """
 
     def __init__(self, runtime: Runtime):
@@ -60,14 +64,25 @@ class StopSignals:
                 self._handle(signal.Signals(number))
 
     def _handle(self, number: signal.Signals) -> None:
-        status, done, dead = self.runtime.status, self.runtime.work_done, None
-        with suppress(RuntimeError):  # the store may be lost, with the rank or the torchrun that held it
+        status = self.runtime.status
+        done = self.runtime.work_done
+        dead = None
+        with suppress(
+            RuntimeError
+        ):  # the store may be lost, with the rank or the torchrun that held it
             status.request_stop(number.name)
-        while number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None:
+        while (
+            number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None
+        ):
             time.sleep(0.1)
         if dead and not ends_quietly():
-            suspended, saved = status.suspended_ranks(), self.runtime.last_checkpoint()
-            parts = [f"{dead} {DIED}", suspended, f"the last good checkpoint is {saved}" if saved else ""]
+            suspended = status.suspended_ranks()
+            saved = self.runtime.last_checkpoint()
+            parts = [
+                f"{dead} {DIED}",
+                suspended,
+                f"the last good checkpoint is {saved}" if saved else "",
+            ]
             say("; ".join(part for part in parts if part), error=True)
         if dead is not None and not done.is_set():
             os._exit(1)

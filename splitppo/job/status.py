@@ -1,4 +1,5 @@
-"""What the ranks publish in the job's store: phases, failures, requests to stop. Only `stopped_by` waits for a rank."""
+"""What the ranks publish in the job's store: phases, failures, requests to stop. Only `stopped_by`
+waits for a rank."""
 
 import os
 import signal
@@ -14,17 +15,29 @@ from splitppo.placement import Placement
 
 
 class Status:
-    """What each rank is doing, whether it lives, and whether the run is to stop. `store`, `job`: the parts of the store
-    for this start and for the whole job, on a connection where nobody waits. `timeout`: the longest wait for rank 0's
-    answer, in seconds. `pids`: of this machine's ranks."""
+    """What each rank is doing, whether it lives, and whether the run is to stop. `store`, `job`:
+    the parts of the store for this start and for the whole job, on a connection where nobody waits.
+    `timeout`: the longest wait for rank 0's answer, in seconds. `pids`: of this machine's ranks."""
 
     def __init__(
-        self, store: dist.Store, job: dist.Store, rank: int, peers: Sequence[Peer], placement: Placement, timeout: float
+        self,
+        store: dist.Store,
+        job: dist.Store,
+        rank: int,
+        peers: Sequence[Peer],
+        placement: Placement,
+        timeout: float,
     ):
         self.timeout = timeout
-        self.store, self.job, self.rank, self.peers, self.placement = store, job, rank, peers, placement
+        self.store = store
+        self.job = job
+        self.rank = rank
+        self.peers = peers
+        self.placement = placement
         self.phase = "starting"  # what this rank is doing
-        self.pids = {r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine}
+        self.pids = {
+            r: peer.pid for r, peer in enumerate(peers) if peer.machine == peers[rank].machine
+        }
 
     def set_phase(self, phase: str) -> None:
         """Publishes what this rank is doing."""
@@ -41,22 +54,29 @@ class Status:
         return f"{roles} rank {rank} on {self.peers[rank].host} (in {self._phase(rank)!r})"
 
     def phases(self) -> str:
-        """The ranks of each phase: a rank that did not come to a collective is in another phase than the others."""
+        """The ranks of each phase: a rank that did not come to a collective is in another phase
+        than the others."""
         ranks: dict[str, list[str]] = {}
         for rank in range(len(self.peers)):
             ranks.setdefault(self._phase(rank), []).append(str(rank))
-        found = ((", ".join(held[:8]) + ", ..." * (len(held) > 8), phase) for phase, held in ranks.items())
+        found = (
+            (", ".join(held[:8]) + ", ..." * (len(held) > 8), phase)
+            for phase, held in ranks.items()
+        )
         return "; ".join(f"rank {held} in {phase!r}" for held, phase in found)
 
     def suspended_ranks(self) -> str:
-        """Describes the ranks of this machine that SIGSTOP or a debugger holds; "" if there are none."""
+        """Describes the ranks of this machine that SIGSTOP or a debugger holds; "" if there are
+        none."""
         held = [rank for rank, pid in self.pids.items() if process_state(pid)[0] in ("T", "t")]
-        return ", ".join(f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held)
+        return ", ".join(
+            f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held
+        )
 
     def dead_rank(self) -> str | None:
-        """Describes a rank of this machine that died without reporting a failure; None while all ranks live. It is to
-        be printed once, so the first rank that asks gets the description, and the others "". Every rank gets "" after
-        a reported failure, or if the store is lost."""
+        """Describes a rank of this machine that died without reporting a failure; None while all
+        ranks live. It is to be printed once, so the first rank that asks gets the description, and
+        the others "". Every rank gets "" after a reported failure, or if the store is lost."""
         try:
             if self.store.check(["failed"]):
                 return ""
@@ -70,39 +90,50 @@ class Status:
         """Publishes that this rank failed; returns whether it is the first rank that did."""
         for pid in self.pids.values():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)  # a suspended rank cannot hear torchrun's SIGTERM, which then waits 30 s
+                os.kill(
+                    pid, signal.SIGCONT
+                )  # a suspended rank cannot hear torchrun's SIGTERM, which then waits 30 s
         try:
             return self._is_first("failed")
         except (RuntimeError, dist.DistError):
-            return False  # the store ended with the process that held it, which reports its own failure
+            # the store ended with the process that held it, which reports its own failure
+            return False
 
     def _is_first(self, key: str) -> bool:
         return self.store.compare_set(key, "", str(self.rank)).decode() == str(self.rank)
 
     def request_stop(self, why: str) -> None:
-        """Asks for an early end of the run, after a whole step. Any rank may; one rank chooses the step."""
+        """Asks for an early end of the run, after a whole step. Any rank may; one rank chooses the
+        step."""
         self.store.set("stop/requested", f"{why} to rank {self.rank}")
 
     def answer_stop(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0 answers; no rank ends the
-        step before it has the answer (`stopped_by`)."""
+        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0
+        answers; no rank ends the step before it has the answer (`stopped_by`)."""
         if self.rank == 0:
             if self.store.check(["stop/requested"]):
                 self.job.set("splitppo/stopped", "1")
                 self.store.set("stop/step", str(step))
-            self.store.set("stop/answered", str(step))  # after the answer: the store keeps the order
+            self.store.set(
+                "stop/answered", str(step)
+            )  # after the answer: the store keeps the order
 
     def stopped_by(self, step: int) -> str | None:
-        """Who requested the stop that makes this step the last; None if the run goes on. Waits until rank 0 has
-        answered for the step: in a step without rows nothing else would. Raises WireError when the time is over."""
+        """Who requested the stop that makes this step the last; None if the run goes on. Waits
+        until rank 0 has answered for the step: in a step without rows nothing else would. Raises
+        WireError when the time is over."""
         deadline = time.monotonic() + self.timeout
-        while self.store.add("stop/answered", 0) < step:  # the last step that rank 0 has answered for
+        while (
+            self.store.add("stop/answered", 0) < step
+        ):  # the last step that rank 0 has answered for
             if time.monotonic() > deadline:
                 raise WireError(
                     f"step {step}: {self.describe(self.rank)} waited {self.timeout:g} s until {self.describe(0)} says"
                     " whether the run stops; raise --timeout if that rank is only slow"
                 )
-            time.sleep(0.01)  # no wait in the store: it would block the heartbeats on this connection
+            time.sleep(
+                0.01
+            )  # no wait in the store: it would block the heartbeats on this connection
         return (
             self.store.get("stop/requested").decode()
             if self.store.check(["stop/step"]) and int(self.store.get("stop/step")) <= step
@@ -110,5 +141,6 @@ class Status:
         )
 
     def stopped_before_restart(self) -> bool:
-        """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a failure."""
+        """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a
+        failure."""
         return self.job.check(["splitppo/stopped"])

@@ -1,5 +1,6 @@
-"""Attention over packed rows: one row follows another without padding, and no row sees another. The boundaries of the
-rows are the model's inputs, named as for transformers' flash attention, so recomputed layers get them, too."""
+"""Attention over packed rows: one row follows another without padding, and no row sees another. The
+boundaries of the rows are the model's inputs, named as for transformers' flash attention, so
+recomputed layers get them, too."""
 
 from inspect import signature
 from typing import Any, cast
@@ -13,7 +14,9 @@ from transformers import AttentionInterface
 PACKED = "splitppo_packed"
 WIDEST_HEAD = 256  # of the kernel
 # since torch 2.12 the kernel has a flag for query heads that have a key head in common
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -32,7 +35,8 @@ def packed_attention(
     max_length_q: int = 0,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row: `[1, L, heads, width]`, and None in place of the attention weights.
+    """Causal attention within each row: `[1, L, heads, width]`, and None in place of the attention
+    weights.
 
     Args:
         query: `[1, heads, L, width]`; key, value: `[1, groups, L, width]`.
@@ -41,19 +45,30 @@ def packed_attention(
         max_length_q: length of the longest row, or more.
     """
     if cu_seq_lens_q is None or other.get("softcap") is not None or other.get("s_aux") is not None:
-        raise RuntimeError(f"{type(module).__name__} can't run packed rows; set --compute.packing off")
+        raise RuntimeError(
+            f"{type(module).__name__} can't run packed rows; set --compute.packing off"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = sliding_window or 0
     if query.is_cuda and query.dtype != torch.float32:
-        starts, longest = cu_seq_lens_q, max_length_q
-        sides = (window - 1, 0) if window else (-1, 0)  # tokens seen on the left and on the right; -1: all
-        out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sides, **_GROUPED)
+        starts = cu_seq_lens_q
+        longest = max_length_q
+        sides = (
+            (window - 1, 0) if window else (-1, 0)
+        )  # tokens seen on the left and on the right; -1: all
+        out: Any = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sides, **_GROUPED
+        )
         return out[None], None
-    row_by_row = cast(Any, torch.compiler.disable)(_row_by_row)  # shapes depend on the lengths, which are data
+    row_by_row = cast(Any, torch.compiler.disable)(
+        _row_by_row
+    )  # shapes depend on the lengths, which are data
     return row_by_row(q, k, v, cu_seq_lens_q, scaling, window)[None], None
 
 
-def _row_by_row(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: Any, window: int) -> Tensor:
+def _row_by_row(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: Any, window: int
+) -> Tensor:
     """`[L, heads, width]`, without the kernel: on CPUs and in float32."""
     lengths = starts.diff().tolist()
     rows = []
@@ -64,7 +79,12 @@ def _row_by_row(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scali
             at = torch.arange(q.shape[2], device=q.device)
             distance = at[:, None] - at
             mask = (distance >= 0) & (distance < window)
-        options: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": True}
+        options: Any = {
+            "attn_mask": mask,
+            "is_causal": mask is None,
+            "scale": scaling,
+            "enable_gqa": True,
+        }
         rows.append(scaled_dot_product_attention(q, k, v, **options)[0].transpose(0, 1))
     return torch.cat(rows)
 

@@ -18,10 +18,13 @@ ROUND = 64  # a packed micro-batch has a multiple of this many tokens
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward pass, prompt and response together. Packed rows follow one another; their boundaries are
-    inputs (attention.py). Padded rows have the padding on the right, where no token sees it: attention is causal."""
+    """Rows of one forward pass, prompt and response together. Packed rows follow one another; their
+    boundaries are inputs (attention.py). Padded rows have the padding on the right, where no token
+    sees it: attention is causal."""
 
-    inputs: dict[str, Any]  # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
+    inputs: dict[
+        str, Any
+    ]  # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
     before: Tensor  # `[N]` int64, the place before each response token in the flattened ids
     responses: Tensor  # `[N]` int64, the response tokens
     mask: Tensor  # `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row
@@ -29,26 +32,39 @@ class MicroBatch:
 
     def pad(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B, T]`, 0 where padded."""
-        # by index: the gradient through a mask would make the host wait for the GPU to count the mask
-        return packed.new_zeros(self.mask.numel()).index_copy(0, self.places, packed).view(self.mask.shape)
+        # by index: the gradient through a mask would make the host wait for the GPU to count the
+        # mask
+        return (
+            packed.new_zeros(self.mask.numel())
+            .index_copy(0, self.places, packed)
+            .view(self.mask.shape)
+        )
 
 
-def micro_batch(samples: Sequence[Sample], device: torch.device, *, packed: bool = False) -> MicroBatch:
-    """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its group's passes."""
+def micro_batch(
+    samples: Sequence[Sample], device: torch.device, *, packed: bool = False
+) -> MicroBatch:
+    """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its
+    group's passes."""
     rows = [sample.ids.long() for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
     sampled = [sample.places + len(sample.prompt) for sample in samples] or [rows[0][:0]]
     if packed:
         inputs, starts = _packed_inputs(rows)
     else:
         ids = pad_rows(rows)
-        inputs, starts = {"input_ids": ids}, [i * ids.shape[1] for i in range(len(rows))]
+        inputs = {"input_ids": ids}
+        starts = [i * ids.shape[1] for i in range(len(rows))]
     before = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
     responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
     lengths = torch.tensor([len(places) for places in sampled])
     mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
     places = mask.flatten().nonzero()[:, 0]
-    inputs = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return MicroBatch(inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places)))
+    inputs = {
+        name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()
+    }
+    return MicroBatch(
+        inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places))
+    )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -57,28 +73,41 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
-    """The model's inputs, and where each row begins in the flattened ids. A row of zeros fills them up to a multiple of
-    ROUND: GPUs are faster at such sizes."""
-    ids, lengths = list(rows), [len(row) for row in rows]
+    """The model's inputs, and where each row begins in the flattened ids. A row of zeros fills them
+    up to a multiple of ROUND: GPUs are faster at such sizes."""
+    ids = list(rows)
+    lengths = [len(row) for row in rows]
     if missing := -sum(lengths) % ROUND:
         ids.append(torch.zeros(missing, dtype=torch.int64))
         lengths.append(missing)
-    starts, longest = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest = max(lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-    return {"input_ids": torch.cat(ids)[None], "position_ids": positions[None]} | bounds, starts[: len(rows)].tolist()
+    bounds = {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return {"input_ids": torch.cat(ids)[None], "position_ids": positions[None]} | bounds, starts[
+        : len(rows)
+    ].tolist()
 
 
 def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) -> Cut:
-    """Cuts rows of these lengths into micro-batches of at most `budget` tokens, padding counted. A longer row goes
-    alone. The longest rows come first, so that memory peaks at once."""
+    """Cuts rows of these lengths into micro-batches of at most `budget` tokens, padding counted. A
+    longer row goes alone. The longest rows come first, so that memory peaks at once."""
     cut: Cut = []
     left: list[int] = []  # tokens left of each packed micro-batch's budget
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if packed:
             at = next((k for k, room in enumerate(left) if room >= lengths[i]), len(cut))
         else:  # the first row of a micro-batch is its longest
-            at = len(cut) - 1 if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget else len(cut)
+            at = (
+                len(cut) - 1
+                if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget
+                else len(cut)
+            )
         if at == len(cut):
             cut.append([])
             left.append(budget)
@@ -90,13 +119,16 @@ def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) ->
 def partition(
     costs: Sequence[float], count: int, *, sizes: Sequence[int] = (), room: int = 0
 ) -> list[list[int]] | None:
-    """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of each bin. With
-    `sizes`, the items of a bin have at most `room` together, unless the bin holds one item. None: they don't fit."""
+    """Greedy partition of items into `count` bins of nearly equal cost. Returns the item indices of
+    each bin. With `sizes`, the items of a bin have at most `room` together, unless the bin holds
+    one item. None: they don't fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     sizes = sizes or [0] * len(costs)
     cheapest = [(0.0, k) for k in range(count)]  # a heap
-    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones, the first comes first
+    for i in sorted(
+        range(len(costs)), key=costs.__getitem__, reverse=True
+    ):  # of equal ones, the first comes first
         full = []  # cheaper bins, without room for the item
         while cheapest and bins[k := cheapest[0][1]] and filled[k] + sizes[i] > room:
             full.append(heappop(cheapest))
@@ -112,7 +144,7 @@ def partition(
 
 
 def dummy_rollout(tokens: int = 4096) -> Rollout:
-    """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes: the compiler would
-    take a dimension of the same size to be the same dimension."""
+    """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes:
+    the compiler would take a dimension of the same size to be the same dimension."""
     rows = -(-tokens // 106) | 1
     return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, "eos") for row in range(rows)])

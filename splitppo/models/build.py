@@ -12,7 +12,12 @@ import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.initialization import no_init_weights
@@ -22,10 +27,12 @@ from splitppo.models.attention import PACKED
 from splitppo.models.heads import PolicyModel, ValueModel
 
 Kind = Literal["policy", "value", "reward"]
-CAUSAL, SCORING = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+CAUSAL = "AutoModelForCausalLM"
+SCORING = "AutoModelForSequenceClassification"
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# modules in which a layer mixes positions, as transformers calls them; those of linear attention, too
+# modules in which a layer mixes positions, as transformers calls them; those of linear attention,
+# too
 _MIXERS = "attention attn conv linear_attn mamba mixer self_attention self_attn short_conv temporal_block time_mixer"
 ATTENTION = rf"\.(?:{'|'.join(_MIXERS.split())})\."
 
@@ -38,9 +45,10 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 
 
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. An FP8 model has that of the plain one, since its weights are read as floats. With
-    `own_code` the folder's Python code runs, here and where the model is built; `auto_map` names it. Raises UserError
-    if the folder has no readable config.json, or holds a model that can't be read."""
+    """The model's configuration. An FP8 model has that of the plain one, since its weights are read
+    as floats. With `own_code` the folder's Python code runs, here and where the model is built;
+    `auto_map` names it. Raises UserError if the folder has no readable config.json, or holds a
+    model that can't be read."""
     if (Path(folder) / "adapter_config.json").is_file():
         raise folder_error(
             folder,
@@ -48,16 +56,26 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
             "merge it into its base (peft's merge_and_unload) and save that",
         )
     if not (Path(folder) / "config.json").is_file():
-        raise folder_error(folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME")
+        raise folder_error(
+            folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
     except Exception as error:  # transformers raises whatever a wrong field leads to
-        cause = str(error).partition("\n\n")[0]  # the other paragraphs say how to install another transformers
+        cause = str(error).partition("\n\n")[
+            0
+        ]  # the other paragraphs say how to install another transformers
         raise folder_error(
-            folder, f"config.json is of no model that transformers knows: {cause}", "use another model"
+            folder,
+            f"config.json is of no model that transformers knows: {cause}",
+            "use another model",
         ) from error
     if quantized := getattr(config, "quantization_config", None):
-        method = dict(quantized).get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        method = (
+            dict(quantized).get("quant_method")
+            if isinstance(quantized, dict)
+            else quantized.quant_method
+        )
         if method != "fp8":
             raise folder_error(
                 folder,
@@ -72,12 +90,16 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
 
 
 def check_ids(folder: str | Path, file: str, fields: Mapping[str, Any], vocabulary: int) -> None:
-    """Raises a UserError if a field for special tokens holds no ids, or one of padding that the model has not."""
+    """Raises a UserError if a field for special tokens holds no ids, or one of padding that the
+    model has not."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = fields.get(name)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         # an end beyond the vocabulary is never sampled; padding is embedded
-        if any(type(token) is not int or (name == "pad_token_id" and token >= vocabulary) for token in ids):
+        if any(
+            type(token) is not int or (name == "pad_token_id" and token >= vocabulary)
+            for token in ids
+        ):
             raise folder_error(
                 folder,
                 f"{file} has {name} = {json.dumps(value, default=str)}",
@@ -86,27 +108,39 @@ def check_ids(folder: str | Path, file: str, fields: Mapping[str, Any], vocabula
 
 
 def code_of(config: PretrainedConfig) -> dict[str, str]:
-    """The classes that the model's own code defines, by the name of transformers' class; {} if it may not run."""
+    """The classes that the model's own code defines, by the name of transformers' class; {} if it
+    may not run."""
     return getattr(config, "auto_map", {})
 
 
 def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
-    """The longest row in tokens, and the setting of config.json that says so. Some rotary factors change where a batch
-    has a long row, so log-probs would depend on other rows. The limit is then the length from which they change."""
-    most, setting = getattr(config, "max_position_embeddings", None), "max_position_embeddings"
+    """The longest row in tokens, and the setting of config.json that says so. Some rotary factors
+    change where a batch has a long row, so log-probs would depend on other rows. The limit is then
+    the length from which they change."""
+    most = getattr(config, "max_position_embeddings", None)
+    setting = "max_position_embeddings"
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
         original = rope.get("original_max_position_embeddings")
         original = original or getattr(config, "original_max_position_embeddings", None) or most
-        if rope.get("rope_type") in ("longrope", "dynamic") and original and original <= (most or original):
-            most, setting = original, f"original_max_position_embeddings of its {rope['rope_type']} positions"
+        if (
+            rope.get("rope_type") in ("longrope", "dynamic")
+            and original
+            and original <= (most or original)
+        ):
+            most = original
+            setting = f"original_max_position_embeddings of its {rope['rope_type']} positions"
     return most, setting
 
 
 def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
-    """Raises a UserError if models of this type can't be trained, or as reward models don't give one score."""
+    """Raises a UserError if models of this type can't be trained, or as reward models don't give
+    one score."""
     if kind == "reward":
-        if not (type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or SCORING in code_of(config)):
+        if not (
+            type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+            or SCORING in code_of(config)
+        ):
             problem = f"no sequence classification of type {config.model_type!r}"
             raise UserError(f"reward.model={folder}: {problem}; use another")
         if config.num_labels != 1:
@@ -116,7 +150,10 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
             )
         return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
-    encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
+    encoder = (
+        type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        and getattr(config, "is_decoder", None) is False
+    )
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or CAUSAL in code_of(config)
     need = ""
     if not causal or encoder or config.is_encoder_decoder:
@@ -126,12 +163,14 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     elif any(getattr(config, name, None) for name in EXPERTS):
         need = "dense: mixtures of experts are not in this version"
     if need:
-        raise folder_error(folder, f"type {config.model_type!r} is not {need}", f"choose another {kind}.path")
+        raise folder_error(
+            folder, f"type {config.model_type!r} is not {need}", f"choose another {kind}.path"
+        )
 
 
 def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> PretrainedConfig:
-    """The configuration of a model's first layers; the folder may hold the others' weights. None: all layers. Raises
-    UserError if the model has fewer."""
+    """The configuration of a model's first layers; the folder may hold the others' weights. None:
+    all layers. Raises UserError if the model has fewer."""
     every = config.num_hidden_layers
     if layers is None or layers == every:
         return config
@@ -141,22 +180,31 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     for name, value in vars(config).items():  # such as layer_types
         if isinstance(value, list | tuple) and len(value) == every:
             setattr(config, name, value[:layers])
-    config.num_hidden_layers, cast(Any, config).layers_in_folder = layers, every
+    config.num_hidden_layers = layers
+    cast(Any, config).layers_in_folder = every
     return config
 
 
 def build(
-    config: PretrainedConfig, kind: Kind, dtype: torch.dtype = torch.float32, *, packed: bool = False
+    config: PretrainedConfig,
+    kind: Kind,
+    dtype: torch.dtype = torch.float32,
+    *,
+    packed: bool = False,
 ) -> nn.Module:
-    """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward model is transformers'
-    sequence-classification model. With `packed` the model takes packed rows (attention.py), and no others."""
+    """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward
+    model is transformers' sequence-classification model. With `packed` the model takes packed rows
+    (attention.py), and no others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with no_init_weights(), on_meta():
         options = {"attn_implementation": PACKED} if packed else {}
-        model = auto.from_config(config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options)
+        model = auto.from_config(
+            config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options
+        )
         model.tie_weights()  # no_init_weights leaves this out, too
-        # how names in the folder become names in the model (names.py); transformers needs its own class to tell
+        # how names in the folder become names in the model (names.py); transformers needs its own
+        # class to tell
         left_out = range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0))
         ignored = [
             f"{SCALE}$",
@@ -164,11 +212,21 @@ def build(
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
             *(rf"\.{layer}\." for layer in left_out),
         ]
-        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []  # its name in some families
+        head = (
+            [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
+        )  # its name in some families
         names = [*get_model_conversion_mapping(model), *head], ignored
         if kind != "reward" and model.base_model is model:
-            raise UserError(f"{type(model).__name__} has no body apart from its head; use another model")
-        model = model if kind == "reward" else ValueModel(model) if kind == "value" else PolicyModel(model.eval())
+            raise UserError(
+                f"{type(model).__name__} has no body apart from its head; use another model"
+            )
+        model = (
+            model
+            if kind == "reward"
+            else ValueModel(model)
+            if kind == "value"
+            else PolicyModel(model.eval())
+        )
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
@@ -179,11 +237,16 @@ def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
 
 
 def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
-    """Takes the gradient from some weights of a model that is not sharded yet: `attention`, `embeddings`, `body`, or
-    regular expressions that a weight's name contains. Such weights have no optimizer state, and nothing of them is
-    reduced. Raises a UserError of `setting` if a part matches no weight, or nothing is left to train."""
+    """Takes the gradient from some weights of a model that is not sharded yet: `attention`,
+    `embeddings`, `body`, or regular expressions that a weight's name contains. Such weights have no
+    optimizer state, and nothing of them is reduced. Raises a UserError of `setting` if a part
+    matches no weight, or nothing is left to train."""
     weights = dict(model.named_parameters())
-    tables = [re.escape(path) for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    tables = [
+        re.escape(path)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
     known = {
         "attention": ATTENTION,
         "embeddings": rf"^({'|'.join(tables)})\.",
@@ -195,7 +258,9 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
         except re.error as error:
             raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
         if not found:
-            raise UserError(f"{setting}={part} matches no weight; their names are like {', '.join(list(weights)[1:4])}")
+            raise UserError(
+                f"{setting}={part} matches no weight; their names are like {', '.join(list(weights)[1:4])}"
+            )
         for name in found:
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):
@@ -210,7 +275,8 @@ def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], se
 
 
 def on_meta() -> RemovableHandle:
-    """While the context is open, new parameters go to the meta device; buffers (rotary tables) are computed."""
+    """While the context is open, new parameters go to the meta device; buffers (rotary tables) are
+    computed."""
     return register_module_parameter_registration_hook(cast(Any, _to_meta))
 
 

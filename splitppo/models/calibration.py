@@ -1,7 +1,8 @@
-"""How good the value model is, measured against what happened: the scores of rows that ended by themselves.
+"""How good the value model is, measured against what happened: the scores of rows that ended by
+themselves.
 
-Explained variance against the value model's own targets flatters it: with a small lambda the targets are mostly its own
-values. docs/critic.md says how to read these figures.
+Explained variance against the value model's own targets flatters it: with a small lambda the
+targets are mostly its own values. docs/critic.md says how to read these figures.
 """
 
 from typing import Any
@@ -18,21 +19,29 @@ PLACES = ("first", "third_1", "third_2", "third_3")  # the first token, and thir
 
 
 def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
-    """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut. `scores`: `[B]`."""
+    """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut.
+    `scores`: `[B]`."""
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
     cut = torch.tensor([sample.truncated for sample in rollout.samples], dtype=torch.bool)
-    left = sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)  # tokens after each
+    left = (
+        sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)
+    )  # tokens after each
     return scores.masked_fill(cut, torch.nan).repeat_interleave(sizes) * gamma**left
 
 
-def quality(rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group) -> dict[str, Any]:
-    """Metrics of the whole batch; all ranks of the group call it. `values`: `[N]`. `scores`: `[B]`, as they become
-    rewards.
+def quality(
+    rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group
+) -> dict[str, Any]:
+    """Metrics of the whole batch; all ranks of the group call it. `values`: `[N]`. `scores`: `[B]`,
+    as they become rewards.
 
     Returns:
-        `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score - value) /
-        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`: mean of value less
-        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
+        `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score -
+        value) /
+        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`:
+        mean of value less
+        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide,
+        tokens, mean
         value, mean score.
     """
     targets = outcomes(rollout, scores, gamma)
@@ -56,10 +65,13 @@ def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str
     """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
     gathered = group.all_gather([float(values.min()), float(values.max())] if len(values) else [])
     ends = [end for part in gathered for end in part]
-    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    low = min(ends, default=0.0)
+    high = max(ends, default=0.0)
     place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)
     sums = torch.zeros(3, BINS, dtype=torch.float64)
     for line, x in zip(sums, (torch.ones_like(values), values, targets), strict=True):
         line.index_add_(0, place, x.double())
     bins = group.all_sum(sums.flatten()).view(3, BINS).T.tolist()
-    return [{"tokens": n, "value": value / n, "score": target / n} for n, value, target in bins if n]
+    return [
+        {"tokens": n, "value": value / n, "score": target / n} for n, value, target in bins if n
+    ]

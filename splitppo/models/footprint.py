@@ -1,4 +1,5 @@
-"""What a model's forward and backward passes keep in memory, found on the meta device, without any weights."""
+"""What a model's forward and backward passes keep in memory, found on the meta device, without any
+weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from transformers import AttentionInterface, PretrainedConfig
 from splitppo.models.build import Kind, build, shorten
 from splitppo.models.tensor import transformer_layers
 
-# The part of a GPU that a job may plan with. On a card of 79.2 GiB a job that was estimated at 75 ended with 73 GiB
-# allocated. CUDA and NCCL hold 1.5 GiB, so fragments took 6 % of the card. The estimate errs by 2 %.
+# The part of a GPU that a job may plan with. On a card of 79.2 GiB a job that was estimated at 75
+# ended with 73 GiB allocated. CUDA and NCCL hold 1.5 GiB, so fragments took 6 % of the card. The
+# estimate errs by 2 %.
 USABLE = 0.92
-GB = 0.99 * 2**30  # bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
+GB = (
+    0.99 * 2**30
+)  # bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
 TRACED = "splitppo_traced"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
 TOKENS = 64  # of the traced row
@@ -35,16 +39,26 @@ class Footprint:
     widest: int  # the widest input or output of a layer's matrices
 
 
-def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool) -> Footprint:
-    """Of a model that runs in `dtype`. In lower precision, compiled layers make again what no matrix product needs."""
+def footprint(
+    config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool
+) -> Footprint:
+    """Of a model that runs in `dtype`. In lower precision, compiled layers make again what no
+    matrix product needs."""
     whole = config.num_hidden_layers
     model: Any = build(shorten(config, min(whole, TRACED_LAYERS), ""), kind, dtype).to("meta")
-    layers, hidden = transformer_layers(model), config.hidden_size * dtype.itemsize
-    saved, read, products = [], [], _Products()  # what autograd keeps; what modules without parts, as norms, read
+    layers = transformer_layers(model)
+    hidden = config.hidden_size * dtype.itemsize
+    # what autograd keeps; what modules without parts, as norms, read
+    saved = []
+    read = []
+    products = _Products()
 
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
         """Stands for a kernel that keeps its inputs, its result and a number a token and head."""
-        out, sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), q.new_empty(q.shape[:3]).float()
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        sums = q.new_empty(q.shape[:3]).float()
         saved.extend([q, k, v, out, sums])
         products.seen.extend([q, k, v, out, sums])
         return out, None
@@ -52,10 +66,16 @@ def footprint(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compi
     AttentionInterface.register(TRACED, attend)
     model.config._attn_implementation = TRACED
     for module in (module for module in model.modules() if not [*module.children()]):
-        module.register_forward_pre_hook(lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor)))
-    body, ids = getattr(model, model.base_model_prefix), torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+        module.register_forward_pre_hook(
+            lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor))
+        )
+    body = getattr(model, model.base_model_prefix)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     try:
-        with products, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with (
+            products,
+            torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+        ):
             body(input_ids=ids, use_cache=False)
         if compiled and dtype != torch.float32:
             needed = {_key(x) for x in products.seen if isinstance(x, Tensor)}

@@ -1,5 +1,5 @@
-"""The policy, the value model, and what the learners compute at the response tokens: log-probs, entropies, values.
-Logits are never kept."""
+"""The policy, the value model, and what the learners compute at the response tokens: log-probs,
+entropies, values. Logits are never kept."""
 
 from collections.abc import Callable
 from copy import copy
@@ -16,16 +16,19 @@ from splitppo import algo
 from splitppo.models.batching import MicroBatch
 
 LOGIT_PIECE = 2048  # tokens whose float32 logits exist at once
-Measure = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # (logits `[1, n, V]`, tokens `[1, n]`) -> `[1, n]` each
+Measure = Callable[
+    [Tensor, Tensor], tuple[Tensor, ...]
+]  # (logits `[1, n, V]`, tokens `[1, n]`) -> `[1, n]` each
 
 
 class PolicyModel(nn.Module):
-    """A causal model in two parts: its body, and all that makes logits of the body's states: the output layer, and in
-    some models a cap or a scale. The parts are named as in the causal model and its folder.
+    """A causal model in two parts: its body, and all that makes logits of the body's states: the
+    output layer, and in some models a cap or a scale. The parts are named as in the causal model
+    and its folder.
 
-    The body runs over all tokens. What follows runs over the response tokens alone, piece by piece, and again in the
-    backward pass: the logits of a whole micro-batch would take more memory than all else (16,384 tokens and 152k ids:
-    5 GB in bfloat16, several times that in the backward)."""
+    The body runs over all tokens. What follows runs over the response tokens alone, piece by piece,
+    and again in the backward pass: the logits of a whole micro-batch would take more memory than
+    all else (16,384 tokens and 152k ids: 5 GB in bfloat16, several times that in the backward)."""
 
     def __init__(self, causal: Any):
         super().__init__()
@@ -54,20 +57,24 @@ class PolicyModel(nn.Module):
         pieces = [
             # clones of the tokens: to the compiler the size of a view's base would matter too
             checkpoint(run, part, chosen.clone(), use_reentrant=False)
-            for part, chosen in zip(states.split(LOGIT_PIECE, 1), tokens[None].split(LOGIT_PIECE, 1), strict=True)
+            for part, chosen in zip(
+                states.split(LOGIT_PIECE, 1), tokens[None].split(LOGIT_PIECE, 1), strict=True
+            )
         ]
         return [torch.cat([part[0] for part in parts]) for parts in zip(*pieces, strict=True)]
 
 
 class ValueModel(nn.Module):
-    """A causal model's body with a scalar head `score` on its last hidden states. The body is named as in the causal
-    model and its folder (`base_model_prefix`). The head runs in float32, in which values near each other differ."""
+    """A causal model's body with a scalar head `score` on its last hidden states. The body is named
+    as in the causal model and its folder (`base_model_prefix`). The head runs in float32, in which
+    values near each other differ."""
 
     float32 = ("score",)
 
     def __init__(self, causal: Any):
         super().__init__()
-        self.config, self.base_model_prefix = causal.config, causal.base_model_prefix
+        self.config = causal.config
+        self.base_model_prefix = causal.base_model_prefix
         setattr(self, self.base_model_prefix, causal.base_model)
         self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
 
@@ -93,13 +100,16 @@ class _States:
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Log-probs of the response tokens at the sampling temperature, and entropies of their distributions."""
+    """Log-probs of the response tokens at the sampling temperature, and entropies of their
+    distributions."""
 
     temperature: float
     vocabulary: int  # ids that may be sampled; the model may have more
     compiled: bool = False  # fuses the computation on the logits
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, model: nn.Module, batch: MicroBatch, *, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""
         # a tensor: to the compiler a number would be a computation on the CPU
         temperature = torch.full((), self.temperature, device=batch.before.device)
@@ -116,14 +126,16 @@ class PolicyOutputs:
 
 
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Values `[B, T]` float32 of the states in which the response tokens were chosen: one position before each."""
+    """Values `[B, T]` float32 of the states in which the response tokens were chosen: one position
+    before each."""
     return batch.pad(model(batch.before, **batch.inputs)[:, 0].float())
 
 
 def token_outputs(
     logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits `[..., V]`, targets `[...]`, temperature `[]` -> log-probs of the targets, entropies; `[...]` float32."""
+    """Logits `[..., V]`, targets `[...]`, temperature `[]` -> log-probs of the targets, entropies;
+    `[...]` float32."""
     scaled = logits[..., :vocabulary].float() / temperature
     chosen = scaled.gather(-1, targets[..., None]).squeeze(-1)
     logprobs = chosen - scaled.logsumexp(-1)

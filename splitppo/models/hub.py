@@ -1,5 +1,6 @@
-"""Names on the Hugging Face hub (docs/models.md) become paths in the local cache. What the cache lacks is fetched by
-huggingface_hub, which reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN."""
+"""Names on the Hugging Face hub (docs/models.md) become paths in the local cache. What the cache
+lacks is fetched by huggingface_hub, which reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and
+HF_TOKEN."""
 
 import os
 import re
@@ -26,7 +27,12 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetens
 REPO = r"([A-Za-z0-9][\w.-]*/[\w.-]+)"
 MODEL = re.compile(rf"{REPO}(?:@(\S+))?()", re.ASCII)
 DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+))?/(.+)", re.ASCII)
-FAILURES = (hf.HTTPError, OSError, ValueError, RuntimeError)  # of huggingface_hub and of its transport in Rust
+FAILURES = (
+    hf.HTTPError,
+    OSError,
+    ValueError,
+    RuntimeError,
+)  # of huggingface_hub and of its transport in Rust
 
 
 @dataclass(frozen=True)
@@ -55,60 +61,98 @@ class HubName:
         """The revision's commit in the cache, or ""."""
         file = self.file or "config.json"
         found = try_to_load_from_cache(self.repo, file, revision=self.revision, repo_type=self.kind)
-        return Path(found).relative_to(self.folder / "snapshots").parts[0] if isinstance(found, str) else ""
+        return (
+            Path(found).relative_to(self.folder / "snapshots").parts[0]
+            if isinstance(found, str)
+            else ""
+        )
 
     def error(self, problem: str, remedy: str) -> UserError:
         return UserError(f"{self.setting}={self}: {problem}; {remedy}")
 
 
-def find(setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True) -> tuple[str, str]:
-    """Of a hub name: the same with the commit that is used, and its local path. Of another name: itself, twice. Raises
-    UserError if there is no such folder, nor such a name on the hub, or it can't be fetched. Settings of `data.` name
-    files, others models; with `own_code` the model's Python files are fetched, too. `before`: settings (TOML) of the
-    run that goes on; a name without a revision keeps the commit that it has there. Without `fetch`, only the cache is
-    searched."""
+def find(
+    setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True
+) -> tuple[str, str]:
+    """Of a hub name: the same with the commit that is used, and its local path. Of another name:
+    itself, twice. Raises UserError if there is no such folder, nor such a name on the hub, or it
+    can't be fetched. Settings of `data.` name files, others models; with `own_code` the model's
+    Python files are fetched, too. `before`: settings (TOML) of the run that goes on; a name without
+    a revision keeps the commit that it has there. Without `fetch`, only the cache is searched."""
     is_data = setting.startswith("data.")
     is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()
     if is_local:
         return given, given
     if not (match := (DATA if is_data else MODEL).fullmatch(given)):
-        rule = "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE" if is_data else "FOLDER, or OWNER/NAME[@REVISION]"
-        raise UserError(f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use {rule}")
+        rule = (
+            "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
+            if is_data
+            else "FOLDER, or OWNER/NAME[@REVISION]"
+        )
+        raise UserError(
+            f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use {rule}"
+        )
     name = HubName(setting, match[1], match[2] or constants.DEFAULT_REVISION, match[3])
-    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"').replace("COMMIT", "([0-9a-f]{40})")
+    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"').replace(
+        "COMMIT", "([0-9a-f]{40})"
+    )
     if not match[2] and (was := re.search(with_commit, before)):
         name = replace(name, revision=was[1])
     if fetch and not constants.HF_HUB_OFFLINE:
-        # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each start
-        lock = Path(os.environ[ERROR_FILE]).parents[1] / "hub.lock" if ERROR_FILE in os.environ else None
+        # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each
+        # start
+        lock = (
+            Path(os.environ[ERROR_FILE]).parents[1] / "hub.lock"
+            if ERROR_FILE in os.environ
+            else None
+        )
         with WeakFileLock(lock) if lock else nullcontext():
             commit = _fetch(name, own_code)
     elif not (commit := name.cached()):
         download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
-        problem = f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
+        problem = (
+            f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
+        )
         remedy = f"fetch it where there is a network ({download})"
         raise name.error(problem, remedy + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE)
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
 
 
 def _fetch(name: HubName, own_code: bool) -> str:
-    """Fetches what the cache lacks; returns the commit. If the hub doesn't answer, the cache's commit will do."""
-    hub, wanted = HfApi(), (escape(name.file),) if name.file else (*FILES, "*.py") if own_code else FILES
+    """Fetches what the cache lacks; returns the commit. If the hub doesn't answer, the cache's
+    commit will do."""
+    hub = HfApi()
+    wanted = (escape(name.file),) if name.file else (*FILES, "*.py") if own_code else FILES
     try:
         timeout = constants.HF_HUB_ETAG_TIMEOUT
-        commit = hub.repo_info(name.repo, repo_type=name.kind, revision=name.revision, timeout=timeout).sha or ""
+        commit = (
+            hub.repo_info(
+                name.repo, repo_type=name.kind, revision=name.revision, timeout=timeout
+            ).sha
+            or ""
+        )
         folder = os.path.dirname(name.file) or None
         tree = [*hub.list_repo_tree(name.repo, folder, repo_type=name.kind, revision=commit)]
     except FAILURES as error:
         if not (commit := name.cached()):
             raise _explain(name, error) from error
-        print(f"{_explain(name, error)}. Going on with the cache's commit {commit}", file=sys.stderr, flush=True)
+        print(
+            f"{_explain(name, error)}. Going on with the cache's commit {commit}",
+            file=sys.stderr,
+            flush=True,
+        )
         return commit
     files = [file for file in tree if any(fnmatch(file.path, pattern) for pattern in wanted)]
     if name.file and not files:
-        raise name.error("no such file there", f"it has {', '.join(file.path for file in tree[:9])}")
+        raise name.error(
+            "no such file there", f"it has {', '.join(file.path for file in tree[:9])}"
+        )
     snapshot = name.folder / "snapshots" / commit
-    if missing := [file for file in files if isinstance(file, RepoFile) and not (snapshot / file.path).is_file()]:
+    if missing := [
+        file
+        for file in files
+        if isinstance(file, RepoFile) and not (snapshot / file.path).is_file()
+    ]:
         _download(name, snapshot, missing)
     if name.revision != commit:
         ref = name.folder / "refs" / name.revision
@@ -119,18 +163,23 @@ def _fetch(name: HubName, own_code: bool) -> str:
 
 
 def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
-    """Fetches files into the folder of their commit. After a failure only the blobs of whole files stay."""
-    cache, blobs = Path(constants.HF_HUB_CACHE), name.folder / "blobs"
+    """Fetches files into the folder of their commit. After a failure only the blobs of whole files
+    stay."""
+    cache = Path(constants.HF_HUB_CACHE)
+    blobs = name.folder / "blobs"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        size = sum(f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file())
+        size = sum(
+            f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file()
+        )
         if size > (free := shutil.disk_usage(cache).free):
             problem = f"{size / 1e9:.1f} GB to fetch, and {cache} has room for {free / 1e9:.1f} GB"
             raise name.error(problem, "free some there, or set HF_HOME to another disk")
         what = f"{size / 1e6:,.1f} MB in {len(files)} files, to {cache}"
         print(f"fetching {name} (commit {snapshot.name[:8]}): {what}", file=sys.stderr, flush=True)
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-            enable_progress_bars()  # main disabled those of transformers, and these with them; only terminals show them
+            # main disabled those of transformers, and these with them; only terminals show them
+            enable_progress_bars()
         with ThreadPoolExecutor(8) as pool:
             get = partial(hf_hub_download, name.repo, repo_type=name.kind, revision=snapshot.name)
             list(pool.map(get, (file.path for file in files)))
@@ -145,19 +194,26 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
 
 
 def upload(folder: Path, repo: str, *, public: bool) -> str:
-    """Uploads a folder's files into a model repository, which is made if there is none: a private one, unless it may be
-    `public`. Returns its address. Raises UserError if the hub refuses, or the repository is public and may not be."""
+    """Uploads a folder's files into a model repository, which is made if there is none: a private
+    one, unless it may be `public`. Returns its address. Raises UserError if the hub refuses, or the
+    repository is public and may not be."""
     hub = HfApi()
     url = f"{hub.endpoint}/{repo}"
     try:
         hub.create_repo(repo, private=not public, exist_ok=True)
         if not public and not hub.repo_info(repo).private:
-            raise UserError(f"{url} is public; say --public if all may read these models, or name another")
-        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Models trained with splitppo")
+            raise UserError(
+                f"{url} is public; say --public if all may read these models, or name another"
+            )
+        hub.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Models trained with splitppo"
+        )
     except FAILURES as error:
         cause = str(error).strip().partition("\n")[0]
         remedy = "set HF_TOKEN to a token that may write there (or run hf auth login), check OWNER/NAME and the network"
-        raise UserError(f"{url} takes no files ({type(error).__name__}: {cause}); {remedy}") from error
+        raise UserError(
+            f"{url} takes no files ({type(error).__name__}: {cause}); {remedy}"
+        ) from error
     return url
 
 
@@ -165,8 +221,10 @@ def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
     if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
         return _explain(name, error.__cause__)  # of a request that failed
-    hub, login = constants.ENDPOINT, "set HF_TOKEN or run hf auth login"
-    url, cause = f"{hub}/{'datasets/' if name.file else ''}{name.repo}", str(error).strip().partition("\n")[0]
+    hub = constants.ENDPOINT
+    login = "set HF_TOKEN or run hf auth login"
+    url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
+    cause = str(error).strip().partition("\n")[0]
     if isinstance(error, hf.GatedRepoError):
         return name.error("gated", f"ask for access at {url}, then {login}")
     if isinstance(error, hf.RevisionNotFoundError | hf.RemoteEntryNotFoundError):
@@ -180,7 +238,11 @@ def _explain(name: HubName, error: BaseException) -> UserError:
             f"{'' if name.file else 'no such folder, and '}{hub} doesn't give it ({type(error).__name__}: {cause})",
             remedy,
         )
-    if getattr(error, "errno", None) or any(f"(os error {number})" in str(error) for number in FULL):
+    if getattr(error, "errno", None) or any(
+        f"(os error {number})" in str(error) for number in FULL
+    ):
         remedy = "free space there, or set HF_HOME to another folder"
         return name.error(f"{constants.HF_HUB_CACHE} can't be written to ({cause})", remedy)
-    return name.error(f"fetching it failed ({cause})", "start again: files that are whole are not fetched twice")
+    return name.error(
+        f"fetching it failed ({cause})", "start again: files that are whole are not fetched twice"
+    )

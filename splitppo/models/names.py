@@ -1,8 +1,8 @@
 """Names of a model's weights, both ways.
 
-Outside of its modules a weight has the name that transformers' model of the type gives it: in checkpoints, in what goes
-to engines, in messages. On a rank the modules add parts to it. A folder may name its tensors otherwise, and several of
-them may make a weight.
+Outside of its modules a weight has the name that transformers' model of the type gives it: in
+checkpoints, in what goes to engines, in messages. On a rank the modules add parts to it. A folder
+may name its tensors otherwise, and several of them may make a weight.
 """
 
 import re
@@ -18,7 +18,8 @@ HEAD = ("score.weight", "score.bias")  # of a value model
 
 
 def outside(path: str) -> str:
-    """The name of a parameter or buffer, without what checkpointing and compilation add to its path."""
+    """The name of a parameter or buffer, without what checkpointing and compilation add to its
+    path."""
     return path.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -30,11 +31,14 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are saved with the weights, by name."""
     saved = {outside(path) for path in model.state_dict()}
-    return {name: buffer for path, buffer in model.named_buffers() if (name := outside(path)) in saved}
+    return {
+        name: buffer for path, buffer in model.named_buffers() if (name := outside(path)) in saved
+    }
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Tied parameters, such as the output layer and the embedding: path of an alias -> path of the first."""
+    """Tied parameters, such as the output layer and the embedding: path of an alias -> path of the
+    first."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     mains = {path: first.setdefault(id(parameter), path) for path, parameter in named}
@@ -46,11 +50,14 @@ def numbered(name: str, number: int) -> str:
     return f"{number}.{name}" if number else name
 
 
-def sources(model: Any, folder: str, stored: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def sources(
+    model: Any, folder: str, stored: Iterable[str]
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """From a folder's names to the model's.
 
     Returns:
-        weight or buffer -> the tensors, of the `stored` ones, that make it. Tied weights have the same. Today one
+        weight or buffer -> the tensors, of the `stored` ones, that make it. Tied weights have the
+        same. Today one
         tensor makes a weight: where transformers would merge or split some, this is a UserError.
         The tensors for which the model's modules have no weight.
     """
@@ -60,7 +67,9 @@ def sources(model: Any, folder: str, stored: Iterable[str]) -> tuple[dict[str, t
     ties = {outside(alias): outside(main) for alias, main in ties_of(model).items()}
     known = dict.fromkeys([*weights_of(model), *ties, *buffers_of(model)], True)
     modules = {
-        part.split(".")[0] for name in known for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
+        part.split(".")[0]
+        for name in known
+        for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
     }
     found: dict[str, tuple[str, ...]] = {}
     unexpected: list[str] = []
@@ -81,6 +90,14 @@ def sources(model: Any, folder: str, stored: Iterable[str]) -> tuple[dict[str, t
 
 
 def of_classifier(classifier: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A value model's weights by the names of transformers' classifier of the type, whose head has another name."""
-    head = next(name for name in classifier.state_dict() if not name.startswith(f"{classifier.base_model_prefix}."))
-    return {re.sub(r"^score(?=\.)", head.rpartition(".")[0], name): weight for name, weight in weights.items()}
+    """A value model's weights by the names of transformers' classifier of the type, whose head has
+    another name."""
+    head = next(
+        name
+        for name in classifier.state_dict()
+        if not name.startswith(f"{classifier.base_model_prefix}.")
+    )
+    return {
+        re.sub(r"^score(?=\.)", head.rpartition(".")[0], name): weight
+        for name, weight in weights.items()
+    }

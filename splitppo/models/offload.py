@@ -1,4 +1,5 @@
-"""Tensors that wait in host memory, pinned for a GPU. Copies run on streams of their own, while the GPU goes on."""
+"""Tensors that wait in host memory, pinned for a GPU. Copies run on streams of their own, while the
+GPU goes on."""
 
 from collections.abc import Sequence
 from itertools import accumulate, cycle, groupby
@@ -15,22 +16,32 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Host memory for a tensor, sharded in the same way and not filled; pinned for a tensor of a GPU."""
+    """Host memory for a tensor, sharded in the same way and not filled; pinned for a tensor of a
+    GPU."""
     shard = local(tensor)
-    copy = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda or shard.is_pinned())
-    return as_shard(copy, tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else copy
+    copy = torch.empty(
+        shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda or shard.is_pinned()
+    )
+    return (
+        as_shard(copy, tensor.device_mesh, tensor.placements, tensor.shape)
+        if isinstance(tensor, DTensor)
+        else copy
+    )
 
 
 class Offloaded:
-    """Tensors whose memory on the device is given back while they are not needed. All that refers to them stays as it
-    is, as where FSDP gives back gathered weights. `pairs`: each tensor, which has its storage alone, and its copy in
-    host memory; `stream` is for the copies."""
+    """Tensors whose memory on the device is given back while they are not needed. All that refers
+    to them stays as it is, as where FSDP gives back gathered weights. `pairs`: each tensor, which
+    has its storage alone, and its copy in host memory; `stream` is for the copies."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None):
-        self.pairs, self.stream, self.here = pairs, stream, True
+        self.pairs = pairs
+        self.stream = stream
+        self.here = True
 
     def fetch(self) -> None:
-        """Begins to bring the tensors to the device, unless they are there; `arrive` comes before their use."""
+        """Begins to bring the tensors to the device, unless they are there; `arrive` comes before
+        their use."""
         if not self.here:
             for tensor, _ in self.pairs:
                 tensor.untyped_storage().resize_(tensor.nbytes)
@@ -43,7 +54,8 @@ class Offloaded:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def release(self, *, changed: bool) -> None:
-        """Gives back the memory on the device; `changed`: whether the tensors may differ from the copies."""
+        """Gives back the memory on the device; `changed`: whether the tensors may differ from the
+        copies."""
         if self.here and changed:
             self._copy(to_host=True)
         for tensor, _ in self.pairs:
@@ -58,15 +70,23 @@ class Offloaded:
                 to, source = (copy, tensor) if to_host else (tensor, copy)
                 to.copy_(source, non_blocking=True)
                 if self.stream and to_host:
-                    tensor.record_stream(self.stream)  # its memory is not given to others before the copy has ended
+                    tensor.record_stream(
+                        self.stream
+                    )  # its memory is not given to others before the copy has ended
 
 
 class HostShards(Offloaded):
     """A sharded model's weights, in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device):
-        storages = {x.data_ptr(): x for p in model.parameters() if (x := local(p).untyped_storage()).nbytes()}
-        shards = [torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in storages.values()]
+        storages = {
+            x.data_ptr(): x
+            for p in model.parameters()
+            if (x := local(p).untyped_storage()).nbytes()
+        }
+        shards = [
+            torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in storages.values()
+        ]
         super().__init__([(shard, host_copy(shard)) for shard in shards], _stream(device))
         self.model = model
         self._copy(to_host=True)
@@ -83,16 +103,27 @@ class HostShards(Offloaded):
 
 
 class HostState:
-    """AdamW's moments in host memory. While `step` uses one part of them, the next comes and the last one goes."""
+    """AdamW's moments in host memory. While `step` uses one part of them, the next comes and the
+    last one goes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.optimizer, self.parts = optimizer, []
-        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}  # as `state_of`, with the moments in host memory
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.optimizer = optimizer
+        self.parts = []
+        self.state: dict[
+            nn.Parameter, dict[str, Tensor]
+        ] = {}  # as `state_of`, with the moments in host memory
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         ends = accumulate(2 * local(parameter).nbytes for parameter in parameters)
-        streams = cycle([_stream(device) for _ in range(3)])  # of the parts that come, are used, and go
-        for _, part in groupby(zip(ends, parameters, strict=True), key=lambda pair: pair[0] // PART):
-            pairs, own = [], [parameter for _, parameter in part]
+        streams = cycle(
+            [_stream(device) for _ in range(3)]
+        )  # of the parts that come, are used, and go
+        for _, part in groupby(
+            zip(ends, parameters, strict=True), key=lambda pair: pair[0] // PART
+        ):
+            pairs = []
+            own = [parameter for _, parameter in part]
             for parameter in own:
                 state = state_of(optimizer, parameter)
                 hosts = {kind: host_copy(state[kind]) for kind in MOMENTS}
@@ -103,10 +134,13 @@ class HostState:
             self.parts.append((own, moments))
 
     def step(self) -> None:
-        """The optimizer's step. Each part is a step of the optimizer, in which its parameters alone have gradients."""
+        """The optimizer's step. Each part is a step of the optimizer, in which its parameters alone
+        have gradients."""
         gradients = {parameter: parameter.grad for parameter in self.state}
         self.optimizer.zero_grad()
-        for (part, moments), (_, following) in zip(self.parts, self.parts[1:] + self.parts[-1:], strict=True):
+        for (part, moments), (_, following) in zip(
+            self.parts, self.parts[1:] + self.parts[-1:], strict=True
+        ):
             moments.fetch()
             following.fetch()
             moments.arrive()
@@ -123,7 +157,8 @@ class HostState:
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, as its first step would make it; the tensors themselves, not copies."""
+    """AdamW's state of a parameter, as its first step would make it; the tensors themselves, not
+    copies."""
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)

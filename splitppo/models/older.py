@@ -1,4 +1,5 @@
-"""What transformers 4 needs in a folder that transformers 5 has written, and what stays as it was."""
+"""What transformers 4 needs in a folder that transformers 5 has written, and what stays as it
+was."""
 
 import json
 import re

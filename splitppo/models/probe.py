@@ -1,5 +1,6 @@
-"""Whether a model can run on packed (or padded) rows: tried on a copy with few layers and random weights, against
-transformers row by row. So it also finds problems that no list of model types knows."""
+"""Whether a model can run on packed (or padded) rows: tried on a copy with few layers and random
+weights, against transformers row by row. So it also finds problems that no list of model types
+knows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,12 @@ from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
-TOLERANCE = 5e-3  # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
-VOCABULARY, HEADS, WINDOW = 64, 4, 4
+TOLERANCE = (
+    5e-3  # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
+)
+VOCABULARY = 64
+HEADS = 4
+WINDOW = 4
 ROWS = ((3, 5), (1, 9), (6, 1), (2, 12))  # tokens of prompt and response
 CUTS = ((0, 1, 2, 3), (3, 1), (0, 2))  # micro-batches
 
@@ -30,16 +35,21 @@ def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
         torch.default_generator.manual_seed(0)
         try:
             return _mismatch(config, kind, packed)
-        except Exception as error:  # whatever transformers raises for rows or models that it can't take
+        except (
+            Exception
+        ) as error:  # whatever transformers raises for rows or models that it can't take
             return one_line(f"{type(error).__name__}: {error}")[:200]
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
     text: Any = config.get_text_config(decoder=True)
-    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)
+    width = getattr(text, "head_dim", None) or text.hidden_size // (
+        getattr(text, "num_attention_heads", None) or 1
+    )
     if packed and width > WIDEST_HEAD:
         return f"its attention heads are {width} wide, and {WIDEST_HEAD} is the most"
-    samples, problem = [], ""
+    samples = []
+    problem = ""
     for row, (prompt, response) in enumerate(ROWS):
         ids = torch.randint(1, VOCABULARY, (prompt + response,)).tolist()
         samples.append(Sample(row, ids[:prompt], ids[prompt:], [], "eos"))
@@ -47,22 +57,36 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
         try:
             plain = _random_model(small)
             head = nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
-            expected = [_expected(plain, head if kind == "value" else None, sample) for sample in samples]
+            expected = [
+                _expected(plain, head if kind == "value" else None, sample) for sample in samples
+            ]
         except Exception as error:  # this copy is too small for its type; the next one may do
-            problem = problem or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
+            problem = (
+                problem
+                or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
+            )
             continue
         model = build(small, kind, packed=packed)
         weights = plain.state_dict() | head.state_dict(prefix="score.")
         model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
         cuts = [([samples[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
         error = max(_error(model, kind, packed, *cut) for cut in cuts)
-        return "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"
+        return (
+            "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"
+        )
     return problem
 
 
-def _error(model: nn.Module, kind: Kind, packed: bool, samples: Sequence[Sample], expected: Sequence[Tensor]) -> float:
+def _error(
+    model: nn.Module,
+    kind: Kind,
+    packed: bool,
+    samples: Sequence[Sample],
+    expected: Sequence[Tensor],
+) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
-    batch, policy = micro_batch(samples, CPU, packed=packed), PolicyOutputs(1.0, VOCABULARY)
+    batch = micro_batch(samples, CPU, packed=packed)
+    policy = PolicyOutputs(1.0, VOCABULARY)
     out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
     return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
@@ -70,7 +94,8 @@ def _error(model: nn.Module, kind: Kind, packed: bool, samples: Sequence[Sample]
 
 def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
     """`[T]` log-probs of a row alone, by transformers; with a head its values."""
-    ids, n = sample.ids.long()[None], len(sample.response)
+    ids = sample.ids.long()[None]
+    n = len(sample.response)
     if head is not None:
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)
@@ -83,13 +108,17 @@ def _random_model(config: PretrainedConfig) -> Any:
     model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options).eval()
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
-        parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.1 * noise)
+        parameter.copy_(
+            noise * 1.5 * parameter.shape[-1] ** -0.5
+            if parameter.ndim > 1
+            else parameter + 0.1 * noise
+        )
     return model
 
 
 def _small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Few ids, short windows, and: narrow with a layer of each kind (two at least); as wide as the model with as many
-    layers; narrow with all layers."""
+    """Few ids, short windows, and: narrow with a layer of each kind (two at least); as wide as the
+    model with as many layers; narrow with all layers."""
     for narrow, few in ((True, True), (False, True), (True, False)):
         small: Any = deepcopy(config)
         if few:
@@ -105,7 +134,9 @@ def _small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 def _keep_few_layers(config: Any) -> None:
     layers = config.num_hidden_layers
-    by_layer = {k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == layers}
+    by_layer = {
+        k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == layers
+    }
     kinds = [str(kind) for kind in zip(*by_layer.values(), strict=True)] or [""] * layers
     kept = sorted({*map(kinds.index, kinds), *range(min(2, layers))})
     config.num_hidden_layers = len(kept)
@@ -114,10 +145,13 @@ def _keep_few_layers(config: Any) -> None:
 
 
 def _make_narrow(config: Any) -> None:
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None)
     config.num_attention_heads = min(HEADS, heads)
     config.hidden_size = config.num_attention_heads * (config.hidden_size // heads)
     if groups is not None:
-        config.num_key_value_heads = config.num_attention_heads if groups == heads else min(2, groups)
+        config.num_key_value_heads = (
+            config.num_attention_heads if groups == heads else min(2, groups)
+        )
     if getattr(config, "intermediate_size", None):
         config.intermediate_size = 96

@@ -1,4 +1,5 @@
-"""Forward passes of a sharded model over rows of any lengths; moving rows between its ranks; frozen models."""
+"""Forward passes of a sharded model over rows of any lengths; moving rows between its ranks; frozen
+models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 
 from splitppo.job.collectives import Group
 from splitppo.models.attention import is_packed
-from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, cut_lengths, micro_batch, partition
+from splitppo.models.batching import (
+    Cut,
+    Fields,
+    MicroBatch,
+    MiniBatches,
+    cut_lengths,
+    micro_batch,
+    partition,
+)
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
 from splitppo.models.tensor import parts_of
@@ -21,21 +30,25 @@ Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -
 
 @dataclass(frozen=True)
 class Runner:
-    """How a group runs forward passes: in lockstep, micro-batch by micro-batch. `budget` is the number of tokens that a
-    micro-batch may have, padding counted."""
+    """How a group runs forward passes: in lockstep, micro-batch by micro-batch. `budget` is the
+    number of tokens that a micro-batch may have, padding counted."""
 
     group: Group
     device: torch.device
     budget: int
 
     @torch.no_grad()
-    def forward(self, model: nn.Module, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
-        """Runs the model over this rank's rows. All ranks of the group must call it, even those without rows. Returns
-        packed tensors `[N]`, float32 on the CPU, as many as `fields`."""
+    def forward(
+        self, model: nn.Module, rollout: Rollout, outputs: Outputs, *, fields: int
+    ) -> list[Tensor]:
+        """Runs the model over this rank's rows. All ranks of the group must call it, even those
+        without rows. Returns packed tensors `[N]`, float32 on the CPU, as many as `fields`."""
         (cut,) = self.cut(model, [rollout.totals])
         found = []
         for rows in cut:
-            batch = micro_batch([rollout.samples[i] for i in rows], self.device, packed=is_packed(model))
+            batch = micro_batch(
+                [rollout.samples[i] for i in rows], self.device, packed=is_packed(model)
+            )
             found.append([out.float() for out in outputs(model, batch)])
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         # in a loop of its own: reading a result waits for the GPU, which would then be idle
@@ -46,23 +59,30 @@ class Runner:
         return [rollout.pack(field) for field in by_row]
 
     def cut(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Cut]:
-        """Cuts sets of rows, given by their tokens, into micro-batches of about equal work. A set has equally many on
-        all ranks of the group, which must all call it; some may be without rows. Returns indices into the sets."""
+        """Cuts sets of rows, given by their tokens, into micro-batches of about equal work. A set
+        has equally many on all ranks of the group, which must all call it; some may be without
+        rows. Returns indices into the sets."""
         packed = is_packed(model)
         cuts = [cut_lengths(lengths, self.budget, packed=packed) for lengths in rows]
         counts = self.group.all_max([len(cut) for cut in cuts])
         if packed:
             for i, (lengths, count) in enumerate(zip(rows, counts, strict=True)):
-                cuts[i] = partition(work(model, lengths), count, sizes=lengths, room=self.budget) or cuts[i]
-        return [cut + [[] for _ in range(count - len(cut))] for cut, count in zip(cuts, counts, strict=True)]
+                cuts[i] = (
+                    partition(work(model, lengths), count, sizes=lengths, room=self.budget)
+                    or cuts[i]
+                )
+        return [
+            cut + [[] for _ in range(count - len(cut))]
+            for cut, count in zip(cuts, counts, strict=True)
+        ]
 
     def balance(
         self, model: nn.Module, rollout: Rollout, mini_batches: MiniBatches, fields: Fields
     ) -> tuple[Rollout, MiniBatches, Fields]:
-        """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so that all have about
-        equal work. All learn the rows' lengths; a row itself goes to the rank that trains on it alone. `fields` are
-        packed tensors `[N]` float32. Returns what this rank trains on, in the form of the arguments; the samples have
-        no log-probs."""
+        """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so
+        that all have about equal work. All learn the rows' lengths; a row itself goes to the rank
+        that trains on it alone. `fields` are packed tensors `[N]` float32. Returns what this rank
+        trains on, in the form of the arguments; the samples have no log-probs."""
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
@@ -78,7 +98,9 @@ class Runner:
             kept.append([rows[i] for i in bins[group.dp_rank]])
             for rank, places in enumerate(bins):
                 sent[rank] += [rows[i] for i in places if rows[i] in mine]
-        samples = exchange_rows(group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent])
+        samples = exchange_rows(
+            group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent]
+        )
         # a token's values side by side, so that one row's part follows another's
         stacked = torch.stack(list(fields.values()), dim=1)
         held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
@@ -92,22 +114,25 @@ class Runner:
 
 
 def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
-    """The costs of rows, in tokens of a short row. A layer's matrices have about 12 H^2 numbers. Attention costs a
-    token 2 H for each token that it sees, half the row on average."""
+    """The costs of rows, in tokens of a short row. A layer's matrices have about 12 H^2 numbers.
+    Attention costs a token 2 H for each token that it sees, half the row on average."""
     width = cast(Any, model).config.get_text_config(decoder=True).hidden_size
     return [count * (1 + count / (12 * width)) for count in tokens]
 
 
 class Frozen:
-    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory between uses."""
+    """A sharded model that runs and is never trained. With `offload`, its shards are in host memory
+    between uses."""
 
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
-        self.model, self.runner = model, runner
+        self.model = model
+        self.runner = runner
         self.shards = HostShards(model, runner.device) if offload else None
         self.release_memory()
 
     def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The rows that the model must run for these: also those of the other ranks with which it shares layers."""
+        """The rows that the model must run for these: also those of the other ranks with which it
+        shares layers."""
         ranks = parts_of(self.model).ranks
         if ranks is None or ranks.peers is None:
             return list(samples)
@@ -133,6 +158,9 @@ class Reference(Frozen):
         self.outputs = partial(outputs, entropy=False)
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those without rows."""
+        """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
+        without rows."""
         whole = Rollout(self.with_peers(rollout.samples))
-        return whole.select(self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows)
+        return whole.select(
+            self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows
+        )

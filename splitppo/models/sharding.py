@@ -17,8 +17,9 @@ from splitppo.job.collectives import TensorSet
 from splitppo.models.names import weights_of
 from splitppo.models.tensor import cut_layers, parts_of, transformer_layers
 
-# From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's backward. Micro-batches have
-# fewer and more tokens than that, so each layer would be compiled twice.
+# From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's
+# backward. Micro-batches have fewer and more tokens than that, so each layer would be compiled
+# twice.
 COMPILER: dict[str, Any] = {"triton.mix_order_reduction": False}
 
 
@@ -31,13 +32,15 @@ def parallelize(
     compiled: bool = False,
     tensor: TensorSet | None = None,
 ) -> None:
-    """Prepares a model on the meta device for a group, in place: activation checkpointing, compilation, fully_shard.
-    Weights are sharded over the mesh's last axis, and replicated over the first if the mesh has two. Weights and
-    reductions are float32; forward and backward run in `dtype`, but for the modules that the model names in `float32`.
-    Gradients are *summed* over the ranks: the loss is already normalised by the whole mini-batch.
+    """Prepares a model on the meta device for a group, in place: activation checkpointing,
+    compilation, fully_shard. Weights are sharded over the mesh's last axis, and replicated over the
+    first if the mesh has two. Weights and reductions are float32; forward and backward run in
+    `dtype`, but for the modules that the model names in `float32`. Gradients are *summed* over the
+    ranks: the loss is already normalised by the whole mini-batch.
 
-    With a `tensor` set, layers are cut over the set, and each part is sharded over the set's `line`. What is not cut
-    (embeddings, output layer) is sharded over `mesh`, all ranks: these have the same gradient on all ranks of a set."""
+    With a `tensor` set, layers are cut over the set, and each part is sharded over the set's
+    `line`. What is not cut (embeddings, output layer) is sharded over `mesh`, all ranks: these have
+    the same gradient on all ranks of a set."""
     cast(Any, model).mesh = mesh
     if tensor:
         cut_layers(model, tensor.size, tensor)
@@ -45,21 +48,33 @@ def parallelize(
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
         # dynamic: all layers and lengths run one compiled graph
-        layers[i] = cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER)) if compiled else wrapped
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+        layers[i] = (
+            cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER))
+            if compiled
+            else wrapped
+        )
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
+    )
     for name in getattr(model, "float32", ()):
-        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=replace(precision, param_dtype=torch.float32))
+        fully_shard(
+            model.get_submodule(name),
+            mesh=mesh,
+            mp_policy=replace(precision, param_dtype=torch.float32),
+        )
     for layer in layers:
         fully_shard(layer, mesh=tensor.line if tensor else mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in _sharded_modules(model):
-        module.set_gradient_divide_factor(1.0 if tensor is None or module in {*layers} else float(tensor.size))
+        module.set_gradient_divide_factor(
+            1.0 if tensor is None or module in {*layers} else float(tensor.size)
+        )
         module.set_force_sum_reduction_for_comms(True)  # Gloo has no averaging reduction
 
 
 def keep_gathered(model: nn.Module, *, last: bool) -> None:
-    """Call it before each micro-batch. Layers stay gathered until the backward pass of the mini-batch's `last`
-    micro-batch, which also reduces the gradients."""
+    """Call it before each micro-batch. Layers stay gathered until the backward pass of the
+    mini-batch's `last` micro-batch, which also reduces the gradients."""
     for module in _sharded_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_reshard_after_backward(last, recurse=False)
@@ -78,33 +93,54 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def gather_full(model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
-    """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded. One message carries
-    them all, or one a mesh; all ranks call it. Tensors may share memory with the parameters or with each other."""
-    parts, found = parts_of(model), {}
+def gather_full(
+    model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
+) -> Iterable[tuple[str, Tensor]]:
+    """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded.
+    One message carries them all, or one a mesh; all ranks call it. Tensors may share memory with
+    the parameters or with each other."""
+    parts = parts_of(model)
+    found = {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
-        found |= _gather_shards({n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype)
+        found |= _gather_shards(
+            {n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype
+        )
     cut = {name: full for name, full in found.items() if name in parts.axes}
     if parts.ranks and cut:
-        gathered = all_gather(torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group)
+        gathered = all_gather(
+            torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group
+        )
         split = gathered.split([full.numel() for full in cut.values()], dim=1)
         for (name, full), pieces in zip(cut.items(), split, strict=True):
-            found[name] = torch.cat([piece.view(full.shape) for piece in pieces], dim=parts.axes[name])
+            found[name] = torch.cat(
+                [piece.view(full.shape) for piece in pieces], dim=parts.axes[name]
+            )
     return found.items()
 
 
-def _gather_shards(named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The full tensors, in one message, of parameters that are sharded over the last axis of one mesh."""
-    parameters, ranks = list(named.values()), mesh.size(mesh.ndim - 1)
+def _gather_shards(
+    named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The full tensors, in one message, of parameters that are sharded over the last axis of one
+    mesh."""
+    parameters = list(named.values())
+    ranks = mesh.size(mesh.ndim - 1)
     if ranks == 1:
         return {name: local(parameter).to(dtype) for name, parameter in named.items()}
-    rows = [-(-parameter.shape[0] // ranks) for parameter in parameters]  # of each shard; the last ones may have fewer
-    sizes = [count * parameter.shape[1:].numel() for count, parameter in zip(rows, parameters, strict=True)]
+    rows = [
+        -(-parameter.shape[0] // ranks) for parameter in parameters
+    ]  # of each shard; the last ones may have fewer
+    sizes = [
+        count * parameter.shape[1:].numel()
+        for count, parameter in zip(rows, parameters, strict=True)
+    ]
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
     parts = all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
-    full = [x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)]
+    full = [
+        x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)
+    ]
     return dict(zip(named, full, strict=True))
 
 
@@ -127,7 +163,9 @@ def bounds(model: nn.Module, name: str, parameter: Tensor) -> tuple[slice, ...]:
     whole = described(model, name, parameter)
     if not isinstance(whole, DTensor):
         return ()
-    shape, at = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    shape, at = compute_local_shape_and_global_offset(
+        whole.shape, whole.device_mesh, whole.placements
+    )
     return tuple(slice(first, first + length) for first, length in zip(at, shape, strict=True))
 
 
@@ -136,30 +174,51 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
     parts = parts_of(model)
     if not parts.ranks or name not in parts.axes or not isinstance(parameter, DTensor):
         return parameter
-    # in the order in which they cut: first the set, then fully_shard (after an axis of replicas, which don't)
-    where, shape = [Shard(parts.axes[name]), *parameter.placements], [*parameter.shape]
+    # in the order in which they cut: first the set, then fully_shard (after an axis of replicas,
+    # which don't)
+    where = [Shard(parts.axes[name]), *parameter.placements]
+    shape = [*parameter.shape]
     shape[parts.axes[name]] *= parts.ranks.size
     return as_shard(local(parameter), parts.ranks.mesh, where, shape)
 
 
-def as_shard(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
-    """A tensor of this shape of which the rank has `own`, perhaps in host memory: DTensor would bring that back to the
-    mesh's device. A mesh that is made anew says which rank holds which shard; nothing communicates over it."""
+def as_shard(
+    own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A tensor of this shape of which the rank has `own`, perhaps in host memory: DTensor would
+    bring that back to the mesh's device. A mesh that is made anew says which rank holds which
+    shard; nothing communicates over it."""
     if own.device.type != mesh.device_type:
-        mesh = DeviceMesh(own.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
-    whole: Any = {"shape": torch.Size(shape), "stride": torch.empty(torch.Size(shape), device="meta").stride()}
+        mesh = DeviceMesh(
+            own.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
+        )
+    whole: Any = {
+        "shape": torch.Size(shape),
+        "stride": torch.empty(torch.Size(shape), device="meta").stride(),
+    }
     return DTensor.from_local(own, mesh, placements, run_check=False, **whole)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a set has a part of."""
-    parts, ranks, mesh = parts_of(model), parts_of(model).ranks, getattr(model, "mesh", None)
-    named = {name: parameter for name, parameter in weights_of(model).items() if parameter.grad is not None}
+    """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a
+    set has a part of."""
+    parts = parts_of(model)
+    ranks = parts_of(model).ranks
+    mesh = getattr(model, "mesh", None)
+    named = {
+        name: parameter
+        for name, parameter in weights_of(model).items()
+        if parameter.grad is not None
+    }
     grads = [local(cast(Tensor, parameter.grad)) for parameter in named.values()]
-    if ranks and (partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]):
+    if ranks and (
+        partial := [grad for name, grad in zip(named, grads, strict=True) if name in parts.partial]
+    ):
         flat = torch.cat([grad.flatten() for grad in partial])
         dist.all_reduce(flat, group=ranks.group)
-        for grad, total in zip(partial, flat.split([grad.numel() for grad in partial]), strict=True):
+        for grad, total in zip(
+            partial, flat.split([grad.numel() for grad in partial]), strict=True
+        ):
             grad.copy_(total.view_as(grad))
     squares = torch.stack(torch._foreach_norm(grads)).square()
     for i, (name, parameter) in enumerate(named.items()):

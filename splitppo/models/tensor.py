@@ -1,9 +1,10 @@
 """Tensor parallelism: the ranks of a set run each layer together, each with a part of its weights.
 
-transformers' plan of a model (`base_model_tp_plan`) says which linear layers are cut by their outputs (`colwise`: some
-of the heads, some of the MLP's width) and which by their inputs (`rowwise`). Two sums over the set join the parts: of
-the rowwise layers' outputs, and in the backward pass of the gradients at the inputs of attention and MLP (Shoeybi et
-al. 2019, Megatron-LM, section 3). All else, embeddings and output layer included, runs whole on every rank of the set.
+transformers' plan of a model (`base_model_tp_plan`) says which linear layers are cut by their
+outputs (`colwise`: some of the heads, some of the MLP's width) and which by their inputs
+(`rowwise`). Two sums over the set join the parts: of the rowwise layers' outputs, and in the
+backward pass of the gradients at the inputs of attention and MLP (Shoeybi et al. 2019, Megatron-LM,
+section 3). All else, embeddings and output layer included, runs whole on every rank of the set.
 """
 
 import re
@@ -23,7 +24,9 @@ from splitppo.job.collectives import TensorSet
 from splitppo.models.build import Kind, build
 
 AXES = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
-PARTIAL = "replicated_with_grad_allreduce"  # a norm of single heads: each rank sees its own heads only
+PARTIAL = (
+    "replicated_with_grad_allreduce"  # a norm of single heads: each rank sees its own heads only
+)
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,12 @@ class Parts:
     """What a set has cut of a model, by Hugging Face names."""
 
     ranks: TensorSet | None = None  # the set; None if layers are whole
-    axes: Mapping[str, int] = field(default_factory=dict)  # weight -> the axis along which it is cut
-    partial: tuple[str, ...] = ()  # weights that are whole on all ranks, of whose gradient each has a part
+    axes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # weight -> the axis along which it is cut
+    partial: tuple[
+        str, ...
+    ] = ()  # weights that are whole on all ranks, of whose gradient each has a part
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -43,57 +50,87 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
     """The model's repeated blocks: its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use another model")
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers to shard by; use another model"
+        )
     return max(lists, key=len)
 
 
 def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) -> None:
-    """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size` parts."""
+    """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size`
+    parts."""
     try:
         cut_layers(build(config, kind), size)
     except ValueError as error:
-        raise UserError(f"{setting} with tensor_parallel={size}: {error}; use another size or model") from error
+        raise UserError(
+            f"{setting} with tensor_parallel={size}: {error}; use another size or model"
+        ) from error
 
 
 def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> None:
-    """Leaves each layer of a model on the meta device one of `size` parts of its weights, in place. Which part a rank
-    holds is decided by what its weights are filled with (weights.py). Without `ranks` it can't run. Raises ValueError
-    if the model has no plan, one that is not in this version, or parts of different sizes."""
-    styles, axes, group = _styles(model, size), {}, ranks.group.group_name if ranks else ""
+    """Leaves each layer of a model on the meta device one of `size` parts of its weights, in place.
+    Which part a rank holds is decided by what its weights are filled with (weights.py). Without
+    `ranks` it can't run. Raises ValueError if the model has no plan, one that is not in this
+    version, or parts of different sizes."""
+    styles = _styles(model, size)
+    axes = {}
+    group = ranks.group.group_name if ranks else ""
     for name, style in styles.items():
         module = model.get_submodule(name)
         for part, axis in AXES.get(style, {}).items():
             if (weight := getattr(module, part)) is not None:
                 if weight.shape[axis] % size:
-                    raise ValueError(f"axis {axis} of {name}.{part} has length {weight.shape[axis]}, no multiple of it")
-                own = nn.Parameter(weight.detach().chunk(size, axis)[0].clone(), weight.requires_grad)
+                    raise ValueError(
+                        f"axis {axis} of {name}.{part} has length {weight.shape[axis]}, no multiple of it"
+                    )
+                own = nn.Parameter(
+                    weight.detach().chunk(size, axis)[0].clone(), weight.requires_grad
+                )
                 setattr(module, part, own)
                 axes[f"{name}.{part}"] = axis
         if style == "rowwise":
-            module.__class__, cast(Any, module).group = _RowLinear, group
-    for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
+            module.__class__ = _RowLinear
+            cast(Any, module).group = group
+    for name in dict.fromkeys(
+        name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"
+    ):
         parent = model.get_submodule(name)
         for weight, _ in parent.named_parameters(prefix=name):
-            if weight.rpartition(".")[0] not in styles:  # parts of the module are cut, and it may need a part of this
+            if (
+                weight.rpartition(".")[0] not in styles
+            ):  # parts of the module are cut, and it may need a part of this
                 raise ValueError(f"transformers' plan does not speak of {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
-    shared = [name for name, _ in model.named_parameters() if styles.get(name.rpartition(".")[0]) == PARTIAL]
+    shared = [
+        name
+        for name, _ in model.named_parameters()
+        if styles.get(name.rpartition(".")[0]) == PARTIAL
+    ]
     cast(Any, model).parts = Parts(ranks, axes, tuple(shared))
 
 
 def _styles(model: nn.Module, size: int) -> dict[str, str]:
-    """Module of a layer -> its style in the plan. Raises ValueError if the plan can't be carried out."""
+    """Module of a layer -> its style in the plan. Raises ValueError if the plan can't be carried
+    out."""
     config: Any = cast(Any, model).config
-    plan, kind = getattr(config, "base_model_tp_plan", None) or {}, f"type {config.model_type!r}"
-    prefix, found = f"{cast(Any, model).base_model_prefix}.", {}
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    kind = f"type {config.model_type!r}"
+    prefix = f"{cast(Any, model).base_model_prefix}."
+    found = {}
     inside = {*transformer_layers(model).modules()}
     for name, module in model.named_modules():
         key = re.sub(r"\.\d+(?=\.)", ".*", name.removeprefix(prefix))
         if "*" in key and (style := plan.get(key)):
             if style not in (*AXES, PARTIAL) or (style in AXES and type(module) is not nn.Linear):
-                raise ValueError(f"the plan of {kind} has {style} for {key}, which is not in this version")
-            if module not in inside:  # `parallelize` shards the layers of one list over the set's line
-                raise ValueError(f"the plan of {kind} cuts {key}, outside the longest list of layers")
+                raise ValueError(
+                    f"the plan of {kind} has {style} for {key}, which is not in this version"
+                )
+            if (
+                module not in inside
+            ):  # `parallelize` shards the layers of one list over the set's line
+                raise ValueError(
+                    f"the plan of {kind} cuts {key}, outside the longest list of layers"
+                )
             found[name] = style
     if not found:
         raise ValueError(f"transformers has no plan for {kind}")
@@ -113,14 +150,17 @@ class _RowLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: str) -> tuple[Any, Any]:
+def _enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: str
+) -> tuple[Any, Any]:
     """Hook of an attention or MLP: its input is whole, and what reads it has parts."""
     if args:
         return (_copy(args[0], group), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": _copy(kwargs["hidden_states"], group)}
 
 
-# Operators, and no autograd.Function: torch.compile of 2.11 loses the gradient of one that communicates.
+# Operators, and no autograd.Function: torch.compile of 2.11 loses the gradient of one that
+# communicates.
 @torch.library.custom_op("splitppo::sum_over_set", mutates_args=())
 def _sum(tensor: Tensor, group: str) -> Tensor:
     """The sum over the set. Each rank has the whole gradient of it."""
@@ -140,6 +180,8 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
 
 
 for _operator in (_sum, _copy):
-    _operator.register_fake(lambda tensor, group: torch.empty_like(tensor, memory_format=torch.contiguous_format))
+    _operator.register_fake(
+        lambda tensor, group: torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
 _sum.register_autograd(lambda ctx, grad: (grad, None))
 _copy.register_autograd(lambda ctx, grad: (_sum(grad, ctx.group), None), setup_context=_keep_group)

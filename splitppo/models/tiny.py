@@ -1,4 +1,5 @@
-"""The embedded model: a two-layer character-level Llama drawn from the seed, for runs that need no download."""
+"""The embedded model: a two-layer character-level Llama drawn from the seed, for runs that need no
+download."""
 
 from pathlib import Path
 
@@ -7,7 +8,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "\ufffd"
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "\ufffd"
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=#$.,:?!'\"()"
 """The tokenizer's characters; all others become U+FFFD, the replacement character."""
 POSITIONS = 1024
@@ -15,7 +18,8 @@ VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CH
 
 
 def build_tiny(folder: Path, *, seed: int) -> None:
-    """Writes the model and its tokenizer as Hugging Face does. The same seed gives the same files."""
+    """Writes the model and its tokenizer as Hugging Face does. The same seed gives the same
+    files."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
         model = LlamaForCausalLM(model_config())
@@ -43,11 +47,13 @@ def model_config() -> LlamaConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The character-level tokenizer: one id a character, no special tokens added to a text, no chat template."""
+    """The character-level tokenizer: one id a character, no special tokens added to a text, no chat
+    template."""
     # byte pairs without merges: each character is a token
     backend = Tokenizer(BPE(vocab=VOCABULARY, merges=[], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()  # else decoding puts a space between tokens
-    # The unknown character is no special token: decoding drops these, so reward functions would not see them.
+    # The unknown character is no special token: decoding drops these, so reward functions would not
+    # see them.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

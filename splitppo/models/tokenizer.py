@@ -18,26 +18,33 @@ FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
-    """Raises a UserError if the folder has none, or if it can't be read. With `own_code` its Python code may run."""
+    """Raises a UserError if the folder has none, or if it can't be read. With `own_code` its Python
+    code may run."""
     if not any(file for pattern in FILES for file in Path(folder).glob(pattern)):
-        raise folder_error(folder, "no tokenizer there", "save one beside the model (tokenizer.json)")
+        raise folder_error(
+            folder, "no tokenizer there", "save one beside the model (tokenizer.json)"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
         tokenizer("a")  # where some wrong fields show
         return tokenizer
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise folder_error(folder, f"its tokenizer can't be read: {error}", "save it again") from error
+        raise folder_error(
+            folder, f"its tokenizer can't be read: {error}", "save it again"
+        ) from error
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """The tokenizer's largest id, plus one. Ids beyond, with which models are often padded, are never sampled."""
+    """The tokenizer's largest id, plus one. Ids beyond, with which models are often padded, are
+    never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> dict[int, str]:
-    """All ids that end a response, and what says so: the model config, the tokenizer, `folder`/generation_config.json,
-    or the chat template, whose turns may end in none of theirs. Of chat models one is the end of a turn, another the
-    end of a text. Raises UserError if that file is broken."""
+    """All ids that end a response, and what says so: the model config, the tokenizer,
+    `folder`/generation_config.json, or the chat template, whose turns may end in none of theirs. Of
+    chat models one is the end of a turn, another the end of a text. Raises UserError if that file
+    is broken."""
     text: Any = config.get_text_config(decoder=True)
     found = {
         "config.json": getattr(text, "eos_token_id", None),
@@ -47,38 +54,54 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> di
         try:
             stored = dict(json.loads(file.read_text()))
         except (ValueError, TypeError, RecursionError) as error:
-            raise folder_error(folder, f"{file.name} is no JSON object ({error})", "fix or remove it") from error
+            raise folder_error(
+                folder, f"{file.name} is no JSON object ({error})", "fix or remove it"
+            ) from error
         check_ids(folder, file.name, stored, text.vocab_size)
         found[file.name] = stored.get("eos_token_id")
-    named = [(i, source) for source, ids in found.items() for i in ([ids] if isinstance(ids, int) else ids or [])]
+    named = [
+        (i, source)
+        for source, ids in found.items()
+        for i in ([ids] if isinstance(ids, int) else ids or [])
+    ]
     ends = {token: source for token, source in named if 0 <= token < text.vocab_size}
     turn = turn_end(tokenizer)
     return {turn[0]: TEMPLATE, **ends} if turn and ends.keys().isdisjoint(turn) else ends
 
 
 def turn_end(tokenizer: Any) -> list[int]:
-    """The control tokens behind the answer of a dialogue in the chat template; the first of them ends the turn."""
+    """The control tokens behind the answer of a dialogue in the chat template; the first of them
+    ends the turn."""
     answer = "Yes, of course."
-    dialogue = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": answer}]
+    dialogue = [
+        {"role": "user", "content": "Are you there?"},
+        {"role": "assistant", "content": answer},
+    ]
     try:
         _, found, tail = tokenizer.apply_chat_template(dialogue, tokenize=False).rpartition(answer)
-    except Exception:  # there is no template, or its code refuses this dialogue, by an error of any kind
+    except (
+        Exception
+    ):  # there is no template, or its code refuses this dialogue, by an error of any kind
         return []
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if found else []
     return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
 
 def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
-    """The text of each token; joined they are `decode(ids)`. A character of several tokens belongs to the last of them.
-    A token that `decode` leaves out has ""."""
+    """The text of each token; joined they are `decode(ids)`. A character of several tokens belongs
+    to the last of them. A token that `decode` leaves out has ""."""
     whole = decode(list(ids))
     alone = {token: decode([token]) for token in set(ids)}
     if "".join(texts := [alone[token] for token in ids]) == whole:
         return texts
-    # a token's text depends on its neighbours: the text of a window grows with each token, until its bytes are whole
-    ends, start, known = [0], 0, 0
+    # a token's text depends on its neighbours: the text of a window grows with each token, until
+    # its bytes are whole
+    ends = [0]
+    start = 0
+    known = 0
     for k in range(1, len(ids) + 1):
-        before, now = decode(list(ids[start:known])), decode(list(ids[start:k]))
+        before = decode(list(ids[start:known]))
+        now = decode(list(ids[start:k]))
         grown = 0 if now.endswith("\ufffd") else len(now) - len(before)
         ends.append(min(ends[-1] + max(grown, 0), len(whole)))
         start, known = (known, k) if grown > 0 else (start, known)
@@ -89,12 +112,15 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
 def token_figures(
     rollout: Rollout, figures: Mapping[str, Tensor], decode: Callable[[Sequence[int]], str]
 ) -> Iterator[dict[str, list[Any]]]:
-    """For each row of a rollout: the `text` of each token of `response`, and its figures to four digits, None where the
-    policy did not sample the token. `figures` are `[N]` by name."""
+    """For each row of a rollout: the `text` of each token of `response`, and its figures to four
+    digits, None where the policy did not sample the token. `figures` are `[N]` by name."""
     parts = {name: rollout.split(packed) for name, packed in figures.items()}
     for i, sample in enumerate(rollout.samples):
         lines: dict[str, list[Any]] = {"text": token_texts(decode, sample.response)}
         for name, rows in parts.items():
-            found = {at: round(x, 4) for at, x in zip(sample.places.tolist(), rows[i].tolist(), strict=True)}
+            found = {
+                at: round(x, 4)
+                for at, x in zip(sample.places.tolist(), rows[i].tolist(), strict=True)
+            }
             lines[name] = [found.get(at) for at in range(len(sample.response))]
         yield lines

@@ -1,4 +1,5 @@
-"""Weights: read from a folder's safetensors files shard by shard, checked against the model, written again."""
+"""Weights: read from a folder's safetensors files shard by shard, checked against the model,
+written again."""
 
 import json
 import re
@@ -20,7 +21,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from splitppo.errors import UserError
 from splitppo.models.build import SCALE, Kind, build, check_type, folder_error, on_meta
 from splitppo.models.heads import ValueModel
-from splitppo.models.names import HEAD, buffers_of, of_classifier, outside, sources, ties_of, weights_of
+from splitppo.models.names import (
+    HEAD,
+    buffers_of,
+    of_classifier,
+    outside,
+    sources,
+    ties_of,
+    weights_of,
+)
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
@@ -28,7 +37,11 @@ Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # a model's kind -> architectures in config.json that are another kind's, what they are, what to do
 OTHERS = {
-    "policy": ("Classification|Reward", "a model that scores texts", "name a causal language model"),
+    "policy": (
+        "Classification|Reward",
+        "a model that scores texts",
+        "name a causal language model",
+    ),
     "reward": (
         "CausalLM|LMHead",
         "a causal language model",
@@ -38,7 +51,8 @@ OTHERS = {
 
 
 def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
-    """Raises a UserError if no such model can be built or, without `random_init`, filled from its folder."""
+    """Raises a UserError if no such model can be built or, without `random_init`, filled from its
+    folder."""
     made = ", ".join(config.architectures or ())
     if kind in OTHERS and re.search(OTHERS[kind][0], made) and not random_init:
         _, what, remedy = OTHERS[kind]
@@ -59,11 +73,17 @@ def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_in
 
 
 def fill(
-    model: nn.Module, folder: str, device: torch.device, random_init: bool = False, head: Head = "zero", seed: int = 0
+    model: nn.Module,
+    folder: str,
+    device: torch.device,
+    random_init: bool = False,
+    head: Head = "zero",
+    seed: int = 0,
 ) -> None:
-    """Gives a (sharded) meta model its memory, and weights from a folder's safetensors (each rank reads its shards), or
-    drawn from `seed` with `random_init`. `head`: how a scalar head starts that the folder lacks (`normal` is drawn).
-    Raises UserError if a weight is not there, or of another shape, or of a type that can't be read."""
+    """Gives a (sharded) meta model its memory, and weights from a folder's safetensors (each rank
+    reads its shards), or drawn from `seed` with `random_init`. `head`: how a scalar head starts
+    that the folder lacks (`normal` is drawn). Raises UserError if a weight is not there, or of
+    another shape, or of a type that can't be read."""
     materialize(model, device)
     weights = None if random_init else _Weights(folder, model)
     if weights:
@@ -97,7 +117,9 @@ def read_buffers(model: nn.Module, folder: str) -> None:
         _Weights(folder, model).read_buffers()
 
 
-def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: bool = False) -> None:
+def save(
+    model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: bool = False
+) -> None:
     """Writes a policy or value model as a Hugging Face folder, which transformers 4 reads, too. A
     value model becomes transformers' token classification with one label, if its type has that,
     else the body and `score`. What training did not change is as in the folder `source`, from which
@@ -113,7 +135,9 @@ def save(model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: b
                 config, dtype=written.dtype, trust_remote_code=False
             )
         weights = of_classifier(written, weights)
-    written.should_save_on_this_rank = lambda _: True  # transformers would leave it to the job's first rank
+    written.should_save_on_this_rank = lambda _: (
+        True
+    )  # transformers would leave it to the job's first rank
     written.save_pretrained(folder, state_dict=weights)
     complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
 
@@ -142,29 +166,43 @@ def save_trained(
 
 
 def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
-    """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever the sharding."""
+    """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever
+    the sharding."""
     own = local(parameter)
     if name.endswith("bias") or parameter.ndim < 2:
         return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
     generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.randn(described(model, name, parameter).shape, generator=generator, device=own.device) * std
+    full = (
+        torch.randn(described(model, name, parameter).shape, generator=generator, device=own.device)
+        * std
+    )
     return full[bounds(model, name, parameter)]
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Name of a weight -> the safetensors file that holds it."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if index.is_file():
         try:
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = {
+                name: folder / file
+                for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is broken ({type(error).__name__}: {error}); fetch it again") from error
+            raise UserError(
+                f"{index} is broken ({type(error).__name__}: {error}); fetch it again"
+            ) from error
         if missing := sorted({path.name for path in files.values() if not path.is_file()}):
-            raise folder_error(folder, f"{missing[0]} is in the index but not there", "fetch it again")
+            raise folder_error(
+                folder, f"{missing[0]} is in the index but not there", "fetch it again"
+            )
         return files
     if not single.is_file():
         raise folder_error(
-            folder, "no model.safetensors", "load it with transformers and save_pretrained it, which writes one"
+            folder,
+            "no model.safetensors",
+            "load it with transformers and save_pretrained it, which writes one",
         )
     return dict.fromkeys(_open(single).keys(), single)
 
@@ -180,14 +218,17 @@ class _Weights:
     """Reads tensors from a folder's safetensors files, each opened once."""
 
     def __init__(self, folder: str, model: nn.Module):
-        self.folder, self.model = folder, model
-        self.files, self.open = _weight_files(Path(folder)), cache(_open)
+        self.folder = folder
+        self.model = model
+        self.files = _weight_files(Path(folder))
+        self.open = cache(_open)
         self.parameters = weights_of(model)
         self.buffers = buffers_of(model)
         self.sources, self.unexpected = sources(model, folder, self.files)
 
     def check(self) -> None:
-        """Raises a UserError that names the first weight that is missing, of another shape or type, or unexpected."""
+        """Raises a UserError that names the first weight that is missing, of another shape or type,
+        or unexpected."""
         optional = {*self.buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
         for name, tensor in (self.parameters | self.buffers).items():
             if name in self.sources:
@@ -207,12 +248,19 @@ class _Weights:
 
     def _check_stored(self, name: str, due: list[int]) -> None:
         (stored,) = self.sources[name]
-        shape, kind = self._slice(stored).get_shape(), self._slice(stored).get_dtype()
+        shape = self._slice(stored).get_shape()
+        kind = self._slice(stored).get_dtype()
         if shape != due:
             raise folder_error(
-                self.folder, f"weight {stored} is {shape}, but {due} by config.json", "take both from one model"
+                self.folder,
+                f"weight {stored} is {shape}, but {due} by config.json",
+                "take both from one model",
             )
-        if name in self.parameters and kind not in FLOATS and not (kind == "F8_E4M3" and stored + SCALE in self.files):
+        if (
+            name in self.parameters
+            and kind not in FLOATS
+            and not (kind == "F8_E4M3" and stored + SCALE in self.files)
+        ):
             raise folder_error(
                 self.folder,
                 f"weight {stored} is stored as {kind}, so it is quantized",
@@ -220,10 +268,13 @@ class _Weights:
             )
 
     def check_ties(self) -> None:
-        """Raises a UserError if weights that config.json ties differ in the folder; transformers doesn't tie these."""
+        """Raises a UserError if weights that config.json ties differ in the folder; transformers
+        doesn't tie these."""
         for tied in ties_of(self.model).items():
             stored = [source for path in tied for source in self.sources.get(outside(path), ())]
-            if len(set(stored)) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
+            if len(set(stored)) == 2 and not torch.equal(
+                *(self._slice(name)[:] for name in stored)
+            ):
                 raise folder_error(
                     self.folder,
                     f"config.json ties {' and '.join(stored)}, which differ",
@@ -235,9 +286,14 @@ class _Weights:
         (stored,) = self.sources[name]
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
-        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": self._slice(stored + SCALE)[:]}
+        whole = {
+            "weight": self._slice(stored)[:],
+            "weight_scale_inv": self._slice(stored + SCALE)[:],
+        }
         plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
-        return (plain[0] if isinstance(plain, list) else plain)[where]  # a list in transformers 5.17
+        return (plain[0] if isinstance(plain, list) else plain)[
+            where
+        ]  # a list in transformers 5.17
 
     def read_buffers(self) -> None:
         for name, buffer in self.buffers.items():

@@ -1,4 +1,5 @@
-"""Reward functions: how `reward.function` names them, how they are found and checked, and what they may return.
+"""Reward functions: how `reward.function` names them, how they are found and checked, and what they
+may return.
 
 Reward workers import this module: no torch, no numpy.
 """
@@ -21,8 +22,9 @@ from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
 
 FLOAT32_MAX = 3.4028234663852886e38
-# Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt` if it has a parameter
-# of that name. Returns a number, or a dict with `score` and more numbers, or an awaitable of either.
+# Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
+# if it has a parameter of that name. Returns a number, or a dict with `score` and more numbers, or
+# an awaitable of either.
 RewardFunction = Callable[..., Any]
 
 FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
@@ -44,13 +46,15 @@ BY_DATA_SOURCE = {
     "HuggingFaceH4/MATH-500": "math",
     "EleutherAI/hendrycks_math": "math",
 }
-IMPORTED = "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
+IMPORTED = (
+    "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
+)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its result is no finite
-    number; `crash`: its process ended."""
+    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its
+    result is no finite number; `crash`: its process ended."""
 
     function: str  # its short name; workers leave it empty
     kind: Literal["timeout", "error", "invalid", "crash"]
@@ -61,8 +65,9 @@ Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further 
 
 
 def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> None:
-    """Checks the functions before any model is loaded: imports their files and looks them up. Raises UserError if there
-    is no such rule, file or function, its signature is wrong, the import fails, or `math` lacks its library."""
+    """Checks the functions before any model is loaded: imports their files and looks them up.
+    Raises UserError if there is no such rule, file or function, its signature is wrong, the import
+    fails, or `math` lacks its library."""
     for function in functions:
         if function not in ("auto", "none"):
             find_function(function, setting)
@@ -74,22 +79,29 @@ def scored_by(function: str, data_source: str) -> str:
 
 
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:
-    """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards does."""
+    """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards
+    does."""
     wrong = f"{setting}={function}:"
     if function == "math" and importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"{wrong} the rule math needs the library math-verify; pip install math-verify")
+        raise UserError(
+            f"{wrong} the rule math needs the library math-verify; pip install math-verify"
+        )
     if function in BY_NAME:
         return BY_NAME[function]
     path, _, name = function.rpartition(":")
     if not path.endswith(".py") or not name:
-        raise UserError(f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name")
+        raise UserError(
+            f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name"
+        )
     file = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
     if not file.is_file():
         raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
     module = _import_file(file)
     if not hasattr(module, name):
         defined = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise UserError(f"{wrong} {path} has no {name} when it is imported; functions there: {defined or 'none'}")
+        raise UserError(
+            f"{wrong} {path} has no {name} when it is imported; functions there: {defined or 'none'}"
+        )
     found = getattr(module, name)
     names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
     try:
@@ -105,8 +117,9 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
 
 
 def name_function(function: RewardFunction) -> str:
-    """FILE:NAME, by which `find_function` finds a function. Raises UserError if it does not stand at the top level of
-    a .py file under its own name: a lambda, a nested function, a method, functools.partial, a notebook's function."""
+    """FILE:NAME, by which `find_function` finds a function. Raises UserError if it does not stand
+    at the top level of a .py file under its own name: a lambda, a nested function, a method,
+    functools.partial, a notebook's function."""
     name = getattr(function, "__qualname__", repr(function))
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None) or ""
@@ -122,7 +135,8 @@ def name_function(function: RewardFunction) -> str:
 def _import_file(file: Path) -> ModuleType:
     # the file may import modules beside it; last, so that they hide no library
     sys.path += {str(file.parent)} - {*sys.path}
-    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be called reward.py
+    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be
+    # called reward.py
     name = f"{IMPORTED}{file.stem}_{hash(file)}"
     spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -136,7 +150,8 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def describe(error: BaseException, file: str) -> str:
-    """The error in one line, with the last line of `file` that led to it; if none did, the last line of all."""
+    """The error in one line, with the last line of `file` that led to it; if none did, the last
+    line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
     text = one_line("".join(traceback.format_exception_only(error)))[:300]
@@ -147,11 +162,14 @@ def describe(error: BaseException, file: str) -> str:
 
 def is_async(function: RewardFunction) -> bool:
     """Whether the function, or the `__call__` of an object, is defined with `async def`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 def takes_prompt(function: RewardFunction) -> bool:
-    """Whether the function has a parameter `prompt`. One that functools.partial has filled does not count."""
+    """Whether the function has a parameter `prompt`. One that functools.partial has filled does not
+    count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
         filled = getattr(function, "keywords", {})
         return "prompt" in inspect.signature(function).parameters.keys() - filled.keys()
@@ -159,14 +177,16 @@ def takes_prompt(function: RewardFunction) -> bool:
 
 
 async def awaited(result: Any) -> Any:
-    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async function."""
+    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async
+    function."""
     while inspect.isawaitable(result):
         result = await result
     return result
 
 
 def display_names(functions: Sequence[str]) -> list[str]:
-    """A short name for each: the rule or the function in the file; if two are equal `file.function`, or the whole."""
+    """A short name for each: the rule or the function in the file; if two are equal
+    `file.function`, or the whole."""
     short = [function.rpartition(":")[2] for function in functions]
     longer = [Path(function).name.replace(".py:", ".") for function in functions]
     return [
@@ -176,11 +196,15 @@ def display_names(functions: Sequence[str]) -> list[str]:
 
 
 def read_result(result: Any) -> Outcome:
-    """The score in a function's result, and the other numbers if the result is a dict. Texts in a dict are left out.
-    A Failure if there is no score, or a number is NaN or infinite in float32."""
+    """The score in a function's result, and the other numbers if the result is a dict. Texts in a
+    dict are left out. A Failure if there is no score, or a number is NaN or infinite in float32."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
-    numbers = {str(key): _number(value) for key, value in parts.items() if not isinstance(value, str | None)}
+    numbers = {
+        str(key): _number(value)
+        for key, value in parts.items()
+        if not isinstance(value, str | None)
+    }
     bad = [key for key, value in numbers.items() if math.isnan(value)]
     if bad or "score" not in numbers:
         reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
@@ -194,8 +218,9 @@ def read_result(result: Any) -> Outcome:
 
 
 def _number(value: Any) -> float:
-    """`value` as a float if it is one number, finite in float32; else NaN. Numbers are those of Python (Decimal and
-    Fraction, too), numpy and torch, alone or as the only element of a list, array or tensor."""
+    """`value` as a float if it is one number, finite in float32; else NaN. Numbers are those of
+    Python (Decimal and Fraction, too), numpy and torch, alone or as the only element of a list,
+    array or tensor."""
     try:
         while type(value) in (list, tuple) and len(value) == 1:
             value = value[0]
@@ -208,6 +233,7 @@ def _number(value: Any) -> float:
 
 
 def timeout_failure(timeout: float, *, blocks: bool = False) -> Failure:
-    """The failure of a function that took too long. `blocks`: an async function that blocked its event loop."""
+    """The failure of a function that took too long. `blocks`: an async function that blocked its
+    event loop."""
     why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
     return Failure("", "timeout", f"took longer than reward.timeout={timeout:g} s{why}")

@@ -1,4 +1,5 @@
-"""A learned reward: a sequence-classification checkpoint with one label, sharded over the critic ranks."""
+"""A learned reward: a sequence-classification checkpoint with one label, sharded over the critic
+ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +15,20 @@ from splitppo.rollout import Prompt, Rollout, Sample
 class RewardText:
     """Turns a prompt and its response into the reward model's token ids.
 
-    With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text is tokenised again:
-    with `chat` and a chat template of the reward model, as a conversation; else as plain text, prompt and response.
-    `tokenizer` is the reward model's. A text of more than `longest` tokens, the most that the model can read, loses its
-    beginning.
+    With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text
+    is tokenised again: with `chat` and a chat template of the reward model, as a conversation; else
+    as plain text, prompt and response. `tokenizer` is the reward model's. A text of more than
+    `longest` tokens, the most that the model can read, loses its beginning.
     """
 
     def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
-        self.tokenizer, self.policy, self.longest = tokenizer, policy, longest
+        self.tokenizer = tokenizer
+        self.policy = policy
+        self.longest = longest
         template = getattr(tokenizer, "chat_template", None)
-        self.same = tokenizer.get_vocab() == policy.get_vocab() and template == getattr(policy, "chat_template", None)
+        self.same = tokenizer.get_vocab() == policy.get_vocab() and template == getattr(
+            policy, "chat_template", None
+        )
         self.chat = chat and template is not None
         tokenizer.truncation_side = "left"
 
@@ -32,7 +37,11 @@ class RewardText:
         """The form in which the reward model gets rows, for the user."""
         if self.same:
             return "the policy's token ids"
-        return "the text in its own chat template" if self.chat else "plain text, the response behind the prompt"
+        return (
+            "the text in its own chat template"
+            if self.chat
+            else "plain text, the response behind the prompt"
+        )
 
     def encode(self, prompt: Prompt, sample: Sample) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut."""
@@ -63,18 +72,26 @@ class RewardModel(Frozen):
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Scores of rows. All ranks of the group must call it, even those without rows. Returns `[B]` float32 scores,
-        and `[B]` float32: 1 where the beginning of the text was cut."""
-        encoded = [self.text.encode(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+        """Scores of rows. All ranks of the group must call it, even those without rows. Returns
+        `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut."""
+        encoded = [
+            self.text.encode(prompt, sample)
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]
         # the last token stands for the response: a text has one score
-        texts = [Sample(s.row, ids[:-1], ids[-1:], [], "eos") for s, (ids, _) in zip(samples, encoded, strict=True)]
+        texts = [
+            Sample(s.row, ids[:-1], ids[-1:], [], "eos")
+            for s, (ids, _) in zip(samples, encoded, strict=True)
+        ]
         whole = Rollout(self.with_peers(texts))
         (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
-        return whole.select(scores, [s.row for s in samples]), torch.tensor([float(cut) for _, cut in encoded])
+        return whole.select(scores, [s.row for s in samples]), torch.tensor(
+            [float(cut) for _, cut in encoded]
+        )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
-        """The scores `[B, 1]`. A decoder's score is read at the last token that is not `pad_token_id`, so a model
-        without a padding token gets an id that no text contains."""
+        """The scores `[B, 1]`. A decoder's score is read at the last token that is not
+        `pad_token_id`, so a model without a padding token gets an id that no text contains."""
         ids: Tensor = batch.inputs["input_ids"]
         mask = torch.ones_like(ids).bool()
         if len(batch.before):  # or the rank has no rows left, and runs a dummy

@@ -1,7 +1,8 @@
 """Rule rewards: pure functions of the response's text, with verl's signature.
 
-A rule takes (data_source, solution_str, ground_truth, extra_info) and returns a score. `solution_str` is the decoded
-response without special tokens. A ground truth that the rule can't use is a UserError.
+A rule takes (data_source, solution_str, ground_truth, extra_info) and returns a score.
+`solution_str` is the decoded response without special tokens. A ground truth that the rule can't
+use is a UserError.
 """
 
 import logging
@@ -11,8 +12,8 @@ from typing import Any
 
 from splitppo.errors import UserError
 
-# A number as people write it: 7, -7, 1,234.50, .5, $12, -$12, $-12. A minus right after a letter, a digit or a
-# closing bracket is a subtraction, not a sign: the last number of "7-3" is 3.
+# A number as people write it: 7, -7, 1,234.50, .5, $12, -$12, $-12. A minus right after a letter, a
+# digit or a closing bracket is a subtraction, not a sign: the last number of "7-3" is 3.
 _NUMBER = (
     r"(?P<sign>(?<![\w.)\]])[-+−])?\$?(?P<inner_sign>(?<=\$)[-+−])?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
@@ -20,36 +21,59 @@ _NUMBER = (
 _ANY_NUMBER = re.compile(_NUMBER)
 _MARKED_NUMBER = re.compile(rf"#### +{_NUMBER}")
 _BOXED = "\\boxed"
-_MATH_TIMEOUT = 3  # whole seconds per formula or comparison (9^9^9^9); after that the answer counts as wrong
+_MATH_TIMEOUT = (
+    3  # whole seconds per formula or comparison (9^9^9^9); after that the answer counts as wrong
+)
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """1 if the response is the truth's text, white space at both ends aside; else 0."""
-    return float(solution_str.strip() == _text("exact_match", "a text", data_source, ground_truth).strip())
+    return float(
+        solution_str.strip() == _text("exact_match", "a text", data_source, ground_truth).strip()
+    )
 
 
-def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last number on the response's first non-empty line equals the truth as a number (7 = 7.0); else 0."""
+def last_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """1 if the last number on the response's first non-empty line equals the truth as a number (7 =
+    7.0); else 0."""
     first_line = next((line for line in solution_str.splitlines() if line.strip()), "")
-    return _last_equals("last_number", list(_ANY_NUMBER.finditer(first_line)), data_source, ground_truth)
+    return _last_equals(
+        "last_number", list(_ANY_NUMBER.finditer(first_line)), data_source, ground_truth
+    )
 
 
-def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also without a marker."""
-    return _last_equals("gsm8k", list(_MARKED_NUMBER.finditer(solution_str)), data_source, ground_truth)
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also
+    without a marker."""
+    return _last_equals(
+        "gsm8k", list(_MARKED_NUMBER.finditer(solution_str)), data_source, ground_truth
+    )
 
 
-def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last number of the response equals the truth as a number, as verl's flexible GSM8K; else 0."""
-    return _last_equals("gsm8k_flexible", list(_ANY_NUMBER.finditer(solution_str)), data_source, ground_truth)
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """1 if the last number of the response equals the truth as a number, as verl's flexible GSM8K;
+    else 0."""
+    return _last_equals(
+        "gsm8k_flexible", list(_ANY_NUMBER.finditer(solution_str)), data_source, ground_truth
+    )
 
 
-def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def math(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """1 if the library math-verify finds the answer equal to the truth; else 0.
 
-    The answer is the last `\\boxed{}`, else what the library finds: after "the answer is", the last formula, the last
-    number. The truth is LaTeX, bare or in a solution with a `\\boxed{}`. For the main thread only: the library's time
-    limits use signals.
+    The answer is the last `\\boxed{}`, else what the library finds: after "the answer is", the last
+    formula, the last number. The truth is LaTeX, bare or in a solution with a `\\boxed{}`. For the
+    main thread only: the library's time limits use signals.
     """
     truth = _text("math", "LaTeX", data_source, ground_truth).strip()
     if not solution_str.strip():
@@ -61,14 +85,19 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     # the last box alone: the library would read two as a set
     gold = truth[truth.rindex(_BOXED) :] if _BOXED in truth else f"{_BOXED}{{{truth.strip('$')}}}"
     answer = solution_str[solution_str.rindex(_BOXED) :] if _BOXED in solution_str else solution_str
-    truth_parsed, answer_parsed = (parse(text, parsing_timeout=_MATH_TIMEOUT) for text in (gold, answer))
+    truth_parsed, answer_parsed = (
+        parse(text, parsing_timeout=_MATH_TIMEOUT) for text in (gold, answer)
+    )
     return float(verify(truth_parsed, answer_parsed, timeout_seconds=_MATH_TIMEOUT))
 
 
-def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def echo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
     """Fraction of correct characters, by position, in [0, 1]; 1 only if the response is the truth.
 
-    The longer of the two texts counts, so extra and missing characters are wrong. White space is not stripped.
+    The longer of the two texts counts, so extra and missing characters are wrong. White space is
+    not stripped.
     """
     truth = _text("echo", "a text", data_source, ground_truth)
     right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
@@ -76,7 +105,8 @@ def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
 
 
 def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:
-    """The ground truth of a rule that needs `need`. Raises UserError if it is not there, or empty."""
+    """The ground truth of a rule that needs `need`. Raises UserError if it is not there, or
+    empty."""
     truth = "" if ground_truth is None else str(ground_truth)
     if not truth.strip():
         raise UserError(
@@ -92,7 +122,9 @@ def _value(match: re.Match[str]) -> Decimal:
     return -value if (match["sign"] or match["inner_sign"] or "+") != "+" else value
 
 
-def _last_equals(rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any) -> float:
+def _last_equals(
+    rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any
+) -> float:
     """1 if the last of the numbers is the truth; else 0."""
     # GSM8K's own column holds the whole solution, which ends in "#### NUMBER"
     truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())

@@ -1,7 +1,8 @@
 """Scores rows by a weighted sum of reward functions.
 
-Rules that take microseconds run in this process. All other functions run in worker processes: a function that is slow,
-hangs, raises or ends its process costs its row the score, and costs other rows nothing.
+Rules that take microseconds run in this process. All other functions run in worker processes: a
+function that is slow, hangs, raises or ends its process costs its row the score, and costs other
+rows nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -29,8 +30,8 @@ from splitppo.rollout import Prompt
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a row. `figures`: the other numbers of a function that returned a dict; with several functions each
-    one's score and numbers, as `NAME/score` and `NAME/key`."""
+    """The score of a row. `figures`: the other numbers of a function that returned a dict; with
+    several functions each one's score and numbers, as `NAME/score` and `NAME/key`."""
 
     score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]
@@ -43,9 +44,9 @@ Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 def check_prompts(
     functions: Sequence[str], prompts: Mapping[int, Prompt], setting: str = "reward.function"
 ) -> dict[int, UserError]:
-    """Applies the rules among the functions to every prompt with an empty response. Returns the errors of the ground
-    truths that a rule can't use. Raises UserError if `auto` has no rule for a data source, or `math` lacks its
-    library."""
+    """Applies the rules among the functions to every prompt with an empty response. Returns the
+    errors of the ground truths that a rule can't use. Raises UserError if `auto` has no rule for a
+    data source, or `math` lacks its library."""
     sources = {prompt.data_source for prompt in prompts.values()}
     if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
         raise UserError(
@@ -77,18 +78,25 @@ def row_of(prompt: Prompt, response: str) -> dict[str, Any]:
 
 
 class Scorer:
-    """Scores rows by the functions of `reward`, which check_rewards has checked. `none` alone scores each row 0.
+    """Scores rows by the functions of `reward`, which check_rewards has checked. `none` alone
+    scores each row 0.
 
-    The worker processes start at once and end with this process. Async functions have as many of their own.
-    `data_sources`: of all rows that will be scored, for `auto`.
+    The worker processes start at once and end with this process. Async functions have as many of
+    their own. `data_sources`: of all rows that will be scored, for `auto`.
     """
 
     def __init__(self, reward: RewardConfig, data_sources: Set[str]):
         weights = reward.weights or [1.0] * len(reward.function)
-        self._weights = {name: weight for name, weight in zip(reward.function, weights, strict=True) if name != "none"}
+        self._weights = {
+            name: weight
+            for name, weight in zip(reward.function, weights, strict=True)
+            if name != "none"
+        }
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
-        used = {scored_by(function, source) for function in self._weights for source in data_sources}
+        used = {
+            scored_by(function, source) for function in self._weights for source in data_sources
+        }
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
         self._prompted = {name for name, function in found.items() if takes_prompt(function)}
         kinds = {name: is_async(function) for name, function in found.items()}
@@ -99,24 +107,34 @@ class Scorer:
             self._pools |= dict.fromkeys(names, pool)
 
     def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
-        """Starts to score the rows, each a prompt and the decoded response. Returns a function that waits for their
-        scores, in the order of the rows. It raises UserError if a worker could not import its functions."""
+        """Starts to score the rows, each a prompt and the decoded response. Returns a function that
+        waits for their scores, in the order of the rows. It raises UserError if a worker could not
+        import its functions."""
         calls = [self._call(prompt, response) for prompt, response in rows]
-        return lambda: [self._combine([c.result() if isinstance(c, Future) else c for c in row]) for row in calls]
+        return lambda: [
+            self._combine([c.result() if isinstance(c, Future) else c for c in row])
+            for row in calls
+        ]
 
     def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
         names = [scored_by(function, prompt.data_source) for function in self._weights]
         asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
         return [
-            (FAST[name](**row), {}) if name in FAST else self._pools[name].submit(name, asking.get(name, row))
+            (FAST[name](**row), {})
+            if name in FAST
+            else self._pools[name].submit(name, asking.get(name, row))
             for name in names
         ]
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Scored:
         """One row's outcomes, in the order of the functions, as its score."""
-        total, figures, failures = 0.0, {}, []
-        for name, weight, outcome in zip(self._names, self._weights.values(), outcomes, strict=True):
+        total = 0.0
+        figures = {}
+        failures = []
+        for name, weight, outcome in zip(
+            self._names, self._weights.values(), outcomes, strict=True
+        ):
             if isinstance(outcome, Failure):
                 failures.append(replace(outcome, function=name))
                 outcome = (self._failed_score, {})
@@ -136,7 +154,8 @@ class Scorer:
 
 
 def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
-    """A step's failures in one line: the number of each function and kind, and the first of them."""
+    """A step's failures in one line: the number of each function and kind, and the first of
+    them."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))

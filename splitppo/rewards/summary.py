@@ -24,9 +24,10 @@ class Response:
 
 
 def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, float]:
-    """The metrics of a validation (docs/metrics.md): of all responses in the order of their rows, as many to each
-    prompt. `sources`: the data_source of each prompt. What `score_metrics` returns, over all and for each of several
-    sources; means of each further figure of the functions over the responses that have it."""
+    """The metrics of a validation (docs/metrics.md): of all responses in the order of their rows,
+    as many to each prompt. `sources`: the data_source of each prompt. What `score_metrics` returns,
+    over all and for each of several sources; means of each further figure of the functions over the
+    responses that have it."""
     figures = [one.figures for one in responses]
     found = {
         f"val/{name}/mean": fmean(part[name] for part in figures if name in part)
@@ -49,11 +50,13 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
 
 
 def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dict[str, float]:
-    """The metrics of the scores of the n responses to each prompt, as `val/score{infix}/mean`. With n > 1 also those of
-    the best score, the most frequent answer, and `val/pass@K` for K = 1, 2, 4, ... up to n. A response passes if its
-    score is at least 1; pass@K is left out if a score lies outside [0, 1], where 1 need not mean right."""
+    """The metrics of the scores of the n responses to each prompt, as `val/score{infix}/mean`. With
+    n > 1 also those of the best score, the most frequent answer, and `val/pass@K` for K = 1, 2, 4,
+    ... up to n. A response passes if its score is at least 1; pass@K is left out if a score lies
+    outside [0, 1], where 1 need not mean right."""
     scores = [[one.score for one in prompt] for prompt in prompts]
-    n, every = len(scores[0]), [score for own in scores for score in own]
+    n = len(scores[0])
+    every = [score for own in scores for score in own]
     found = {f"val/score{infix}/mean": fmean(every)}
     if n == 1:
         return found
@@ -67,18 +70,22 @@ def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dic
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1 <= k <= n (Chen et
-    al. 2021, "Evaluating large language models trained on code", eq. 1)."""
+    """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1
+    <= k <= n (Chen et al. 2021, "Evaluating large language models trained on code", eq. 1)."""
     return 1 - comb(n - c, k) / comb(n, k)
 
 
 def majority_score(responses: Sequence[Response]) -> float:
-    """The mean score of the responses that give the most frequent answer; of equally frequent ones, the first."""
-    chosen = Counter(one.answer for one in responses).most_common(1)[0][0]  # equal counts stay in the order first seen
+    """The mean score of the responses that give the most frequent answer; of equally frequent ones,
+    the first."""
+    chosen = Counter(one.answer for one in responses).most_common(1)[0][
+        0
+    ]  # equal counts stay in the order first seen
     return fmean(one.score for one in responses if one.answer == chosen)
 
 
 def answer(text: str) -> Decimal | str:
-    """The answer of a response, to compare it with others: the value of its last number, else its stripped text."""
+    """The answer of a response, to compare it with others: the value of its last number, else its
+    stripped text."""
     numbers = list(rules._ANY_NUMBER.finditer(text))
     return rules._value(numbers[-1]) if numbers else text.strip()

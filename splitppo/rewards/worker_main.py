@@ -2,10 +2,11 @@
 
     python -m splitppo.rewards.worker_main SOCKET PARENT     (started by workers.py in the process PARENT)
 
-Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the functions' names, the time
-limit and whether the functions are async. The worker imports them and answers "", or why that failed. The others bring
-rows: the name of a function, and keyword arguments. It answers the outcome. Plain functions run one row after another;
-async functions run all rows at once. What either returns is awaited if it can be. The messages are pickles: both ends
+Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the
+functions' names, the time limit and whether the functions are async. The worker imports them and
+answers "", or why that failed. The others bring rows: the name of a function, and keyword
+arguments. It answers the outcome. Plain functions run one row after another; async functions run
+all rows at once. What either returns is awaited if it can be. The messages are pickles: both ends
 are processes of this program on one machine.
 """
 
@@ -51,9 +52,11 @@ def serve(connection: Connection, functions: Mapping[str, RewardFunction]) -> No
             connection.send((key, outcome))
 
 
-async def serve_async(connection: Connection, functions: Mapping[str, RewardFunction], timeout: float) -> NoReturn:
-    """Applies async functions to all rows at once, until the trainer closes the connection. Each has `timeout` seconds
-    for a row, and then is cancelled."""
+async def serve_async(
+    connection: Connection, functions: Mapping[str, RewardFunction], timeout: float
+) -> NoReturn:
+    """Applies async functions to all rows at once, until the trainer closes the connection. Each
+    has `timeout` seconds for a row, and then is cancelled."""
 
     async def run(key: int, name: str, row: dict[str, Any]) -> None:
         limit = asyncio.timeout(timeout)
@@ -81,7 +84,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     faulthandler.enable()
     connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)  # a program that a function starts must not hold it open
+    os.set_inheritable(
+        connection.fileno(), False
+    )  # a program that a function starts must not hold it open
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the connection
         key, sys.path[:], names, timeout, asynchronous = connection.recv()
         try:

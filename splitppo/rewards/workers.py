@@ -26,7 +26,8 @@ _CANCEL = 1.0  # seconds that an async function has to end after it was cancelle
 
 
 class Worker:
-    """A place for a worker's process, on the running event loop. When a process ends, the next one starts.
+    """A place for a worker's process, on the running event loop. When a process ends, the next one
+    starts.
 
     Attributes:
         rows: how many rows are here.
@@ -34,23 +35,40 @@ class Worker:
     """
 
     def __init__(self, functions: Sequence[str], timeout: float, *, asynchronous: bool):
-        self.functions, self.timeout, self.asynchronous = functions, timeout, asynchronous
+        self.functions = functions
+        self.timeout = timeout
+        self.asynchronous = asynchronous
         self.limit = timeout + (_CANCEL if asynchronous else 0)
-        self.loop, self.keys, self.rows = asyncio.get_running_loop(), itertools.count(), 0
+        self.loop = asyncio.get_running_loop()
+        self.keys = itertools.count()
+        self.rows = 0
         self._start()
 
     def _start(self) -> None:
-        self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}  # those that the process owes
+        self.answers: dict[
+            int, asyncio.Future[tuple[Any, bool]]
+        ] = {}  # those that the process owes
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0))
-        command = [sys.executable, "-u", "-m", "splitppo.rewards.worker_main", str(its.fileno()), str(os.getpid())]
+        ours.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0)
+        )
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "splitppo.rewards.worker_main",
+            str(its.fileno()),
+            str(os.getpid()),
+        ]
         with its:
             self.process = subprocess.Popen(
                 command, env=clean_environment(), stdin=subprocess.DEVNULL, pass_fds=[its.fileno()],
-                start_new_session=True,  # so that `kill` reaches all processes that a function starts
+                # so that `kill` reaches all processes that a function starts
+                start_new_session=True,
             )  # fmt: skip
-        self.connection, self.ended = Connection(ours.detach()), os.pidfd_open(self.process.pid)
+        self.connection = Connection(ours.detach())
+        self.ended = os.pidfd_open(self.process.pid)
         self.loop.add_reader(self.connection.fileno(), self._read)
         self.loop.add_reader(self.ended, self._restart)
         self.loaded = self.loop.create_task(self._load())
@@ -62,8 +80,9 @@ class Worker:
         return answer and f"in a reward worker: {answer}"
 
     async def apply(self, name: str, row: dict[str, Any]) -> tuple[Outcome, bool]:
-        """A function's outcome for a row, and whether it is the row's: if the process ended while it had several rows,
-        any of them may have ended it. Raises UserError if the functions can't be imported."""
+        """A function's outcome for a row, and whether it is the row's: if the process ended while
+        it had several rows, any of them may have ended it. Raises UserError if the functions can't
+        be imported."""
         self.rows += 1
         try:
             while not self.loaded.done():
@@ -75,7 +94,8 @@ class Worker:
             self.rows -= 1
 
     async def _ask(self, limit: float | None, *message: Any) -> tuple[Any, bool]:
-        """Sends a message and waits for the answer or the end of the process, which is killed after `limit` seconds."""
+        """Sends a message and waits for the answer or the end of the process, which is killed after
+        `limit` seconds."""
         self.answers[key := next(self.keys)] = answer = self.loop.create_future()
         try:
             self.connection.send((key, *message))
@@ -89,8 +109,8 @@ class Worker:
         return timeout_failure(self.timeout, blocks=self.asynchronous), sure
 
     def _read(self) -> None:
-        """Takes the answers that have arrived. The event loop does so before it looks at the limits, so what came in
-        time counts."""
+        """Takes the answers that have arrived. The event loop does so before it looks at the
+        limits, so what came in time counts."""
         try:
             while self.connection.poll():
                 key, answer = self.connection.recv()
@@ -109,7 +129,8 @@ class Worker:
             self._start()
 
     def kill(self) -> None:
-        """Kills the process and all that it started. It must not be reaped yet: no other group can have its number."""
+        """Kills the process and all that it started. It must not be reaped yet: no other group can
+        have its number."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -134,17 +155,21 @@ class Worker:
 class WorkerPool:
     """Workers for plain or for async functions, on an event loop in a thread of this process.
 
-    A plain worker has one row at a time. If a worker ends while it has several async rows, each is run again alone.
+    A plain worker has one row at a time. If a worker ends while it has several async rows, each is
+    run again alone.
     """
 
-    def __init__(self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool):
+    def __init__(
+        self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool
+    ):
         self._start = partial(Worker, functions, timeout, asynchronous=asynchronous)
         self._workers: list[Worker] = []
         self._alone: list[Worker] = []  # one, when it is needed
         self._free = asyncio.Semaphore(sys.maxsize if asynchronous else workers)
         self._one = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
-        # a daemon: a run that failed exits without closing the scorer. Linux kills the workers when the thread ends.
+        # a daemon: a run that failed exits without closing the scorer. Linux kills the workers when
+        # the thread ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(workers), self._loop).result()
@@ -153,7 +178,8 @@ class WorkerPool:
         self._workers += [self._start() for _ in range(workers)]
 
     def submit(self, name: str, row: dict[str, Any]) -> Future[Outcome]:
-        """Has a worker apply the function to the row. The future raises UserError if a worker can't import it."""
+        """Has a worker apply the function to the row. The future raises UserError if a worker can't
+        import it."""
         return asyncio.run_coroutine_threadsafe(self._score(name, row), self._loop)
 
     async def _score(self, name: str, row: dict[str, Any]) -> Outcome:
@@ -174,7 +200,9 @@ class WorkerPool:
         self._loop.close()
 
     async def _close(self) -> None:
-        workers = [worker for worker in (*self._workers, *self._alone) if worker.process.returncode is None]
+        workers = [
+            worker for worker in (*self._workers, *self._alone) if worker.process.returncode is None
+        ]
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for worker in workers:
             worker.disconnect()

@@ -1,4 +1,5 @@
-"""The parts of a run, built from its resolved configuration: data, models, actor, critic, channels."""
+"""The parts of a run, built from its resolved configuration: data, models, actor, critic,
+channels."""
 
 import functools
 import json
@@ -43,9 +44,11 @@ from splitppo.validation import Validator
 
 
 def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
-    """The run, in which the longest prompt of the data stands for an unset `rollout.max_prompt_tokens`; training
-    prompts and held-out prompts, checked against what scores them."""
-    config, reward = resolved.config, resolved.config.reward
+    """The run, in which the longest prompt of the data stands for an unset
+    `rollout.max_prompt_tokens`; training prompts and held-out prompts, checked against what scores
+    them."""
+    config = resolved.config
+    reward = resolved.config.reward
     read = functools.partial(
         data.load_prompts,
         resolved.data,
@@ -65,8 +68,11 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     return resolved, (training, validation)
 
 
-def all_inputs(resolved: Resolved, training: data.PromptSet, validation: data.PromptSet) -> dict[str, str]:
-    """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are rendered."""
+def all_inputs(
+    resolved: Resolved, training: data.PromptSet, validation: data.PromptSet
+) -> dict[str, str]:
+    """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are
+    rendered."""
     return inputs_of(
         resolved.config,
         {name: model.name for name, model in resolved.models.items()},
@@ -93,17 +99,25 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     )
 
 
-def build_context(resolved: Resolved, runtime: Runtime, sampler: Sampler, held_out: Sequence[Prompt]) -> Context:
+def build_context(
+    resolved: Resolved, runtime: Runtime, sampler: Sampler, held_out: Sequence[Prompt]
+) -> Context:
     """What both roles know of the run."""
-    config, sizes = resolved.config, data_parallel(resolved.config, resolved.placement)
+    config = resolved.config
+    sizes = data_parallel(resolved.config, resolved.placement)
     rollout = config.rollout
 
     @functools.lru_cache(maxsize=4)
     def owned(step: int) -> Ownership:
         contexts: list[int] = []
-        if rollout.window and sizes["actor"] > 1:  # rank 0 is an actor rank, and knows the rows that go on
-            contexts = json.loads(runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts())))
-            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the step before
+        if (
+            rollout.window and sizes["actor"] > 1
+        ):  # rank 0 is an actor rank, and knows the rows that go on
+            contexts = json.loads(
+                runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+            )
+            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the
+            # step before
             runtime.store.delete_key(f"contexts/{step - 3}")
         return own(
             seed=config.seed,
@@ -132,27 +146,36 @@ def check_open_rows(sampler: Sampler, found: Path | None) -> None:
 
 
 class Builder:
-    """Builds what this rank's role needs. All ranks of a group build the same parts in the same order. `engine`: the
-    process of this rank's engine (`launch_engine`), if it has one. `prompts`: what `load_data` returned."""
+    """Builds what this rank's role needs. All ranks of a group build the same parts in the same
+    order. `engine`: the process of this rank's engine (`launch_engine`), if it has one. `prompts`:
+    what `load_data` returned."""
 
     def __init__(
         self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None,
         prompts: tuple[data.PromptSet, data.PromptSet],
     ):  # fmt: skip
-        self.resolved, self.config, self.runtime, self.folder = resolved, resolved.config, runtime, folder
+        self.resolved = resolved
+        self.config = resolved.config
+        self.runtime = runtime
+        self.folder = folder
         self.engine_process = engine
         self.training, self.validation = prompts
         self.prompts = self.training.prompts + self.validation.prompts
         self.sampler = build_sampler(resolved, self.training)
         self.context = build_context(resolved, runtime, self.sampler, self.validation.prompts)
         temperature = self.config.rollout.temperature
-        self.outputs = PolicyOutputs(temperature, resolved.vocabulary_size, compiled=resolved.compiled)
+        self.outputs = PolicyOutputs(
+            temperature, resolved.vocabulary_size, compiled=resolved.compiled
+        )
 
     def actor(self) -> Actor:
-        """Policy, reference, engine. vLLM is built in a process of its own meanwhile; `connect_engine` waits for it."""
-        runner, engine = self._runner("actor"), self._engine()
+        """Policy, reference, engine. vLLM is built in a process of its own meanwhile;
+        `connect_engine` waits for it."""
+        runner = self._runner("actor")
+        engine = self._engine()
         try:
-            policy, reference = self._learner("policy", runner), self._reference("actor", runner)
+            policy = self._learner("policy", runner)
+            reference = self._reference("actor", runner)
             validator = self._validator(engine, runner)
             actor = Actor(
                 self.context,
@@ -172,16 +195,35 @@ class Builder:
 
     def _engine(self) -> RolloutEngine:
         """This rank's engine. Begins to build a vLLM engine on the rank that has its process."""
-        resolved, config, runtime, device = self.resolved, self.config, self.runtime, self.runtime.device
-        policy, tokenizer, dtype, engine = resolved.models["policy"], resolved.tokenizer, resolved.dtype, config.engine
-        model, folder, ranks = policy.config, policy.folder(self.folder), runtime.placement.groups["actor"]
+        resolved = self.resolved
+        config = self.config
+        runtime = self.runtime
+        device = self.runtime.device
+        policy = resolved.models["policy"]
+        tokenizer = resolved.tokenizer
+        dtype = resolved.dtype
+        engine = config.engine
+        model = policy.config
+        folder = policy.folder(self.folder)
+        ranks = runtime.placement.groups["actor"]
         if resolved.engine == "hf":
-            return HFEngine(model, tokenizer, device=device, dtype=dtype, max_rows=engine.max_rows, folder=folder)
+            return HFEngine(
+                model,
+                tokenizer,
+                device=device,
+                dtype=dtype,
+                max_rows=engine.max_rows,
+                folder=folder,
+            )
         number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
         if process := self.engine_process:
             rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
-            tokens = max(len(prompt.tokens) for prompt in self.prompts) + config.rollout.max_new_tokens
-            total = memory.gpu_memory(resolved) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            tokens = (
+                max(len(prompt.tokens) for prompt in self.prompts) + config.rollout.max_new_tokens
+            )
+            total = memory.gpu_memory(resolved) or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+                "SC_PHYS_PAGES"
+            )
             plan = Plan(
                 config=config,
                 folder=str(folder),
@@ -198,13 +240,15 @@ class Builder:
             )
             process.begin(plan)
             runtime.store.set(f"engine/address/{number}", plan.address)
-        address, known = runtime.store.get(f"engine/address/{number}").decode(), {"dtype": dtype, "device": device}
+        address = runtime.store.get(f"engine/address/{number}").decode()
+        known = {"dtype": dtype, "device": device}
         if device.type == "cuda":
             known |= {"sleep": engine.sleep, "peak": memory.trainer_peak(resolved)}
         return VLLMEngine(model, address, index, process, timeout=config.timeout, **known)
 
     def connect_engine(self, actor: Actor) -> None:
-        """Waits until the actor's engine is ready. Whatever takes time and needs no engine should come before."""
+        """Waits until the actor's engine is ready. Whatever takes time and needs no engine should
+        come before."""
         self._begin_phase("starting the engine")
         line = actor.engine.connect()
         if actor.group.is_first:
@@ -214,15 +258,19 @@ class Builder:
         """Value model, reward functions, reward model, reference."""
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training.prompts, runner)
-        values = [self._learner("value", runner, number) for number in range(self.config.value.ensemble)]
-        reference, save = self._reference("critic", runner), functools.partial(self._save_value, values[0])
+        values = [
+            self._learner("value", runner, number) for number in range(self.config.value.ensemble)
+        ]
+        reference = self._reference("critic", runner)
+        save = functools.partial(self._save_value, values[0])
         critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
         self._warm_up(critic)
         return critic
 
     def links(self) -> Links:
         """This rank's end of the three channels."""
-        runtime, rollout = self.runtime, self.config.rollout
+        runtime = self.runtime
+        rollout = self.config.rollout
         wire = Wire(
             runtime.launch.rank,
             runtime.wire,
@@ -233,7 +281,12 @@ class Builder:
         )
         (group,) = runtime.groups.values()
         return Links(
-            wire, runtime.placement, self.context.ownership, group, chunks=rollout.messages, window=rollout.window
+            wire,
+            runtime.placement,
+            self.context.ownership,
+            group,
+            chunks=rollout.messages,
+            window=rollout.window,
         )
 
     def exchange(self) -> Exchange:
@@ -246,11 +299,15 @@ class Builder:
             column.warm_up()
 
     def _runner(self, role: Role) -> Runner:
-        return Runner(self.runtime.groups[role], self.runtime.device, self.config.compute.micro_batch_tokens)
+        return Runner(
+            self.runtime.groups[role], self.runtime.device, self.config.compute.micro_batch_tokens
+        )
 
     def _save_value(self, value: Learner) -> None:
-        """Writes the value model beside the checkpoints, with the tokenizer, for other runs to start from."""
-        folder, first = self.folder / "pretrained_value", value.runner.group.is_first
+        """Writes the value model beside the checkpoints, with the tokenizer, for other runs to
+        start from."""
+        folder = self.folder / "pretrained_value"
+        first = value.runner.group.is_first
         found = self.resolved.models["value"]
         weights.save_trained(
             found.config,
@@ -280,7 +337,12 @@ class Builder:
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
-        return Reference(self._model("reference", runner), runner, self.outputs, offload=self.config.reference.offload)
+        return Reference(
+            self._model("reference", runner),
+            runner,
+            self.outputs,
+            offload=self.config.reference.offload,
+        )
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward
@@ -289,14 +351,20 @@ class Builder:
         model = self.resolved.models["reward"]
         tokenizer = read_tokenizer(model.path, own_code=self.config.policy.trust_remote_code)
         text = RewardText(
-            tokenizer, self.resolved.tokenizer, chat=reward.model_chat, longest=longest_text(model.config, tokenizer)
+            tokenizer,
+            self.resolved.tokenizer,
+            chat=reward.model_chat,
+            longest=longest_text(model.config, tokenizer),
         )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
-        return RewardModel(self._model("reward", runner), runner, text, offload=reward.model_offload)
+        return RewardModel(
+            self._model("reward", runner), runner, text, offload=reward.model_offload
+        )
 
     def _scorer(self, reward: RewardConfig, prompts: Sequence[Prompt], runner: Runner) -> Scorer:
-        """Runs reward functions, in processes of its own; on the first rank of a set, for all of it."""
+        """Runs reward functions, in processes of its own; on the first rank of a set, for all of
+        it."""
         if not runner.group.speaks:
             reward = replace(reward, function=("none",), weights=())
         return Scorer(reward, {prompt.data_source for prompt in prompts})
@@ -307,19 +375,32 @@ class Builder:
             reward = replace(reward, function=held_out, weights=())
         scorer = self._scorer(reward, self.validation.prompts, runner)
         return Validator(
-            self.context, engine, runner.group, scorer, functools.partial(write_rows, self.folder / "validation")
+            self.context,
+            engine,
+            runner.group,
+            scorer,
+            functools.partial(write_rows, self.folder / "validation"),
         )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
         """Builds, shards and fills a model; `number` counts in an ensemble."""
         self._begin_phase(f"loading the {name}")
-        resolved, found, config = self.resolved, self.resolved.models[name], self.config
+        resolved = self.resolved
+        found = self.resolved.models[name]
+        config = self.config
         frozen = name in ("reference", "reward")  # held in the precision in which it runs
-        model = build.build(found.config, found.kind, resolved.dtype if frozen else torch.float32, packed=found.packed)
-        # with gradients, the reference's layers are to the compiler what the policy's are; it runs without them
+        model = build.build(
+            found.config,
+            found.kind,
+            resolved.dtype if frozen else torch.float32,
+            packed=found.packed,
+        )
+        # with gradients, the reference's layers are to the compiler what the policy's are; it runs
+        # without them
         model.requires_grad_(name != "reward")
         build.freeze(model, found.frozen, f"{name}.freeze")
-        # a reward model runs padded, over texts of its own: compiling it would take longer than it saves
+        # a reward model runs padded, over texts of its own: compiling it would take longer than it
+        # saves
         compiled = resolved.compiled and name != "reward"
         role = resolved.role_of(name)
         parallelize(
@@ -341,7 +422,8 @@ class Builder:
         return model
 
     def _begin_phase(self, name: str) -> None:
-        """Names a phase of the start: to the other ranks, and on the screen if this is the first rank of a group."""
+        """Names a phase of the start: to the other ranks, and on the screen if this is the first
+        rank of a group."""
         self.runtime.status.set_phase(name)
         if any(group.is_first for group in self.runtime.groups.values()):
             say(f"[{'+'.join(self.runtime.groups)}] {name} ...")

@@ -5,9 +5,10 @@
         state.json                                 everything else
         manifest.json                              the step; size and CRC-32 of each file above
 
-A group writes its part as `ROLE.partial` and renames it when all of it is on disk (saver.py). A checkpoint is complete
-when both parts are there, and damaged if a file differs from its manifest. Loading reshards the tensors. The order of
-the data, the noise and the learning rate are functions of seed and step: no checkpoint holds them.
+A group writes its part as `ROLE.partial` and renames it when all of it is on disk (saver.py). A
+checkpoint is complete when both parts are there, and damaged if a file differs from its manifest.
+Loading reshards the tensors. The order of the data, the noise and the learning rate are functions
+of seed and step: no checkpoint holds them.
 """
 
 import json
@@ -40,7 +41,8 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was written, from its folder's name; 0 for any other folder."""
+    """The step after which a checkpoint was written, from its folder's name; 0 for any other
+    folder."""
     return int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else 0
 
 
@@ -56,26 +58,35 @@ def complete(run_dir: Path) -> list[Path]:
 
 def measure(path: Path) -> File:
     """Reads a file's size and checksum."""
-    crc, size = 0, 0
+    crc = 0
+    size = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):
-            crc, size = zlib.crc32(block, crc), size + len(block)
+            crc = zlib.crc32(block, crc)
+            size = size + len(block)
     return size, crc
 
 
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
-    write_whole(part / MANIFEST, json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+    write_whole(
+        part / MANIFEST,
+        json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n",
+    )
 
 
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
-    """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or damaged."""
+    """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or
+    damaged."""
     found = json.loads((part / MANIFEST).read_text())
-    return int(found["step"]), {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
+    return int(found["step"]), {
+        name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()
+    }
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = False) -> str:
-    """Describes the first damage of a complete checkpoint; "" if there is none. This rank checks every `ranks`-th file,
-    the other ranks the others. `sizes_only`: compares only the sizes of the files."""
+    """Describes the first damage of a complete checkpoint; "" if there is none. This rank checks
+    every `ranks`-th file, the other ranks the others. `sizes_only`: compares only the sizes of the
+    files."""
     listed = []
     for part in (folder / role for role in ROLES):
         try:
@@ -99,22 +110,28 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
 
 
 def candidates(run_dir: Path, resume: str) -> list[Path]:
-    """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError if `resume` is no
-    complete checkpoint, or older than the run's newest."""
+    """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError
+    if `resume` is no complete checkpoint, or older than the run's newest."""
     found = complete(run_dir) if resume != "never" else []
     if resume in ("auto", "never"):
         return found
     folder = Path(resume).resolve()  # a link may have another name
     if not is_complete(folder):
-        raise UserError(f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder")
+        raise UserError(
+            f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder"
+        )
     if found and step_of(found[-1]) > step_of(folder):
-        raise UserError(f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir")
+        raise UserError(
+            f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir"
+        )
     return [folder]
 
 
-def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, report: bool = False) -> Path | None:
-    """The newest undamaged one of these checkpoints; None if the list is empty. `report` prints the damaged ones.
-    Raises UserError if all of them are damaged."""
+def choose(
+    folders: Sequence[Path], damage_of: Callable[[Path], str], *, report: bool = False
+) -> Path | None:
+    """The newest undamaged one of these checkpoints; None if the list is empty. `report` prints the
+    damaged ones. Raises UserError if all of them are damaged."""
     damaged = []
     for folder in reversed(folders):
         if not (wrong := damage_of(folder)):
@@ -131,13 +148,14 @@ def choose(folders: Sequence[Path], damage_of: Callable[[Path], str], *, report:
 
 
 def find(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint to resume from, by the sizes of its files. Raises UserError as `candidates` and `choose` do."""
+    """The checkpoint to resume from, by the sizes of its files. Raises UserError as `candidates`
+    and `choose` do."""
     return choose(candidates(run_dir, resume), lambda folder: damage(folder, sizes_only=True))
 
 
 def tidy(run_dir: Path, start: int) -> None:
-    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later ones (all damaged), so
-    that parts of two runs never make one checkpoint."""
+    """Before a run resumes after step `start`: removes unfinished checkpoints and renames later
+    ones (all damaged), so that parts of two runs never make one checkpoint."""
     whole = set(complete(run_dir))
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
         if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):
@@ -153,14 +171,16 @@ def tidy(run_dir: Path, start: int) -> None:
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes all but the newest `keep` complete checkpoints (0: keeps all) and those of every `keep_every`-th step.
-    A checkpoint with a file of a wrong size does not count towards `keep`."""
+    """Removes all but the newest `keep` complete checkpoints (0: keeps all) and those of every
+    `keep_every`-th step. A checkpoint with a file of a wrong size does not count towards `keep`."""
     good = 0
     for folder in reversed(complete(run_dir) if keep else []):
         if good < keep:
             good += not damage(folder, sizes_only=True)
         elif not keep_every or step_of(folder) % keep_every:
-            old = folder.with_name(f"{folder.name}.gone")  # not a checkpoint, even if a part of it stays
+            old = folder.with_name(
+                f"{folder.name}.gone"
+            )  # not a checkpoint, even if a part of it stays
             with suppress(FileNotFoundError):  # the other group may remove it, too
                 folder.rename(old)
                 # a file that another host has open stays on NFS; the next start removes it (`tidy`)
@@ -168,8 +188,8 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
-    """Fills the tensors of `into` from a part; `how` goes to `torch.distributed.checkpoint.load`. Raises UserError if
-    the part can't be read, or holds other tensors."""
+    """Fills the tensors of `into` from a part; `how` goes to `torch.distributed.checkpoint.load`.
+    Raises UserError if the part can't be read, or holds other tensors."""
     try:
         dcp.load(into, storage_reader=TensorReader(part), **how)
     except CheckpointException as error:  # a BaseException
@@ -192,7 +212,10 @@ class _TensorsOnly(pickle.Unpickler):
     """Makes only descriptions of tensors. Not of bytes: those are pickled objects again."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles an enumeration's members with it
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # Python 3.11.2 pickles an enumeration's members with it
             return lambda _, member: _MEM_FORMAT_ENCODING[member]
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")

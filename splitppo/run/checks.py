@@ -1,4 +1,5 @@
-"""What files, folders, functions and the engine get wrong, found before a process group or GPU is touched."""
+"""What files, folders, functions and the engine get wrong, found before a process group or GPU is
+touched."""
 
 import os
 from dataclasses import replace
@@ -20,7 +21,8 @@ from splitppo.run.trackers import check_trackers
 
 
 def without_validation(config: Config) -> tuple[Config, str]:
-    """The configuration, without validation if nothing is held out of the user's own data, and then a line on that."""
+    """The configuration, without validation if nothing is held out of the user's own data, and then
+    a line on that."""
     every = config.log.validate_every
     if every <= 0 or not config.data.files or config.data.validation_files:
         return config, ""
@@ -32,7 +34,8 @@ def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
-    files, held_out = config.data.files, config.data.validation_files
+    files = config.data.files
+    held_out = config.data.validation_files
     if not any(file.startswith("hf://") for file in (*files, *held_out)):
         data.check_files(config.data)
     data.read_lengths(config.rollout)
@@ -41,28 +44,44 @@ def check_inputs(config: Config) -> None:
 
 def preflight(resolved: Resolved) -> None:
     """The other checks that need no process group; the first that fails is a UserError."""
-    config, placement = resolved.config, resolved.placement
-    for name, given in (("reference", config.placement.reference == "critic"), ("barrier", config.placement.barrier)):
+    config = resolved.config
+    placement = resolved.placement
+    for name, given in (
+        ("reference", config.placement.reference == "critic"),
+        ("barrier", config.placement.barrier),
+    ):
         if given and placement.colocated:
-            raise UserError(f"placement.{name} is for two groups, and every rank plays both roles; leave it unset")
+            raise UserError(
+                f"placement.{name} is for two groups, and every rank plays both roles; leave it unset"
+            )
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         if (size := config.tensor_parallel(name)) > 1:
             setting = "reward.model" if name == "reward" else f"{name}.path"
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
-    if any(file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)):
+    if any(
+        file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)
+    ):
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
         raise UserError(
             f"policy.path={config.policy.path}: config.json, generation_config.json and the tokenizer "
             "name no eos_token_id, so no response would end; name one there, or set --rollout.stop"
         )
-    check_engine(config, placement, resolved.device.type, resolved.local_world, resolved.models["policy"].config)
+    check_engine(
+        config,
+        placement,
+        resolved.device.type,
+        resolved.local_world,
+        resolved.models["policy"].config,
+    )
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         begun = config.run_dir and os.path.isfile(os.path.join(config.run_dir, "inputs.json"))
-        check_run_folder(config, inputs_of(config, model_paths(config), resolved.local) if begun else None)
+        check_run_folder(
+            config, inputs_of(config, model_paths(config), resolved.local) if begun else None
+        )
     elif config.run_dir is None and config.checkpoint.every:
         raise UserError(
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: "
@@ -72,13 +91,16 @@ def preflight(resolved: Resolved) -> None:
 
 def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
-    config, placement = resolved.config, resolved.placement
+    config = resolved.config
+    placement = resolved.placement
     found = engine_warnings(config, resolved.device.type)
     if gpu := memory.gpu_memory(resolved):
-        model, ranks = resolved.models["policy"].config, len(placement.groups["actor"])
+        model = resolved.models["policy"].config
+        ranks = len(placement.groups["actor"])
         queue = queue_warning(config, model, resolved.dtype, ranks=ranks, total=int(gpu))
         found += filter(None, [memory.check_memory(resolved, gpu), queue])
-    rows, ppo = config.rollout.batch_size, config.ppo
+    rows = config.rollout.batch_size
+    ppo = config.ppo
     for role, ranks in data_parallel(config, placement).items():
         cuts = ppo.value_mini_batches or ppo.mini_batches if role == "critic" else ppo.mini_batches
         if ranks * cuts > rows:
@@ -99,7 +121,9 @@ def warnings(resolved: Resolved) -> list[str]:
         )
     for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
         if value := getattr(config.reference, setting):
-            found.append(f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0")
+            found.append(
+                f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+            )
     for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
         if optim.warmup_steps > config.steps:
             found.append(

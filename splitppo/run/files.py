@@ -1,4 +1,5 @@
-"""Small files of a run: whole ones, JSON lines and tables of rows. Without torch, so that the tools start fast."""
+"""Small files of a run: whole ones, JSON lines and tables of rows. Without torch, so that the tools
+start fast."""
 
 import json
 import math
@@ -20,11 +21,14 @@ BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowErro
 
 
 def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
-    """Returns `parse(text)` of a file's text. Raises UserError if the file can't be read or parsed."""
+    """Returns `parse(text)` of a file's text. Raises UserError if the file can't be read or
+    parsed."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except BROKEN as error:
-        raise UserError(f"{path} can't be read ({type(error).__name__}: {error}); {remedy}") from error
+        raise UserError(
+            f"{path} can't be read ({type(error).__name__}: {error}); {remedy}"
+        ) from error
 
 
 def read_if_there(path: Path, parse: Callable[[str], Any]) -> Any:
@@ -33,7 +37,8 @@ def read_if_there(path: Path, parse: Callable[[str], Any]) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes and syncs a new file, then renames it to `path`: after a crash it is the old or the new one."""
+    """Writes and syncs a new file, then renames it to `path`: after a crash it is the old or the
+    new one."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -53,22 +58,28 @@ def sync_folder(path: Path) -> None:
 
 
 def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line holds none."""
+    """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line
+    holds none."""
     with suppress(*BROKEN):
         if isinstance(found := json.loads(line), dict):
             return found
-    raise UserError(f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line")
+    raise UserError(
+        f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line"
+    )
 
 
 def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
-    """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and end in Unix seconds)
-    and what else is in the line. Raises UserError if the line holds no such record."""
+    """The record of a step: `step` (int), numbers (as floats), `spans` (tuples of name, start and
+    end in Unix seconds) and what else is in the line. Raises UserError if the line holds no such
+    record."""
     record = parse_line(line, where)
     try:
         spans = [(str(n), float(a), float(b)) for n, a, b in record.get("spans", [])]
         if not all(math.isfinite(end - start) for _, start, end in spans):
             raise ValueError("a span that never begins or ends")
-        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        numbers = {
+            name: float(value) for name, value in record.items() if isinstance(value, int | float)
+        }
         record |= numbers | {"step": int(record["step"]), "spans": spans}
     except BROKEN as error:
         raise UserError(
@@ -79,8 +90,9 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Iterator[T]:
-    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be writing it, or was
-    killed while it wrote it. Another line that can't be parsed is a UserError."""
+    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be
+    writing it, or was killed while it wrote it. Another line that can't be parsed is a
+    UserError."""
     # not splitlines(): a text may hold Unicode's line separators
     *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(whole, 1):
@@ -93,7 +105,8 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of a row: the question in place of the rendered prompt, and no figures of single tokens."""
+    """What a table shows of a row: the question in place of the rendered prompt, and no figures of
+    single tokens."""
     hidden = {"tokens", *(["prompt"] if "question" in row else [])}
     return {name: value for name, value in row.items() if name not in hidden}
 
@@ -104,12 +117,14 @@ def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     path = folder / f"step_{step:06d}.jsonl"
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    path.with_suffix(".md").write_text(table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8")
+    path.with_suffix(".md").write_text(
+        table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table whose columns are the first row's keys. A cell shows the beginning and the end of what
-    is longer than 120 characters, and `↵` for a new line."""
+    """Rows as a Markdown table whose columns are the first row's keys. A cell shows the beginning
+    and the end of what is longer than 120 characters, and `↵` for a new line."""
     names = list(rows[0]) if rows else []
     cells = [names, ["---"] * len(names)] if names else []
     cells += [[_cell(row[name]) for name in names] for row in rows]

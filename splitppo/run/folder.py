@@ -1,4 +1,5 @@
-"""A run's folder: whether the run can go on in it, and what it records of settings, input files and versions."""
+"""A run's folder: whether the run can go on in it, and what it records of settings, input files and
+versions."""
 
 import hashlib
 import itertools
@@ -26,8 +27,8 @@ from splitppo.run import checkpoint
 from splitppo.run.files import read_file, read_if_there, write_whole
 from splitppo.run.sources import absolute
 
-# settings that may change when a run resumes; with a dot at the end, all of a table. What the longest prompt changes is
-# seen in the prompts
+# settings that may change when a run resumes; with a dot at the end, all of a table. What the
+# longest prompt changes is seen in the prompts
 FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
     compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
     reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
@@ -35,13 +36,24 @@ FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro
     timeout steps"""
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
-TRAINING, VALIDATION = "training prompts as rendered", "validation prompts as rendered"  # in inputs.json
-FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")  # of a run
+# in inputs.json
+TRAINING = "training prompts as rendered"
+VALIDATION = "validation prompts as rendered"
+FOLDERS = (
+    "checkpoints",
+    "logs",
+    "metrics",
+    "samples",
+    "tensorboard",
+    "tiny",
+    "validation",
+)  # of a run
 BLOCK = 2**18  # bytes read at once
 
 
 def finished(config: Config) -> Path | None:
-    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for another run."""
+    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for
+    another run."""
     found = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
     if config.run_dir is None or config.resume == "never" or not checkpoint.is_complete(found):
         return None
@@ -50,12 +62,15 @@ def finished(config: Config) -> Path | None:
 
 
 def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError for a folder in which the run can't go on, or a checkpoint that it can't go on from; `inputs`
-    (`inputs_of`) are compared if given. Under torchrun --max-restarts this is called when the restart count is known:
-    what the first start left in the folder belongs to the next one."""
+    """Raises UserError for a folder in which the run can't go on, or a checkpoint that it can't go
+    on from; `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is
+    called when the restart count is known: what the first start left in the folder belongs to the
+    next one."""
     if config.run_dir is None:
         if config.resume not in ("auto", "never"):
-            raise UserError(f"--resume {config.resume} needs --run-dir: the folder in which the run goes on")
+            raise UserError(
+                f"--resume {config.resume} needs --run-dir: the folder in which the run goes on"
+            )
         return
     folder = Path(config.run_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -76,19 +91,30 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     if begun or (found and found.parent.parent.resolve() == folder.resolve()):
         check_same_run(config, folder, inputs)
     if found and (step := checkpoint.step_of(found)) > config.steps:
-        raise UserError(f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on")
+        raise UserError(
+            f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on"
+        )
 
 
 def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> None:
-    """Raises UserError if settings or `inputs` (`inputs_of`) make this another run than the folder's, unless forced."""
+    """Raises UserError if settings or `inputs` (`inputs_of`) make this another run than the
+    folder's, unless forced."""
     if config.force:
         return
     found = []
-    scheduled = any(optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim))
+    scheduled = any(
+        optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim)
+    )
     for name, was, now in changes(config, folder, inputs):
-        free = any(name.startswith(part) if part.endswith(".") else name == part for part in FREE.split())
+        free = any(
+            name.startswith(part) if part.endswith(".") else name == part for part in FREE.split()
+        )
         if not free or (name == "steps" and scheduled):
-            why = " and the learning rate's schedule ends with the last step" if name == "steps" else ""
+            why = (
+                " and the learning rate's schedule ends with the last step"
+                if name == "steps"
+                else ""
+            )
             found.append(f"{name} was {was}, and is {now}{why}")
     if found:
         named = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
@@ -98,16 +124,26 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
         )
 
 
-def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if there is no run. A
-    setting that is gone from this version differs if it did something in the run. Files and models are the same in any
-    place, if RUN has their hashes."""
-    remedy, now, before = "fix it, or delete it to resume without comparing its contents", {}, {}
+def changes(
+    config: Config, folder: Path, inputs: Mapping[str, str] | None = None
+) -> list[tuple[str, str, str]]:
+    """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if
+    there is no run. A setting that is gone from this version differs if it did something in the
+    run. Files and models are the same in any place, if RUN has their hashes."""
+    remedy = "fix it, or delete it to resume without comparing its contents"
+    now = {}
+    before = {}
     free = (folder / "inputs.json").is_file()
     if (path := folder / "config.toml").is_file():
-        settings = read_file(path, tomllib.loads, remedy), tomllib.loads(to_toml(absolute(config, folder)))
+        settings = (
+            read_file(path, tomllib.loads, remedy),
+            tomllib.loads(to_toml(absolute(config, folder))),
+        )
         before, now = (
-            {name: toml_value(_without_place(name, value) if free else value) for name, value in leaves(table)}
+            {
+                name: toml_value(_without_place(name, value) if free else value)
+                for name, value in leaves(table)
+            }
             for table in settings
         )
         now |= {
@@ -116,24 +152,33 @@ def changes(config: Config, folder: Path, inputs: Mapping[str, str] | None = Non
             if name in before
         }
     if inputs is not None and free:
-        kept = read_file(folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy)
+        kept = read_file(
+            folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy
+        )
         # earlier versions kept no hash of the prompts, and before a run begins there is none
         now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept} | dict(inputs)
         before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
-    both = [(name, before.get(name, "unset"), now.get(name, "unset")) for name in sorted(before.keys() | now.keys())]
+    both = [
+        (name, before.get(name, "unset"), now.get(name, "unset"))
+        for name in sorted(before.keys() | now.keys())
+    ]
     return [(name, was, given) for name, was, given in both if was != given]
 
 
 def _without_place(setting: str, value: Any) -> Any:
-    """What a setting says beside the place of its files: their names, and of a model nothing but that it is one."""
+    """What a setting says beside the place of its files: their names, and of a model nothing but
+    that it is one."""
     if setting not in PATHS or "." not in setting or value == "tiny":
         return value
-    names = [os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])]
+    names = [
+        os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])
+    ]
     return "a model" if setting.endswith((".path", ".model")) else names
 
 
 def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
-    """A run's inputs `kept` under the keys that `inputs` have for the same setting and file name, wherever it lies."""
+    """A run's inputs `kept` under the keys that `inputs` have for the same setting and file name,
+    wherever it lies."""
     names = {key: re.sub(r" .*[ /]", " ", key) for key in (*kept, *inputs)}
     keys = {name: [key for key in inputs if names[key] == name] for name in names.values()}
     return {(keys[names[key]] or [key]).pop(0): value for key, value in kept.items()}
@@ -145,9 +190,10 @@ def inputs_of(
     local: Mapping[str, str],
     prompts: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> dict[str, str]:
-    """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's imports. FILE does not
-    depend on where the hub's cache lies. `models`: model -> its folder or hub name. `local`: hub name -> its path.
-    `prompts`: name -> prompts whose texts, as they are rendered, have a hash under that name."""
+    """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's
+    imports. FILE does not depend on where the hub's cache lies. `models`: model -> its folder or
+    hub name. `local`: hub name -> its path. `prompts`: name -> prompts whose texts, as they are
+    rendered, have a hash under that name."""
     given = {
         "data.files": config.data.files,
         "data.validation_files": config.data.validation_files,
@@ -155,8 +201,12 @@ def inputs_of(
         "reward.function": tuple(name.rpartition(":")[0] for name in config.reward.function),
         "reward.validation": tuple(name.rpartition(":")[0] for name in config.reward.validation),
     }
-    for folder, name in {folder: name for name, folder in reversed([*models.items()])}.items():  # each folder once
-        given["reward.model" if name == "reward" else f"{name}.path"] = () if folder == "tiny" else (folder,)
+    for folder, name in {
+        folder: name for name, folder in reversed([*models.items()])
+    }.items():  # each folder once
+        given["reward.model" if name == "reward" else f"{name}.path"] = (
+            () if folder == "tiny" else (folder,)
+        )
     found = {}
     for setting, name in ((key, name) for key in given for name in given[key] if name):
         path = Path(local.get(name, name)).expanduser()
@@ -171,7 +221,8 @@ def inputs_of(
 
 def fingerprint(path: Path) -> str:
     """Size and BLAKE2b of a file. Of weights, which may take minutes to read, only 64 blocks."""
-    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
     every = max(BLOCK, -(-size // 64)) if path.suffix == ".safetensors" else BLOCK
     with path.open("rb") as file:
         for start in range(0, size, every):
@@ -192,8 +243,9 @@ def new_folder() -> Path:
 
 
 def move_aside(config: Config, *, dry: bool = False) -> str:
-    """Moves the run in `run_dir` aside if `resume` is `never`: beside it, to the first free number. The folder must be
-    locked, but for a `dry` run, which moves nothing. Returns a line that says so; "" if no run is there."""
+    """Moves the run in `run_dir` aside if `resume` is `never`: beside it, to the first free number.
+    The folder must be locked, but for a `dry` run, which moves nothing. Returns a line that says
+    so; "" if no run is there."""
     folder = Path(os.path.abspath(config.run_dir or ""))
     if config.run_dir is None or config.resume != "never" or not has_steps(folder):
         return ""
@@ -205,10 +257,14 @@ def move_aside(config: Config, *, dry: bool = False) -> str:
 
 
 def write_run_files(
-    config: Config, folder: Path, resumed: Path | None, inputs: Mapping[str, str], given: Iterable[str] = ()
+    config: Config,
+    folder: Path,
+    resumed: Path | None,
+    inputs: Mapping[str, str],
+    given: Iterable[str] = (),
 ) -> None:
-    """Writes the settings, the names of those that the user has `given`, the inputs and the versions. Prints what a run
-    `resumed` from a checkpoint changes."""
+    """Writes the settings, the names of those that the user has `given`, the inputs and the
+    versions. Prints what a run `resumed` from a checkpoint changes."""
     before = read_if_there(folder / "given.json", json.loads) if has_steps(folder) else []
     if before is not None:  # a run that an earlier version began has no such file
         write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
@@ -223,11 +279,17 @@ def write_run_files(
     write_whole(folder / "config.toml", to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    revision = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    revision = (
+        shutil.which("git")
+        and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    )
     versions = {
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
-        **{name: installed(name) for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")},
+        **{
+            name: installed(name)
+            for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")
+        },
         "git": revision or "not a checkout",
     }
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

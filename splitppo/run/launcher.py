@@ -1,4 +1,5 @@
-"""`splitppo train --nproc_per_node N ...`: torchrun in this process, and a screen that shows what a person needs."""
+"""`splitppo train --nproc_per_node N ...`: torchrun in this process, and a screen that shows what a
+person needs."""
 
 import logging
 import os
@@ -19,14 +20,16 @@ FLAGS = (
     "--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--role", "--numa-binding", "--signals-to-handle",
     "--shutdown-timeout",
 )  # fmt: skip
-RANK = (  # SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
+# SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
+RANK = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
     "import runpy; runpy.run_module('splitppo.train', run_name='__main__')"
 )
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """torchrun's flags of a command line, each with its value in one word; and the trainer's flags."""
+    """torchrun's flags of a command line, each with its value in one word; and the trainer's
+    flags."""
     flags: list[str] = []
     own: list[str] = []
     words = iter(argv)
@@ -39,9 +42,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
-    """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns 0, or the exit
-    status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them, else 1. Raises UserError for wrong
-    flags before a rank starts."""
+    """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns
+    0, or the exit status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them,
+    else 1. Raises UserError for wrong flags before a rank starts."""
     config = parse(argv)
     check(config)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
@@ -60,7 +63,9 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
         os.environ[LAUNCHER] = str(run)
         os.environ.setdefault("SPLITPPO_STOPPED", f"{temporary}/saved")
         try:
-            torchrun.run(parser.parse_args([*flags, "--no-python", sys.executable, "-u", "-c", RANK, *argv]))
+            torchrun.run(
+                parser.parse_args([*flags, "--no-python", sys.executable, "-u", "-c", RANK, *argv])
+            )
             return 0
         except errors.ChildFailedError as error:
             if sys.stdout.isatty():
@@ -75,7 +80,9 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             who = "the job"
         except Exception as error:
             cause = error.__cause__ if "See inner exception" in str(error) else error
-            problem = one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
+            problem = (
+                one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
+            )
             raise UserError(f"{' '.join(flags)}: {problem}; see torchrun --help") from error
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
         if status < 0 and Path(os.environ["SPLITPPO_STOPPED"]).exists():
@@ -97,4 +104,8 @@ def _state(run: str) -> str:
     from splitppo.run.checkpoint import complete
 
     saved = complete(Path(run)) if run else []
-    return f"{saved[-1]} is saved; the same command with --run-dir {run} resumes" if saved else "nothing is saved"
+    return (
+        f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
+        if saved
+        else "nothing is saved"
+    )

@@ -1,4 +1,5 @@
-"""A run from its first step to its last, as one rank sees it: logs, checkpoints, trackers, the end."""
+"""A run from its first step to its last, as one rank sees it: logs, checkpoints, trackers, the
+end."""
 
 import gc
 import logging
@@ -26,7 +27,13 @@ from splitppo.run import checkpoint, memory
 from splitppo.run.build import Builder, all_inputs, check_open_rows
 from splitppo.run.checks import warnings
 from splitppo.run.files import write_rows, write_whole
-from splitppo.run.folder import check_run_folder, check_same_run, move_aside, new_folder, write_run_files
+from splitppo.run.folder import (
+    check_run_folder,
+    check_same_run,
+    move_aside,
+    new_folder,
+    write_run_files,
+)
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.notices import follow, silent
@@ -42,10 +49,14 @@ BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gr
 def _begin_folder(
     resolved: Resolved, runtime: Runtime, lock: Lock, prompts: tuple[PromptSet, PromptSet]
 ) -> tuple[Path, Path | None]:
-    """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the checkpoint to resume."""
-    config, rank = resolved.config, runtime.launch.rank
+    """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the
+    checkpoint to resume."""
+    config = resolved.config
+    rank = runtime.launch.rank
     given = Path(config.run_dir) if config.run_dir else None
-    folder = Path(runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE))
+    folder = Path(
+        runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE)
+    )
     inputs = all_inputs(resolved, *prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
@@ -54,10 +65,14 @@ def _begin_folder(
         write_run_files(config, folder, found, inputs, resolved.given)
         keep_copies(config, {name: model.path for name, model in resolved.models.items()}, folder)
         write_whole(folder / "resolved.json", resolved.to_json() + "\n")
-        (folder / "placement.txt").write_text(format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n")
+        (folder / "placement.txt").write_text(
+            format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n"
+        )
     if any(model.name == "tiny" for model in resolved.models.values()):
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
-    (folder / "logs").mkdir(parents=True, exist_ok=True)  # for this rank's warnings, and its libraries' messages
+    (folder / "logs").mkdir(
+        parents=True, exist_ok=True
+    )  # for this rank's warnings, and its libraries' messages
     if LAUNCHER in os.environ:
         Path(os.environ[LAUNCHER]).write_text(str(folder))
     logging.basicConfig(
@@ -70,13 +85,17 @@ def _begin_folder(
     return folder, found
 
 
-def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]) -> Path | None:
-    """Returns the checkpoint that the run resumes from, if any, and removes unfinished ones. All ranks call it, each
-    checks some of the files; `inputs` (`inputs_of`) matters on rank 0."""
+def find_checkpoint(
+    config: Config, runtime: Runtime, folder: Path, inputs: Mapping[str, str]
+) -> Path | None:
+    """Returns the checkpoint that the run resumes from, if any, and removes unfinished ones. All
+    ranks call it, each checks some of the files; `inputs` (`inputs_of`) matters on rank 0."""
     launch = runtime.launch
 
     def candidates() -> str:
-        restarts = runtime.job.add("splitppo/begun", 0)  # starts of this job (torchrun --max-restarts) that passed here
+        restarts = runtime.job.add(
+            "splitppo/begun", 0
+        )  # starts of this job (torchrun --max-restarts) that passed here
         if restarts:
             check_same_run(config, folder, inputs)
         else:
@@ -104,12 +123,19 @@ def find_checkpoint(config: Config, runtime: Runtime, folder: Path, inputs: Mapp
 
 
 class Run:
-    """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first step."""
+    """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first
+    step."""
 
     def __init__(
-        self, resolved: Resolved, prompts: tuple[PromptSet, PromptSet], runtime: Runtime, engine: Process | None = None
+        self,
+        resolved: Resolved,
+        prompts: tuple[PromptSet, PromptSet],
+        runtime: Runtime,
+        engine: Process | None = None,
     ):
-        self.config, self.runtime, self.lock = resolved.config, runtime, Lock(Peer.of_this_process(runtime.device))
+        self.config = resolved.config
+        self.runtime = runtime
+        self.lock = Lock(Peer.of_this_process(runtime.device))
         self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
         self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
@@ -117,31 +143,40 @@ class Run:
         self.links: Links | None = None
         self.writer = ThreadPoolExecutor(1, "samples")
         self.written: Future[None] | None = None  # the step's samples
-        # fields of the channel `logprobs`: the old ones, and the reference's if the actor group holds it
-        self.logprob_fields = 1 + ("reference" in resolved.models and resolved.role_of("reference") == "actor")
+        # fields of the channel `logprobs`: the old ones, and the reference's if the actor group
+        # holds it
+        self.logprob_fields = 1 + (
+            "reference" in resolved.models and resolved.role_of("reference") == "actor"
+        )
         try:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
-            self.start = checkpoint.step_of(self.resumed) if self.resumed else 0  # the step that it resumes after
+            self.start = (
+                checkpoint.step_of(self.resumed) if self.resumed else 0
+            )  # the step that it resumes after
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
             check_open_rows(self.build.sampler, self.resumed)
         except BaseException as error:
             self.lock.release()
             if isinstance(error, OSError):
-                raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
+                raise UserError(
+                    f"run_dir: {error}; fix that, or choose another --run-dir"
+                ) from error
             raise
         if runtime.launch.rank == 0:
             say(opening(resolved, self.folder, self.start, *prompts))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
-        """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers; validates before the first
-        step."""
+        """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers;
+        validates before the first step."""
         settings = self.config.checkpoint
         prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         for role, holder in zip(ROLES, (actor, critic), strict=True):
             if holder:
                 group = self.runtime.saving[role]
-                saver = self.savers[role] = Saver(holder.learners, role, self.folder, group, committed=prune)
+                saver = self.savers[role] = Saver(
+                    holder.learners, role, self.folder, group, committed=prune
+                )
                 if settings.every:
                     saver.allocate()
                 if self.resumed:
@@ -159,7 +194,9 @@ class Run:
                 remedies=partial(memory.remedies, self.build.resolved),
                 notices=partial(next, follow(self.folder, silent(self.build.resolved))),
             )
-        self.trackers = Trackers(self.config, self.folder, self.start, active=self.runtime.launch.rank == 0)
+        self.trackers = Trackers(
+            self.config, self.folder, self.start, active=self.runtime.launch.rank == 0
+        )
         if actor and not self.resumed:
             with self.logs["actor"].span("validate"):
                 metrics = actor.validate(0)
@@ -171,7 +208,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
         gc.collect()
-        gc.freeze()  # a full garbage collection over the models' objects takes up to 1 s, and all wait for the slowest
+        # a full garbage collection over the models' objects takes up to 1 s, and all wait for the
+        # slowest
+        gc.freeze()
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if stop := self.runtime.status.stopped_by(step):
@@ -179,7 +218,8 @@ class Run:
                 return
 
     def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
-        """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends or stops here."""
+        """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends
+        or stops here."""
         settings = self.config.checkpoint
         regular = settings.every > 0 and step % settings.every == 0
         last = settings.last and step == self.config.steps
@@ -187,8 +227,9 @@ class Run:
             self.savers[role].begin(step, holder.state())
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
-        """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run has the metrics of all
-        steps before. Raises FloatingPointError if no update of the last `BAD_STEPS` steps had a finite gradient."""
+        """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run
+        has the metrics of all steps before. Raises FloatingPointError if no update of the last
+        `BAD_STEPS` steps had a finite gradient."""
         log = self.logs[role]
         if role == "critic" and self.written:
             self.written.result()
@@ -209,8 +250,8 @@ class Run:
             self.trackers.update()
 
     def write_samples(self, step: int, samples: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Starts a thread that writes a step's samples and gives them to the screen, on the critic group's first rank;
-        `finish` waits for it."""
+        """Starts a thread that writes a step's samples and gives them to the screen, on the critic
+        group's first rank; `finish` waits for it."""
 
         def write(screen: Screen) -> None:
             if rows := samples():
@@ -221,15 +262,18 @@ class Run:
             self.written = self.writer.submit(write, screen)
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
-        """The newest complete checkpoint whose files have the right sizes, or None. `patience`: seconds to wait at most
-        for one that may be committed."""
+        """The newest complete checkpoint whose files have the right sizes, or None. `patience`:
+        seconds to wait at most for one that may be committed."""
         for saver in self.savers.values() if patience else ():
             saver.commit_written(patience)
         found = reversed(checkpoint.complete(self.folder))
-        return next((folder for folder in found if not checkpoint.damage(folder, sizes_only=True)), None)
+        return next(
+            (folder for folder in found if not checkpoint.damage(folder, sizes_only=True)), None
+        )
 
     def end(self) -> None:
-        """Waits for the checkpoints and the other group's last update, and prints the run's folder."""
+        """Waits for the checkpoints and the other group's last update, and prints the run's
+        folder."""
         for saver in self.savers.values():
             saver.wait()
         self.runtime.end_work()

@@ -1,7 +1,9 @@
-"""Lets one run at a time use a run's folder: RUN/lock, created exclusively (over NFS, too), names the process.
+"""Lets one run at a time use a run's folder: RUN/lock, created exclusively (over NFS, too), names
+the process.
 
-The owner touches it every `HEARTBEAT` seconds. On its machine others see whether it lives. On other machines it counts
-as dead when the file has not been touched for `STALE` seconds of the file system's clock; they wait that long.
+The owner touches it every `HEARTBEAT` seconds. On its machine others see whether it lives. On other
+machines it counts as dead when the file has not been touched for `STALE` seconds of the file
+system's clock; they wait that long.
 """
 
 import itertools
@@ -19,14 +21,17 @@ from splitppo.job.launch import end_rank
 from splitppo.job.nodes import Peer, process_state
 from splitppo.run.files import BROKEN
 
-HEARTBEAT, STALE = 10.0, 60.0
+HEARTBEAT = 10.0
+STALE = 60.0
 
 
 class Lock:
-    """A process's hold on a run's folder. The process ends if another one takes it while this is stopped."""
+    """A process's hold on a run's folder. The process ends if another one takes it while this is
+    stopped."""
 
     def __init__(self, own: Peer):
-        self.own, self.released = own, threading.Event()
+        self.own = own
+        self.released = threading.Event()
         held = {
             "host": own.host,
             "pid": own.pid,
@@ -38,9 +43,11 @@ class Lock:
         self.path = Path()
 
     def take(self, folder: Path) -> Path:
-        """Makes and locks the folder. Waits while its last owner may be dead. Raises UserError if one holds it."""
+        """Makes and locks the folder. Waits while its last owner may be dead. Raises UserError if
+        one holds it."""
         folder.mkdir(parents=True, exist_ok=True)
-        path, first = folder / "lock", 0
+        path = folder / "lock"
+        first = 0
         for seconds in itertools.count():
             with suppress(FileExistsError), path.open("x") as file:
                 file.write(self.text)
@@ -59,23 +66,30 @@ class Lock:
                 self.path.unlink()
 
     def _check_owner(self, path: Path, first: int, waited: int) -> int:
-        """Removes a dead process's lock, or waits a second. Returns when the file had been touched last at the first
-        check, `waited` seconds ago: `first`, 0 at that check."""
+        """Removes a dead process's lock, or waits a second. Returns when the file had been touched
+        last at the first check, `waited` seconds ago: `first`, 0 at that check."""
         # opening a file fetches its state from an NFS server, and a new file has the server's time
         with path.open(errors="replace") as file, tempfile.TemporaryFile(dir=path.parent) as new:
-            text, touched = file.read(), os.fstat(file.fileno()).st_mtime_ns
+            text = file.read()
+            touched = os.fstat(file.fileno()).st_mtime_ns
             age = (os.fstat(new.fileno()).st_mtime_ns - touched) / 1e9
-        owner, here, dead = "an unknown process", False, max(age, waited) > STALE
+        owner = "an unknown process"
+        here = False
+        dead = max(age, waited) > STALE
         with suppress(*BROKEN):  # the owner is writing the file, or its host failed meanwhile
             held = json.loads(text)
             owner = f"process {held['pid']} on {held['host']} since {held['since']}"
             if here := held["machine"] == self.own.machine:
-                dead = held["pid"] == self.own.pid or process_state(held["pid"])[1] != held["started"]
+                dead = (
+                    held["pid"] == self.own.pid or process_state(held["pid"])[1] != held["started"]
+                )
         if dead:
             path.unlink()
             return touched
         if here or touched != (first or touched):
-            raise UserError(f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir")
+            raise UserError(
+                f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir"
+            )
         if not first:
             print(
                 f"{path.parent} was last held by {owner}: "

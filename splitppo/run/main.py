@@ -48,8 +48,9 @@ class Rank:
 
 
 def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
-    """Prepares the run of the command line that `flags` returns, has `play` train it, and returns the exit status: 0;
-    1 after a failure; 2 for wrong input; 75 after a stop that the run can resume from; 130 after Ctrl-C."""
+    """Prepares the run of the command line that `flags` returns, has `play` train it, and returns
+    the exit status: 0; 1 after a failure; 2 for wrong input; 75 after a stop that the run can
+    resume from; 130 after Ctrl-C."""
     rank = Rank(Launch())
     try:
         return _run(rank, play, flags)
@@ -59,7 +60,9 @@ def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) ->
         say(f"interrupted: {state if rank.run else 'before the run began'}", error=True)
         return 128 + signal.SIGINT
     except Exception as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # from here on an engine that ends is a consequence
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # from here on an engine that ends is a consequence
         if not rank.run and isinstance(error, BrokenPipeError):
             raise  # nobody reads the help, or the dry run, to its end
         return _failed(rank, error)
@@ -71,7 +74,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     transformers.logging.disable_progress_bar()
     launch = rank.launch = Launch.from_env()
     if launch.world > 1:
-        # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the rank 30 s
+        # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the
+        # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
     config, unheld = without_validation(with_copies(parse(argv)))
@@ -84,14 +88,21 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         return 0
     launch.check_nodes()
     device = pick_device(config, launch)
-    placement = place(config.placement, world=launch.world, local_world=launch.local_world, gpu=device.type == "cuda")
+    placement = place(
+        config.placement,
+        world=launch.world,
+        local_world=launch.local_world,
+        gpu=device.type == "cuda",
+    )
     check_inputs(config)
     resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
     preflight(resolved)
     config = resolved.config
     if found := finished(config):
         if launch.rank == 0:
-            print(f"already finished, nothing to do: {found}; raise --steps to train on", flush=True)
+            print(
+                f"already finished, nothing to do: {found}; raise --steps to train on", flush=True
+            )
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     memory.use_expandable_segments(resolved, launch.rank)
@@ -108,7 +119,9 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if runtime.status.stopped_before_restart():
         print("stopped: a stop was requested before this restart", flush=True)
         return RESUMABLE
-    run = rank.run = Run(*agree(replace(resolved, given=given_settings(argv)), runtime), runtime, engine)
+    run = rank.run = Run(
+        *agree(replace(resolved, given=given_settings(argv)), runtime), runtime, engine
+    )
     play(run)
     run.end()
     signals.close()
@@ -129,15 +142,21 @@ def dry_run(config: Config, launch: Launch) -> str:
     local_world = world // config.nodes
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
-    placement = place(config.placement, world=world, local_world=local_world, gpu=device.type == "cuda")
+    placement = place(
+        config.placement, world=world, local_world=local_world, gpu=device.type == "cuda"
+    )
     check_inputs(config)
     resolved = resolve(config, placement, local_world, device, probe=True)
     preflight(resolved)
-    resolved, (training, validation) = load_data(resolved)  # before what takes long: most mistakes are in here
+    resolved, (training, validation) = load_data(
+        resolved
+    )  # before what takes long: most mistakes are in here
     resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
     if config.run_dir:
         check_run_folder(resolved.config, all_inputs(resolved, training, validation))
-        check_open_rows(build_sampler(resolved, training), find(Path(config.run_dir), config.resume))
+        check_open_rows(
+            build_sampler(resolved, training), find(Path(config.run_dir), config.resume)
+        )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [
         to_toml(resolved.config),
@@ -155,13 +174,16 @@ def dry_run(config: Config, launch: Launch) -> str:
 
 
 def agree(resolved: Resolved, runtime: Runtime) -> tuple[Resolved, tuple[PromptSet, PromptSet]]:
-    """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its clock when the job
-    first came here; and with what must be offloaded to fit the smallest GPU. And the data, read by that clock."""
+    """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its
+    clock when the job first came here; and with what must be offloaded to fit the smallest GPU. And
+    the data, read by that clock."""
     own = {name: model.packed for name, model in resolved.models.items()}
     packed = json.loads(runtime.broadcast("packed", lambda: json.dumps(own)))
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
     # the job's store outlives restarts: they render the same prompts
-    now = runtime.broadcast("now", lambda: runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode())
+    now = runtime.broadcast(
+        "now", lambda: runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode()
+    )
     runtime.status.set_phase("reading the data")
     resolved, prompts = load_data(replace(resolved, models=models, now=datetime.fromisoformat(now)))
     sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))

@@ -1,4 +1,5 @@
-"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what makes a run fit."""
+"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what
+makes a run fit."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,20 +25,31 @@ CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
 GPU = 80 * GB  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
-MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}  # offload -> the next kind of it
+MORE = {
+    "auto": "optimizer",
+    "none": "optimizer",
+    "optimizer": "all",
+}  # offload -> the next kind of it
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
 def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
-    """Phase -> what a rank holds in it at most. The names are those of the spans: `actor update`."""
+    """Phase -> what a rank holds in it at most. The names are those of the spans: `actor
+    update`."""
     context = {"CUDA": CONTEXT} if resolved.device.type == "cuda" else {}
     found: dict[str, Parts] = {}
     for role in resolved.placement.groups:
-        own = [name for name in resolved.models if resolved.placement.colocated or resolved.role_of(name) == role]
+        own = [
+            name
+            for name in resolved.models
+            if resolved.placement.colocated or resolved.role_of(name) == role
+        ]
         held = [(name, *part) for name in own for part in _held(resolved, name)]
         for phase, turn, work in _turns(resolved, role, memory):
             models = {part: size for name, part, size, stays in held if stays or name in turn}
-            found[f"{role} {phase}"] = max(found.get(f"{role} {phase}", {}), context | models | work, key=needed)
+            found[f"{role} {phase}"] = max(
+                found.get(f"{role} {phase}", {}), context | models | work, key=needed
+            )
     return found
 
 
@@ -59,18 +71,26 @@ def table(resolved: Resolved, memory: float = GPU) -> list[str]:
 def trainer_peak(resolved: Resolved) -> float:
     """The most bytes that PyTorch allocates on an actor rank's GPU in any phase."""
     colocated = resolved.placement.colocated
-    own = [parts for phase, parts in phases(resolved).items() if colocated or phase.startswith("actor")]
-    return max(sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part) for parts in own)
+    own = [
+        parts for phase, parts in phases(resolved).items() if colocated or phase.startswith("actor")
+    ]
+    return max(
+        sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part)
+        for parts in own
+    )
 
 
 def use_expandable_segments(resolved: Resolved, rank: int) -> None:
-    """Lets PyTorch's allocator extend its segments, which leaves fewer fragments; before the rank allocates on its GPU.
-    Not with settings of the user's own. Not on a rank that shares memory with vLLM by CUDA IPC: PyTorch shares such
-    segments through `pidfd_getfd`, which containers forbid."""
+    """Lets PyTorch's allocator extend its segments, which leaves fewer fragments; before the rank
+    allocates on its GPU. Not with settings of the user's own. Not on a rank that shares memory with
+    vLLM by CUDA IPC: PyTorch shares such segments through `pidfd_getfd`, which containers
+    forbid."""
     shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
     if shares or resolved.device.type != "cuda" or ALLOCATOR & os.environ.keys():
         return
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for those who ask which settings hold
+    os.environ["PYTORCH_ALLOC_CONF"] = (
+        "expandable_segments:True"  # for those who ask which settings hold
+    )
     cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -86,22 +106,29 @@ def card(memory: float) -> str:
 
 
 def check_memory(resolved: Resolved, memory: float) -> str | None:
-    """A warning if rows of full length would not fit what fragments leave. Raises UserError if the shortest rows would
-    not fit the GPU either."""
+    """A warning if rows of full length would not fit what fragments leave. Raises UserError if the
+    shortest rows would not fit the GPU either."""
     need, phase, parts = highest(resolved, memory)
     if need <= USABLE * memory:
         return None
     text = f"{phase} needs about {_gib(need)} of {card(memory)}: {_listed(parts)}; {remedies(resolved, memory)}"
-    if SURE * sum(size for part, size in parts.items() if not part.startswith("activations")) > memory:
+    if (
+        SURE * sum(size for part, size in parts.items() if not part.startswith("activations"))
+        > memory
+    ):
         raise UserError(text)
     return f"with rows of full length, {text}"
 
 
 def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
-    """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4 update`)."""
-    memory, (role, *_, name) = gpu_memory(resolved) or GPU, phase.split()
+    """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4
+    update`)."""
+    memory = gpu_memory(resolved) or GPU
+    role, *_, name = phase.split()
     parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
-    used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
+    used = (
+        f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
+    )
     return [
         f"memory ran out in {phase!r}",
         f"estimated {_gib(needed(parts))} of {card(memory)}: {_listed(parts)}{used}",
@@ -110,8 +137,8 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
 
 
 def remedies(resolved: Resolved, memory: float | None = None) -> str:
-    """The ways to need less, cheapest first, each with what the run then needs; and what makes it fit if none does.
-    `memory`: bytes of the GPU, by default of this rank's."""
+    """The ways to need less, cheapest first, each with what the run then needs; and what makes it
+    fit if none does. `memory`: bytes of the GPU, by default of this rank's."""
     memory = memory or gpu_memory(resolved) or GPU
     need, *_ = highest(resolved, memory)
     alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
@@ -122,14 +149,17 @@ def remedies(resolved: Resolved, memory: float | None = None) -> str:
     return f"ways to need less: {found}"
 
 
-def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple[Resolved, dict[str, str]]:
-    """The run with the cheapest ways that make it fit what fragments leave of the GPU, of those whose flags begin so,
-    or all; the flags by setting."""
+def fitted(
+    resolved: Resolved, memory: float, allowed: tuple[str, ...]
+) -> tuple[Resolved, dict[str, str]]:
+    """The run with the cheapest ways that make it fit what fragments leave of the GPU, of those
+    whose flags begin so, or all; the flags by setting."""
     chosen: dict[str, str] = {}
     while (need := highest(resolved, memory)[0]) > USABLE * memory:
         for flags, changed in ways(resolved):
             if flags.startswith(allowed) and highest(changed, memory)[0] < need:
-                resolved, chosen[flags.partition(" ")[0]] = changed, flags
+                resolved = changed
+                chosen[flags.partition(" ")[0]] = flags
                 break
         else:
             break
@@ -137,13 +167,15 @@ def fitted(resolved: Resolved, memory: float, allowed: tuple[str, ...]) -> tuple
 
 
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
-    """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line that says so."""
+    """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line
+    that says so."""
     automatic = [name for name in ("policy", "value") if resolved.offload(name) == "auto"]
     for name in automatic:
         resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
         return resolved, ""
-    (before, *_), flags = highest(resolved, memory), tuple(f"--{name}.offload" for name in automatic)
+    before, *_ = highest(resolved, memory)
+    flags = tuple(f"--{name}.offload" for name in automatic)
     resolved, chosen = fitted(resolved, memory, flags)
     line = (
         f"{' '.join(chosen.values())} by itself: the run would need about {_gib(before)} of "
@@ -160,11 +192,16 @@ def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
 
 def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     """The flags of each way that may need less memory, cheapest first, and the run with them."""
-    config, sizes = resolved.config, [len(ranks) for ranks in resolved.placement.groups.values()]
-    engine, trainer = 2 * config.engine.tensor_parallel, 2 * config.fsdp.tensor_parallel
-    half, least = config.compute.micro_batch_tokens // 2, max(config.rollout.max_row_tokens, FEWEST)
+    config = resolved.config
+    sizes = [len(ranks) for ranks in resolved.placement.groups.values()]
+    engine = 2 * config.engine.tensor_parallel
+    trainer = 2 * config.fsdp.tensor_parallel
+    half = config.compute.micro_batch_tokens // 2
+    least = max(config.rollout.max_row_tokens, FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
-    movable = not resolved.placement.colocated and (other == "actor" or config.ppo.kl_loss_coef == 0)
+    movable = not resolved.placement.colocated and (
+        other == "actor" or config.ppo.kl_loss_coef == 0
+    )
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
     on_engines = resolved.engine == "vllm" and sizes[0] % engine == 0
     found: list[tuple[str, str, Any]] = [
@@ -179,7 +216,9 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         *[("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes),
     ]
     for table, name, setting in found:
-        flag = f"--{table}.{name}".replace("_", "-") + (f" {setting}" if setting is not True else "")
+        flag = f"--{table}.{name}".replace("_", "-") + (
+            f" {setting}" if setting is not True else ""
+        )
         yield flag, with_setting(resolved, table, name, setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
@@ -192,7 +231,9 @@ def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Res
 
 def _twice_as_many(resolved: Resolved) -> Resolved:
     actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
-    sizes = replace(resolved.config.placement, mode=resolved.placement.mode, actor=actor, critic=critic)
+    sizes = replace(
+        resolved.config.placement, mode=resolved.placement.mode, actor=actor, critic=critic
+    )
     local_world = 2 * resolved.local_world
     placement = place(sizes, world=2 * resolved.placement.world, local_world=local_world)
     return replace(resolved, placement=placement, local_world=local_world)
@@ -204,16 +245,23 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
 
 
 def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers is cut."""
-    size, local_world = resolved.config.fsdp.shard_size, resolved.local_world
+    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers
+    is cut."""
+    size = resolved.config.fsdp.shard_size
+    local_world = resolved.local_world
     ranks = replicas(resolved.role_of(name), resolved.placement, size, local_world=local_world)[0]
-    found = _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward")
+    found = _footprint(
+        resolved.models[name], resolved.dtype, resolved.compiled and name != "reward"
+    )
     return found, len(ranks), resolved.config.tensor_parallel(name)
 
 
 def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
-    """What a rank holds of a model in its turns, its bytes, and whether it stays there between its turns."""
-    model, (_, ranks, _), offload = resolved.models[name], _of(resolved, name), resolved.offload(name)
+    """What a rank holds of a model in its turns, its bytes, and whether it stays there between its
+    turns."""
+    model = resolved.models[name]
+    _, ranks, _ = _of(resolved, name)
+    offload = resolved.offload(name)
     if name in ("reference", "reward"):
         yield name, model.parameters * resolved.dtype.itemsize / ranks, offload != "all"
         return
@@ -222,10 +270,17 @@ def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
         yield f"{name}'s optimizer", model.number * model.trained * 8 / ranks, True
 
 
-def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str, Sequence[str], Parts]]:
+def _turns(
+    resolved: Resolved, role: Role, memory: float
+) -> Iterator[tuple[str, Sequence[str], Parts]]:
     """A role's phases: name, the models whose turn it is, and what is held beside the models."""
-    others = [name for name in ("reference", "reward") if name in resolved.models and resolved.role_of(name) == role]
-    own, engine = "policy" if role == "actor" else "value", {}
+    others = [
+        name
+        for name in ("reference", "reward")
+        if name in resolved.models and resolved.role_of(name) == role
+    ]
+    own = "policy" if role == "actor" else "value"
+    engine = {}
     if role == "actor" or resolved.placement.colocated:
         engine, sync, rollout = _engine(resolved, memory)
         if role == "actor":
@@ -238,20 +293,33 @@ def _turns(resolved: Resolved, role: Role, memory: float) -> Iterator[tuple[str,
 
 
 def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
-    """What the engine holds throughout (vLLM asleep, with the trainer's buckets), in the sync, and in the rollout."""
-    config, model, size = resolved.config, resolved.models["policy"], resolved.config.engine.tensor_parallel
-    found, width = _of(resolved, "policy")[0], resolved.dtype.itemsize
-    rows = min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"]))) * size
+    """What the engine holds throughout (vLLM asleep, with the trainer's buckets), in the sync, and
+    in the rollout."""
+    config = resolved.config
+    model = resolved.models["policy"]
+    size = resolved.config.engine.tensor_parallel
+    found = _of(resolved, "policy")[0]
+    width = resolved.dtype.itemsize
+    rows = (
+        min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"])))
+        * size
+    )
     blocks = -(-config.rollout.max_row_tokens // BLOCK) + 1
     row = blocks * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
-    weights, embedding = model.parameters * width / size, found.vocabulary * found.hidden
+    weights = model.parameters * width / size
+    embedding = found.vocabulary * found.hidden
     sync = {"gathered weights": 2.0 * min(model.parameters * width, max(embedding, GATHER_BYTES))}
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
-        return {"engine's weights": weights}, sync, {"engine's cache": rows * row, "activations of the engine": states}
+        return (
+            {"engine's weights": weights},
+            sync,
+            {"engine's cache": rows * row, "activations of the engine": states},
+        )
     room = memory * config.engine.memory_fraction - weights - RESERVE
-    awake, cache = {f"{VLLM}weights": weights}, max(row, min(room, max(rows, 2) * row))
+    awake = {f"{VLLM}weights": weights}
+    cache = max(row, min(room, max(rows, 2) * row))
     rest = {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(embedding, BUCKET["cuda"])}
     return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
@@ -266,7 +334,8 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    config, (found, _, cut) = resolved.config, _of(resolved, name)
+    config = resolved.config
+    found, _, cut = _of(resolved, name)
     rows = -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
@@ -278,8 +347,10 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
 
 
 def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
-    """A piece of the logits, and what is computed from it in float32, of which compiled code keeps little."""
-    rollout, width = resolved.config.rollout, resolved.dtype.itemsize
+    """A piece of the logits, and what is computed from it in float32, of which compiled code keeps
+    little."""
+    rollout = resolved.config.rollout
+    width = resolved.dtype.itemsize
     responses = tokens * rollout.max_new_tokens // rollout.max_row_tokens
     numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
     ids = resolved.vocabulary_size if found.vocabulary else 0
@@ -287,22 +358,37 @@ def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool)
 
 
 def _update(resolved: Resolved, name: str, role: Role) -> Parts:
-    """The update's peak: where the backward pass begins, or where it ends and the root's gradients are reduced."""
-    config, model, (found, shards, cut) = resolved.config, resolved.models[name], _of(resolved, name)
-    ppo, width, ranks = config.ppo, resolved.dtype.itemsize, len(resolved.placement.groups[role]) // cut
+    """The update's peak: where the backward pass begins, or where it ends and the root's gradients
+    are reduced."""
+    config = resolved.config
+    model = resolved.models[name]
+    found, shards, cut = _of(resolved, name)
+    ppo = config.ppo
+    width = resolved.dtype.itemsize
+    ranks = len(resolved.placement.groups[role]) // cut
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
-    whole = 4 * found.hidden  # of a layer, what tensor parallelism does not cut: residual stream and norms
-    kept, again = whole + (found.saved - whole) / cut, 0.0  # of each layer; of the one whose backward pass runs
+    whole = (
+        4 * found.hidden
+    )  # of a layer, what tensor parallelism does not cut: residual stream and norms
+    # of each layer; of the one whose backward pass runs
+    kept = whole + (found.saved - whole) / cut
+    again = 0.0
     if config.compute.activation_checkpointing:
         kept, again = found.hidden, kept
     head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
-    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + 2 * found.layer * width / cut
-    gathered, gradients = (found.root + 2 * found.layer / cut) * width, model.trained * 4 / shards
+    inside = (
+        tokens * (again + 2 * found.widest / cut + found.hidden)
+        + head
+        + 2 * found.layer * width / cut
+    )
+    gathered = (found.root + 2 * found.layer / cut) * width
+    gradients = model.trained * 4 / shards
     if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
-        gathered, gradients = held * width, held * 4 * model.trained / model.parameters
+        gathered = held * width
+        gradients = held * 4 * model.trained / model.parameters
     first = {
         "gathered weights": gathered,
         f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),
@@ -316,7 +402,10 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
 
 def _listed(parts: Parts) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20) or "less than 0.01"
+    return (
+        ", ".join(f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20)
+        or "less than 0.01"
+    )
 
 
 def _gib(size: float) -> str:

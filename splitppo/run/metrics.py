@@ -1,4 +1,5 @@
-"""A role's spans and metrics: RUN/metrics/{actor,critic}.jsonl, one JSON object a step (docs/metrics.md)."""
+"""A role's spans and metrics: RUN/metrics/{actor,critic}.jsonl, one JSON object a step
+(docs/metrics.md)."""
 
 import json
 import os
@@ -18,9 +19,12 @@ from splitppo.run.screen import Screen
 
 
 def records_until(path: Path, step: int) -> str:
-    """The lines of a role's file up to a step, each step's last. Raises UserError if one before the last is broken."""
+    """The lines of a role's file up to a step, each step's last. Raises UserError if one before the
+    last is broken."""
     lines = read_lines(path, lambda line, where: (parse_record(line, where)["step"], f"{line}\n"))
-    return "".join(line for number, line in dict(lines if path.is_file() else ()).items() if number <= step)
+    return "".join(
+        line for number, line in dict(lines if path.is_file() else ()).items() if number <= step
+    )
 
 
 def alloc_retries() -> int:
@@ -29,20 +33,23 @@ def alloc_retries() -> int:
 
 
 class ColumnLog:
-    """The spans and metrics of one role. Only the `first` rank of the role's group writes and prints. `phase` is called
-    with the name of each span as it begins. Records after `start`, where the run resumes, are removed from the file.
-    `remedies` is called when the GPU's memory is too small for the first time: the ways to need less. `notices` is
-    called after each of the actor's steps: what to warn of (notices.py)."""
+    """The spans and metrics of one role. Only the `first` rank of the role's group writes and
+    prints. `phase` is called with the name of each span as it begins. Records after `start`, where
+    the run resumes, are removed from the file. `remedies` is called when the GPU's memory is too
+    small for the first time: the ways to need less. `notices` is called after each of the actor's
+    steps: what to warn of (notices.py)."""
 
     def __init__(
         self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int,
         remedies: Callable[[], str] = str, notices: Callable[[], Sequence[str]] = tuple,
     ):  # fmt: skip
-        self.role, self.phase = role, phase
+        self.role = role
+        self.phase = phase
         self.notices = notices
         self.screen = Screen(role, start, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
-        self.step, self.spans = start, []
+        self.step = start
+        self.spans = []
         self.remedies = remedies
         self.retries: Counter[str] = Counter()  # of the allocator, by span
         # Unix time, so that ranks compare; it goes on by a clock that nobody sets
@@ -68,11 +75,14 @@ class ColumnLog:
             self.spans.append([name, start, end])
 
     def finish(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends the step: writes and syncs its record, since its checkpoint may be committed next; prints its line."""
-        now, seconds = self.now(), defaultdict[str, float](float)
+        """Ends the step: writes and syncs its record, since its checkpoint may be committed next;
+        prints its line."""
+        now = self.now()
+        seconds = defaultdict[str, float](float)
         for name, start, end in self.spans:
             seconds[name] += end - start
-        step_time, idle = now - self.began, sum(value for name, value in seconds.items() if name.startswith("wait_"))
+        step_time = now - self.began
+        idle = sum(value for name, value in seconds.items() if name.startswith("wait_"))
         record = {
             "step": step,
             "time": now,
@@ -95,9 +105,19 @@ class ColumnLog:
             for notice in self.notices() if self.role == "actor" and step else ():
                 warn(notice)
             if self.retries.total() > 1:
-                spans = ", ".join(f"{name} {count}" for name, count in self.retries.items() if count)
+                spans = ", ".join(
+                    f"{name} {count}" for name, count in self.retries.items() if count
+                )
                 short = "too little memory: the allocator freed its cache and asked again"
-                say("; ".join(filter(None, [f"[{self.role}] step {step}: {short} ({spans})", self.remedies()])))
+                say(
+                    "; ".join(
+                        filter(
+                            None, [f"[{self.role}] step {step}: {short} ({spans})", self.remedies()]
+                        )
+                    )
+                )
                 self.remedies = str  # the ways stay the same
         self.retries.clear()
-        self.step, self.spans, self.began = step, [], now
+        self.step = step
+        self.spans = []
+        self.began = now

@@ -1,4 +1,5 @@
-"""What a run says once when nothing can be learned: rules over its metrics, and a sentence for each (docs/failures.md).
+"""What a run says once when nothing can be learned: rules over its metrics, and a sentence for each
+(docs/failures.md).
 
 The thresholds are such that healthy runs keep silent: tests/run/test_notices.py plays 21 of them.
 """
@@ -34,13 +35,17 @@ SENTENCES = {
 
 
 def last(steps: Sequence[Mapping[str, float]], name: str, count: int = STEPS) -> list[float]:
-    """A metric in the last steps; NaN alone, which no rule holds for, if one lacks it or there are fewer steps."""
+    """A metric in the last steps; NaN alone, which no rule holds for, if one lacks it or there are
+    fewer steps."""
     found = [step[name] for step in steps[-count:] if name in step]
     return found if len(found) == count else [math.nan]
 
 
 def true_of(
-    actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]], lowest: float, highest: float
+    actor: Sequence[Mapping[str, float]],
+    critic: Sequence[Mapping[str, float]],
+    lowest: float,
+    highest: float,
 ) -> dict[str, bool]:
     """Which `SENTENCES` are true of a run.
 
@@ -54,7 +59,9 @@ def true_of(
     tokens = last(actor, "response_length/mean", 1)[0] + last(actor, "prompt_length/mean", 1)[0]
     rows = last(actor, "tokens", 1)[0] / tokens
     many = max(STEPS, math.ceil(ROWS / rows)) if rows > 0 else STEPS
-    long = 4 * many if spread else many  # a rare reward that was seen before may stay away for a while
+    long = (
+        4 * many if spread else many
+    )  # a rare reward that was seen before may stay away for a while
     best = last(critic, "critic/score/max", long)
     spreads = map(sub, best, last(critic, "critic/score/min", long))
     flat = max(spreads) == 0 and not any(last(critic, "critic/reward_failures", long))
@@ -75,20 +82,25 @@ def true_of(
         and min(last(critic, "critic/vf_loss", 2 * STEPS)) > 0.01 * spread**2
         and sum(explained[STEPS:]) < 0.5 * sum(explained[:STEPS]),
         "kl": min(last(critic, "critic/kl_row")) > 10,
-        "entropy": max(last(actor, "actor/entropy")) < 0.01 and sum(scores[2 * STEPS :]) / (2 * STEPS) < low,
+        "entropy": max(last(actor, "actor/entropy")) < 0.01
+        and sum(scores[2 * STEPS :]) / (2 * STEPS) < low,
         "held-out": last(actor, "val/best_step", 1)[0] >= 0 and _overfits(actor, critic, spread),
     }
 
 
-def _overfits(actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]], spread: float) -> bool:
-    """Whether the last three held-out scores are below the best by more than chance and by a quarter of what was
-    gained, and training's score has risen since."""
+def _overfits(
+    actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]], spread: float
+) -> bool:
+    """Whether the last three held-out scores are below the best by more than chance and by a
+    quarter of what was gained, and training's score has risen since."""
     validations = [step for step in actor if "val/score/mean" in step]
     best = actor[-1]["val/best_so_far"]
     lost = best - max(step["val/score/mean"] for step in validations[-3:])
     gained = best - validations[0]["val/score/mean"]
     chance = 2 * spread / math.sqrt(actor[-1]["val/rows"])  # four standard deviations at most
-    since = [step["critic/score/mean"] for step in critic if step["step"] > actor[-1]["val/best_step"]]
+    since = [
+        step["critic/score/mean"] for step in critic if step["step"] > actor[-1]["val/best_step"]
+    ]
     part = max(1, len(since) // 3)
     risen = sum(since[-part:]) - sum(since[:part]) > 0.05 * spread * part
     return risen and lost > max(chance, gained / 4)
@@ -109,8 +121,9 @@ def silent(resolved: Resolved) -> set[str]:
 
 
 def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
-    """Each `next` reads the steps that were written to RUN/metrics since the last one, and returns the sentences that
-    became true with them. Each sentence comes once, and those of `said` never."""
+    """Each `next` reads the steps that were written to RUN/metrics since the last one, and returns
+    the sentences that became true with them. Each sentence comes once, and those of `said`
+    never."""
     steps: dict[Role, list[dict[str, float]]] = {role: [] for role in ROLES}
     read = dict.fromkeys(ROLES, 0)  # bytes of each file
     lowest = math.inf  # score of a row

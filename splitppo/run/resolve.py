@@ -1,4 +1,5 @@
-"""The configuration, resolved before any process group or GPU is touched: what "auto" came to, every model's folder."""
+"""The configuration, resolved before any process group or GPU is touched: what "auto" came to,
+every model's folder."""
 
 import json
 import os
@@ -20,7 +21,14 @@ from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models import hub, tiny
-from splitppo.models.build import Kind, count_parameters, count_trained, most_positions, read_config, shorten
+from splitppo.models.build import (
+    Kind,
+    count_parameters,
+    count_trained,
+    most_positions,
+    read_config,
+    shorten,
+)
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
@@ -28,7 +36,12 @@ from splitppo.placement import Placement, Role
 from splitppo.run.folder import check_run_folder
 from splitppo.run.sources import model_paths
 
-KINDS: dict[str, Kind] = {"policy": "policy", "reference": "policy", "value": "value", "reward": "reward"}
+KINDS: dict[str, Kind] = {
+    "policy": "policy",
+    "reference": "policy",
+    "value": "value",
+    "reward": "reward",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +74,8 @@ class Model:
 class Resolved:
     """What a run is, the same on every rank but for `device`."""
 
-    config: Config  # the settings; a hub name has the commit that is used, `offload` what `auto` came to
+    # the settings; a hub name has the commit that is used, `offload` what `auto` came to
+    config: Config
     local: Mapping[str, str]  # hub name -> its path in the cache
     placement: Placement
     local_world: int  # ranks of a node
@@ -69,11 +83,17 @@ class Resolved:
     dtype: torch.dtype  # of forward and backward passes
     compiled: bool  # whether layers are compiled
     engine: str  # `hf` or `vllm`
-    models: Mapping[str, Model]  # that the run loads, by name: policy, value, perhaps reference and reward
+    models: Mapping[
+        str, Model
+    ]  # that the run loads, by name: policy, value, perhaps reference and reward
     tokenizer: Any  # the policy's
     vocabulary_size: int  # ids from 0 that the policy may sample
-    eos: Mapping[int, str] = field(default_factory=dict)  # ids that end its responses, and what says so
-    now: datetime = field(default_factory=datetime.now)  # the time in prompts whose template shows it
+    eos: Mapping[int, str] = field(
+        default_factory=dict
+    )  # ids that end its responses, and what says so
+    now: datetime = field(
+        default_factory=datetime.now
+    )  # the time in prompts whose template shows it
     given: Sequence[str] = ()  # the settings that the user has set
 
     @property
@@ -91,7 +111,11 @@ class Resolved:
         """What of a model is in host memory while it is not needed."""
         if model in ("policy", "value"):
             return self.config.policy.offload if model == "policy" else self.config.value.offload
-        on = self.config.reference.offload if model == "reference" else self.config.reward.model_offload
+        on = (
+            self.config.reference.offload
+            if model == "reference"
+            else self.config.reward.model_offload
+        )
         return "all" if on else "none"
 
     def to_json(self) -> str:
@@ -123,25 +147,39 @@ class Resolved:
         return json.dumps(facts, indent=1)
 
 
-def resolve(config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool) -> Resolved:
-    """Fetches what is named on the hub; reads and checks each model's folder. With `probe` it tries whether the models
-    run on packed rows: one rank does it for all (`main.agree`). Raises UserError if a model can't be read, or run."""
+def resolve(
+    config: Config, placement: Placement, local_world: int, device: torch.device, *, probe: bool
+) -> Resolved:
+    """Fetches what is named on the hub; reads and checks each model's folder. With `probe` it tries
+    whether the models run on packed rows: one rank does it for all (`main.agree`). Raises UserError
+    if a model can't be read, or run."""
     dtype = dtype_of(config, device)
     wanted = config.compute.packing == "on" or (
         config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
     )
     config, local = pin(config)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        check_run_folder(config)  # a setting that makes this another run is told before what follows from the setting
-    models, own_code = {}, config.policy.trust_remote_code
+        check_run_folder(
+            config
+        )  # a setting that makes this another run is told before what follows from the setting
+    models = {}
+    own_code = config.policy.trust_remote_code
     # transformers copies a model's own code to a folder that the ranks share: one rank at a time
-    with WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock") if own_code else nullcontext():
+    with (
+        WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
+        if own_code
+        else nullcontext()
+    ):
         for name, given in model_paths(config).items():
-            kind, drawn, path = KINDS[name], _is_drawn(config, name), local.get(given, given)
+            kind = KINDS[name]
+            drawn = _is_drawn(config, name)
+            path = local.get(given, given)
             found = tiny.model_config() if path == "tiny" else read_config(path, own_code=own_code)
-            frozen, number = getattr(config, name).freeze if name in ("policy", "value") else (), 1
+            frozen = getattr(config, name).freeze if name in ("policy", "value") else ()
+            number = 1
             if name == "value":
-                found, number = shorten(found, config.value.layers, given), config.value.ensemble
+                found = shorten(found, config.value.layers, given)
+                number = config.value.ensemble
             packed = wanted and name != "reward"
             if path != "tiny":
                 check_folder(found, path, kind, random_init=drawn)
@@ -153,7 +191,11 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
         if "reward" in models:
             read_tokenizer(models["reward"].path, own_code=own_code)
         policy = models["policy"].path
-        tokenizer = tiny.build_tokenizer() if policy == "tiny" else read_tokenizer(policy, own_code=own_code)
+        tokenizer = (
+            tiny.build_tokenizer()
+            if policy == "tiny"
+            else read_tokenizer(policy, own_code=own_code)
+        )
     size = vocabulary_size(tokenizer)
     eos = eos_ids(models["policy"].config, tokenizer, None if policy == "tiny" else Path(policy))
     check_sizes(config, models, size)
@@ -175,10 +217,14 @@ def resolve(config: Config, placement: Placement, local_world: int, device: torc
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
-    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs are too few."""
-    gpus, wanted = torch.cuda.device_count(), config.compute.device
+    """The rank's device: one GPU each, or the CPU, on which the embedded model trains where GPUs
+    are too few."""
+    gpus = torch.cuda.device_count()
+    wanted = config.compute.device
     few = gpus < launch.local_world
-    if wanted == "cpu" or (wanted == "auto" and (not gpus or (few and config.policy.path == "tiny"))):
+    if wanted == "cpu" or (
+        wanted == "auto" and (not gpus or (few and config.policy.path == "tiny"))
+    ):
         return torch.device("cpu")
     if few:
         raise UserError(
@@ -196,14 +242,20 @@ def dtype_of(config: Config, device: torch.device) -> torch.dtype:
 
 
 def pin(config: Config) -> tuple[Config, dict[str, str]]:
-    """The configuration with the commit in each hub name, and each such name's path in the cache. A run that goes on
-    keeps its commits. Raises UserError if what is named can't be found or fetched."""
-    models, local, file = {*model_paths(config).values()}, {}, Path(config.run_dir or "", "config.toml")
+    """The configuration with the commit in each hub name, and each such name's path in the cache. A
+    run that goes on keeps its commits. Raises UserError if what is named can't be found or
+    fetched."""
+    models = {*model_paths(config).values()}
+    local = {}
+    file = Path(config.run_dir or "", "config.toml")
     begun = config.run_dir is not None and config.resume != "never" and file.is_file()
-    before, own_code = file.read_text(errors="replace") if begun else "", config.policy.trust_remote_code
+    before = file.read_text(errors="replace") if begun else ""
+    own_code = config.policy.trust_remote_code
 
     def find(setting: str, name: str) -> str:
-        if not setting.startswith("data.") and (name not in models or not setting.endswith((".path", ".model"))):
+        if not setting.startswith("data.") and (
+            name not in models or not setting.endswith((".path", ".model"))
+        ):
             return name
         pinned, path = hub.find(setting, name, before=before, own_code=own_code)
         if path != pinned:
@@ -214,7 +266,8 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def _is_drawn(config: Config, name: str) -> bool:
-    """Whether a model's weights are drawn at random; one without a folder of its own starts as the policy does."""
+    """Whether a model's weights are drawn at random; one without a folder of its own starts as the
+    policy does."""
     if name == "reward":
         return config.reward.model_random_init
     own = name != "policy" and getattr(config, name).path
@@ -222,10 +275,13 @@ def _is_drawn(config: Config, name: str) -> bool:
 
 
 def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted: bool) -> bool:
-    """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at least."""
+    """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
+    least."""
     why = find_mismatch(model, KINDS[name], packed=wanted)
     if why and wanted and config.compute.packing == "on":
-        raise UserError(f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off")
+        raise UserError(
+            f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off"
+        )
     if why and (not wanted or find_mismatch(model, KINDS[name], packed=False)):
         raise UserError(
             f"{name}.path={path}: type {model.model_type!r} does not run here as in transformers: "
@@ -234,10 +290,14 @@ def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted
     return wanted and not why
 
 
-def check_sizes(config: Config, models: Mapping[str, Model], vocabulary: int, longest: int = 1) -> None:
-    """Raises UserError if a model can't read the policy's token ids, or rows as long as they may become. `longest`:
-    tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at least 1 as long as no data are read."""
-    prompt, new = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+def check_sizes(
+    config: Config, models: Mapping[str, Model], vocabulary: int, longest: int = 1
+) -> None:
+    """Raises UserError if a model can't read the policy's token ids, or rows as long as they may
+    become. `longest`: tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at
+    least 1 as long as no data are read."""
+    prompt = config.rollout.max_prompt_tokens
+    new = config.rollout.max_new_tokens
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
         most, setting = most_positions(text)

@@ -17,59 +17,93 @@ from splitppo.models.names import numbered
 from splitppo.models.offload import host_copy
 from splitppo.models.sharding import described, local
 from splitppo.placement import Role
-from splitppo.run.checkpoint import PARTIAL, measure, read_tensors, step_folder, step_of, write_manifest
+from splitppo.run.checkpoint import (
+    PARTIAL,
+    measure,
+    read_tensors,
+    step_folder,
+    step_of,
+    write_manifest,
+)
 from splitppo.run.files import read_file, sync_folder, write_whole
 
-Tensors = dict[str, dict[str, Tensor]]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
+Tensors = dict[
+    str, dict[str, Tensor]
+]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
 
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
-    """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but the first begin with
-    the learner's number."""
+    """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but
+    the first begin with the learner's number."""
     held: Tensors = {}
     for number, learner in enumerate(learners):
         for name, parameter in learner.sharded().items():
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
-                held.setdefault(kind, {})[numbered(name, number)] = described(learner.model, name, tensor)
+                held.setdefault(kind, {})[numbered(name, number)] = described(
+                    learner.model, name, tensor
+                )
     return held
 
 
-def load(learners: Sequence[Learner], part: Path, set_state: Callable[[dict[str, Any]], object], group: Any) -> None:
-    """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it. `set_state` gets
-    the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises UserError if the part is damaged, or of other
-    models."""
+def load(
+    learners: Sequence[Learner],
+    part: Path,
+    set_state: Callable[[dict[str, Any]], object],
+    group: Any,
+) -> None:
+    """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it.
+    `set_state` gets the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises UserError if
+    the part is damaged, or of other models."""
     read_tensors(tensors_of(learners), part, process_group=group)
     for learner in learners:
         learner.release_memory()
         learner.updates = step_of(part.parent)
-    read_file(part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}")
+    read_file(
+        part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}"
+    )
 
 
 class Saver:
-    """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until `begin` has copied
-    the tensors to host memory. The thread writes the files, then waits for `commit`: the step's metrics are on disk
-    before its checkpoint is complete. `group`: Gloo process group of the role's ranks; after `load`, this thread alone
-    uses it. `committed`: the group's first rank calls it after each complete part."""
+    """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until
+    `begin` has copied the tensors to host memory. The thread writes the files, then waits for
+    `commit`: the step's metrics are on disk before its checkpoint is complete. `group`: Gloo
+    process group of the role's ranks; after `load`, this thread alone uses it. `committed`: the
+    group's first rank calls it after each complete part."""
 
-    def __init__(self, learners: Sequence[Learner], role: Role, run_dir: Path, group: Any, *, committed: Callable):
-        self.learners, self.role, self.run_dir, self.group = learners, role, run_dir, group
-        self.rank, self.committed = dist.get_rank(group), committed
+    def __init__(
+        self,
+        learners: Sequence[Learner],
+        role: Role,
+        run_dir: Path,
+        group: Any,
+        *,
+        committed: Callable,
+    ):
+        self.learners = learners
+        self.role = role
+        self.run_dir = run_dir
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.committed = committed
         self.copies: Tensors = {}
         self.thread: threading.Thread | None = None
-        self.step, self.may_commit = 0, threading.Event()
+        self.step = 0
+        self.may_commit = threading.Event()
         self.error: BaseException | None = None
 
     def allocate(self) -> None:
-        """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the first step."""
+        """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
+        first step."""
         for kind, tensors in tensors_of(self.learners).items():
             self.copies[kind] = {name: host_copy(tensor) for name, tensor in tensors.items()}
         for learner in self.learners:
             learner.release_memory(changed=False)
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Starts to write the part of a step, as soon as the previous part is written. `state`, the same on all ranks,
-        goes into state.json. Raises FloatingPointError if a weight is not finite; then nothing is written."""
+        """Starts to write the part of a step, as soon as the previous part is written. `state`, the
+        same on all ranks, goes into state.json. Raises FloatingPointError if a weight is not
+        finite; then nothing is written."""
         self.wait()
         for learner in self.learners:
             learner.check_finite()
@@ -82,12 +116,14 @@ class Saver:
             torch.cuda.synchronize(self.learners[0].runner.device)
         for learner in self.learners:
             learner.release_memory(changed=False)
-        self.step, self.may_commit = step, threading.Event()
+        self.step = step
+        self.may_commit = threading.Event()
         self.thread = threading.Thread(target=self._write, args=(json.dumps(state),), daemon=True)
         self.thread.start()
 
     def commit(self, step: int) -> None:
-        """Lets the part of this step, if there is one, become complete. Raises the thread's error, if it has failed."""
+        """Lets the part of this step, if there is one, become complete. Raises the thread's error,
+        if it has failed."""
         if step == self.step:
             self.may_commit.set()
         if self.error is not None:
@@ -99,8 +135,8 @@ class Saver:
             self.thread.join(seconds)
 
     def wait(self) -> None:
-        """Waits until the part is complete. Raises UserError if the disk refused it, or RuntimeError if it could not be
-        written for another reason, the `__cause__`."""
+        """Waits until the part is complete. Raises UserError if the disk refused it, or
+        RuntimeError if it could not be written for another reason, the `__cause__`."""
         if self.thread is None:
             return
         self.thread.join()
@@ -127,9 +163,15 @@ class Saver:
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
             files: list[Any] = [{}] * dist.get_world_size(self.group)
-            dist.all_gather_object(files, {name: measure(partial / name) for name in names}, group=self.group)
+            dist.all_gather_object(
+                files, {name: measure(partial / name) for name in names}, group=self.group
+            )
             if self.rank == 0:
-                write_manifest(partial, self.step, {name: file for held in files for name, file in held.items()})
+                write_manifest(
+                    partial,
+                    self.step,
+                    {name: file for held in files for name, file in held.items()},
+                )
                 self.may_commit.wait()
                 partial.rename(part)
                 sync_folder(part.parent)

@@ -1,4 +1,5 @@
-"""What a run shows on the screen: some lines at its start, a line for each step and role, a summary at its end."""
+"""What a run shows on the screen: some lines at its start, a line for each step and role, a summary
+at its end."""
 
 import shlex
 import sys
@@ -24,7 +25,8 @@ from splitppo.run.resolve import Resolved
 WIDTH = 120  # columns of a line at most
 PAUSE = 1.0  # seconds between two lines of a role, at least
 SAMPLE_LINES = 10  # lines from one sample to the next
-# figures of a role's line: name on the screen, metric, decimals, columns (six where it may be negative)
+# figures of a role's line: name on the screen, metric, decimals, columns (six where it may be
+# negative)
 FIGURES: dict[Role, tuple[tuple[str, str, int, int], ...]] = {
     "actor": (
         ("loss", "actor/pg_loss", 3, 6),
@@ -41,8 +43,11 @@ FIGURES: dict[Role, tuple[tuple[str, str, int, int], ...]] = {
 }
 
 
-def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet) -> str:
-    """Notes on the data, and what the run is, in about ten lines. `start`: the step that it resumes after."""
+def opening(
+    resolved: Resolved, folder: Path, start: int, training: PromptSet, validation: PromptSet
+) -> str:
+    """Notes on the data, and what the run is, in about ten lines. `start`: the step that it resumes
+    after."""
     config = resolved.config
     rollout = config.rollout
     groups = resolved.placement.groups
@@ -71,7 +76,9 @@ def opening(resolved: Resolved, folder: Path, start: int, training: PromptSet, v
         f"{''.join(f', {name} every {every}' for name, every in due.items() if every)}",
         "run folder": f"{folder} (messages of libraries and engines: logs/)",
     }
-    return "\n".join([*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())])
+    return "\n".join(
+        [*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())]
+    )
 
 
 def counted(training: PromptSet, validation: PromptSet) -> str:
@@ -86,8 +93,8 @@ def _titled(title: str, text: str) -> str:
 
 
 def fixed(value: float | None, decimals: int, columns: int) -> str:
-    """A number in so many columns, with fewer decimals where it is large; `-` for none. What is not 0 does not look
-    like 0: it is shown as 4e-05."""
+    """A number in so many columns, with fewer decimals where it is large; `-` for none. What is not
+    0 does not look like 0: it is shown as 4e-05."""
     if value is None:
         return "-".rjust(columns)
     texts = [*(f"{value:.{places}f}" for places in range(decimals, -1, -1)), f"{value:.0e}"]
@@ -104,8 +111,9 @@ def cut(text: str, columns: int) -> str:
 
 
 class Screen:
-    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar below them. Where
-    steps are short, not every step has a line. `samples`: of the step that ends next."""
+    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar
+    below them. Where steps are short, not every step has a line. `samples`: of the step that ends
+    next."""
 
     def __init__(self, role: Role, start: int, steps: int):
         self.role: Role = role
@@ -115,11 +123,21 @@ class Screen:
         self.lines = 0
         self.samples: Sequence[Mapping[str, Any]] = ()
         quiet = role != "actor" or not sys.stdout.isatty()
-        self.bar = tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True, disable=quiet)
+        self.bar = tqdm(
+            total=steps,
+            initial=start,
+            unit="step",
+            file=sys.stdout,
+            dynamic_ncols=True,
+            disable=quiet,
+        )
 
-    def step(self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
-        """A step has ended: it took so many seconds, of which so many in each span. Prints its line, if one is due. The
-        first and the last step have one, and those with a validation or skipped updates."""
+    def step(
+        self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]
+    ) -> None:
+        """A step has ended: it took so many seconds, of which so many in each span. Prints its
+        line, if one is due. The first and the last step have one, and those with a validation or
+        skipped updates."""
         self.times.append(took)
         self.since += took
         head = f"{f'[{self.role}]':<8} step {step:>{len(str(self.steps))}}/{self.steps}"
@@ -128,7 +146,9 @@ class Screen:
             best = f"best {metrics['val/best_so_far']:.3f} at step {metrics['val/best_step']:.0f}"
             extra.append(f"{head}  held-out score {metrics['val/score/mean']:.3f}, {best}")
         if skipped := metrics.get(f"{self.role}/skipped"):
-            extra.append(f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite")
+            extra.append(
+                f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite"
+            )
         if step and (extra or self.since >= PAUSE or step == self.steps):
             say(self._line(head, step, took, spans, metrics))
             if self.samples and self.lines % SAMPLE_LINES == 0:
@@ -139,10 +159,20 @@ class Screen:
             say(line)
         self.bar.update(step - self.bar.n)
 
-    def _line(self, head: str, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]) -> str:
-        """Figures, speed or time left, seconds. The longest span is last, and left out if there is no room; all waits
-        count as one."""
-        figures = [f"{name} {fixed(metrics.get(metric), *size)}" for name, metric, *size in FIGURES[self.role]]
+    def _line(
+        self,
+        head: str,
+        step: int,
+        took: float,
+        spans: Mapping[str, float],
+        metrics: Mapping[str, Any],
+    ) -> str:
+        """Figures, speed or time left, seconds. The longest span is last, and left out if there is
+        no room; all waits count as one."""
+        figures = [
+            f"{name} {fixed(metrics.get(metric), *size)}"
+            for name, metric, *size in FIGURES[self.role]
+        ]
         if self.role == "actor":
             figures.append(f"{metrics.get('tokens', 0) / max(took, 1e-9):>6.0f} tok/s")
         else:
@@ -167,14 +197,24 @@ def _shown(sample: Mapping[str, Any]) -> list[str]:
 
 
 def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[str] = ()) -> str:
-    """What a run that has ended came to, from its metrics, and what to type next. `saved`: its newest checkpoint;
-    `notices`: why it may have learned nothing."""
+    """What a run that has ended came to, from its metrics, and what to type next. `saved`: its
+    newest checkpoint; `notices`: why it may have learned nothing."""
     files = {role: folder / "metrics" / f"{role}.jsonl" for role in ROLES}
-    steps = {role: list(read_lines(file, parse_record)) if file.is_file() else [] for role, file in files.items()}
+    steps = {
+        role: list(read_lines(file, parse_record)) if file.is_file() else []
+        for role, file in files.items()
+    }
     took = timedelta(seconds=round(sum(step["timing_s/step"] for step in steps["actor"])))
-    lines = [("done", f"{max((s['step'] for s in steps['actor']), default=0)} of {config.steps} steps in {took}")]
+    lines = [
+        (
+            "done",
+            f"{max((s['step'] for s in steps['actor']), default=0)} of {config.steps} steps in {took}",
+        )
+    ]
     for title, name in (("held-out", "val/score/mean"), ("training", "critic/score/mean")):
-        if scores := {step["step"]: step[name] for role in ROLES for step in steps[role] if name in step}:
+        if scores := {
+            step["step"]: step[name] for role in ROLES for step in steps[role] if name in step
+        }:
             (first, before), *_, (last, after) = [*scores.items()] * 2
             at = max(scores, key=lambda step: scores[step])
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
@@ -194,5 +234,7 @@ def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
     for step in steps:
         spent.update({name: value for name, value in step.items() if name.startswith("timing_s/")})
     total = spent.pop("timing_s/step")
-    shares = [(name.removeprefix("timing_s/"), value / total) for name, value in spent.most_common()]
+    shares = [
+        (name.removeprefix("timing_s/"), value / total) for name, value in spent.most_common()
+    ]
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.015)

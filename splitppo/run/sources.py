@@ -1,7 +1,9 @@
-"""What a run is made from: its paths as RUN records them, and the copies in RUN by which it stands alone.
+"""What a run is made from: its paths as RUN records them, and the copies in RUN by which it stands
+alone.
 
-RUN/models/NAME holds a model's configuration and tokenizer; models that share a folder are there once, under the first
-of their names. RUN/rewards/PATH holds the reward file of the absolute path PATH, and the modules that it imports.
+RUN/models/NAME holds a model's configuration and tokenizer; models that share a folder are there
+once, under the first of their names. RUN/rewards/PATH holds the reward file of the absolute path
+PATH, and the modules that it imports.
 """
 
 import os
@@ -18,8 +20,8 @@ from splitppo.models.older import TOKENIZER
 
 
 def absolute(config: Config, run: Path) -> Config:
-    """The configuration as the folder `run` records it: the paths of local files and models are absolute, and that of a
-    copy in RUN/rewards is the original's."""
+    """The configuration as the folder `run` records it: the paths of local files and models are
+    absolute, and that of a copy in RUN/rewards is the original's."""
 
     def change(setting: str, name: str) -> str:
         if ".py:" in name:
@@ -31,7 +33,8 @@ def absolute(config: Config, run: Path) -> Config:
 
 
 def with_copies(config: Config) -> Config:
-    """The configuration of a run that goes on: RUN's copies stand for reward files that are no longer there."""
+    """The configuration of a run that goes on: RUN's copies stand for reward files that are no
+    longer there."""
 
     def change(_: str, name: str) -> str:
         file = name.rpartition(":")[0]
@@ -58,8 +61,8 @@ def model_paths(config: Config) -> dict[str, str]:
 
 
 def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
-    """Copies each model's configuration and tokenizer, and the reward files, into the run's folder. `models`: model ->
-    its folder, or `tiny`."""
+    """Copies each model's configuration and tokenizer, and the reward files, into the run's folder.
+    `models`: model -> its folder, or `tiny`."""
     sources = {source: name for name, source in reversed([*models.items()]) if source != "tiny"}
     for source, name in sources.items():
         copy = run / "models" / name
@@ -86,11 +89,15 @@ def _without_weights(folder: Path) -> set[Path]:
 
 
 def _modules(file: Path) -> set[Path]:
-    """A Python file, and those beside it that it imports, directly or not. Of a package, all files."""
-    found, waiting = set(), {file}
+    """A Python file, and those beside it that it imports, directly or not. Of a package, all
+    files."""
+    found = set()
+    waiting = {file}
     while waiting:
         found.add(path := waiting.pop())
-        imports = re.findall(r"^\s*(?:import|from)\s(.*)", path.read_text(errors="replace"), re.MULTILINE)
+        imports = re.findall(
+            r"^\s*(?:import|from)\s(.*)", path.read_text(errors="replace"), re.MULTILINE
+        )
         for name in re.findall(r"\w+", " ".join(imports)):
             beside = {file.with_name(f"{name}.py"), *file.with_name(name).rglob("*.py")}
             waiting |= {module for module in beside - found if module.is_file()}
@@ -98,8 +105,9 @@ def _modules(file: Path) -> set[Path]:
 
 
 def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False) -> Path:
-    """The folder with the configuration and the tokenizer of a run's model, and with the `weights` that it started
-    from: RUN's own, or else the folder that RUN names. Raises UserError if neither has them."""
+    """The folder with the configuration and the tokenizer of a run's model, and with the `weights`
+    that it started from: RUN's own, or else the folder that RUN names. Raises UserError if neither
+    has them."""
     paths = model_paths(config)
     name = next(name for name, path in paths.items() if path == paths[kind])
     copy = run / ("tiny" if paths[kind] == "tiny" else f"models/{name}")

@@ -1,7 +1,8 @@
 """Sends the run's metrics to Weights & Biases and TensorBoard.
 
-The actor group's first rank sends both roles' records. After each step it reads the new lines of RUN/metrics/, so a
-record of the critic may come one step later than the actor's. A resumed run sends the steps that it does.
+The actor group's first rank sends both roles' records. After each step it reads the new lines of
+RUN/metrics/, so a record of the critic may come one step later than the actor's. A resumed run
+sends the steps that it does.
 """
 
 import re
@@ -35,8 +36,8 @@ def check_trackers(config: Config) -> None:
 
 
 class Wandb:
-    """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id): steps that it
-    repeats are there twice. Raises UserError if wandb cannot log in."""
+    """One run in Weights & Biases, plotted over `step`. A resumed run continues it (RUN/wandb_id):
+    steps that it repeats are there twice. Raises UserError if wandb cannot log in."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
         import wandb  # an optional package
@@ -47,24 +48,33 @@ class Wandb:
             self.run = wandb.init(
                 project=config.log.project,
                 name=config.log.name or run_dir.resolve().name,
-                id=(read_file(path, str.strip, "delete it") or None) if start and path.is_file() else None,
+                id=(read_file(path, str.strip, "delete it") or None)
+                if start and path.is_file()
+                else None,
                 resume="allow",
                 dir=run_dir,
                 config=asdict(config),
                 allow_val_change=True,  # a resumed run may have other settings
             )
         except (UsageError, AuthenticationError) as error:
-            raise UserError(f"log.trackers=wandb: {error} Or set WANDB_MODE=offline in the environment") from error
+            raise UserError(
+                f"log.trackers=wandb: {error} Or set WANDB_MODE=offline in the environment"
+            ) from error
         path.write_text(self.run.id)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        self.table, self.close = wandb.Table, self.run.finish
+        self.table = wandb.Table
+        self.close = self.run.finish
 
-    def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
+    def write(
+        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
+    ) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
         found: dict[str, Any] = {"step": step, **metrics}
         for name, rows in tables.items():
-            found[name] = self.table(list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True)
+            found[name] = self.table(
+                list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True
+            )
         self.run.log(found)
 
 
@@ -74,10 +84,14 @@ class TensorBoard:
     def __init__(self, config: Config, run_dir: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter  # needs an optional package
 
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1 if start else 0)
+        self.writer = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=start + 1 if start else 0
+        )
         self.close = self.writer.close
 
-    def write(self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
+    def write(
+        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
+    ) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         for name, rows in tables.items():
@@ -89,33 +103,41 @@ TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Trackers:
-    """The trackers of a run that resumes after step `start`, or begins (0); idle on a rank that is not `active`."""
+    """The trackers of a run that resumes after step `start`, or begins (0); idle on a rank that is
+    not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         names = config.log.trackers if active else ()
-        self.run_dir, self.steps, self.start = run_dir, config.steps, start
-        self.read: dict[Role, tuple[int, int]] = dict.fromkeys(ROLES, (0, 0))  # bytes and lines of the records so far
+        self.run_dir = run_dir
+        self.steps = config.steps
+        self.start = start
+        self.read: dict[Role, tuple[int, int]] = dict.fromkeys(
+            ROLES, (0, 0)
+        )  # bytes and lines of the records so far
         self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
 
     def update(self) -> None:
-        """Sends the new records. Call it first after a step has ended: by then both roles have removed the records of
-        an earlier run after `start` from their files."""
+        """Sends the new records. Call it first after a step has ended: by then both roles have
+        removed the records of an earlier run after `start` from their files."""
         for role in ROLES if self.trackers else ():
             for record in self._records(role):
                 if (step := record["step"]) > self.start or not self.start:
-                    figures, tables = metrics_of(role, record), self._tables(role, step)
+                    figures = metrics_of(role, record)
+                    tables = self._tables(role, step)
                     for tracker in self.trackers:
                         tracker.write(step, record["time"], figures, tables)
 
     def close(self) -> None:
-        """Sends the last records and closes the trackers. Call it when all ranks have finished their last step."""
+        """Sends the last records and closes the trackers. Call it when all ranks have finished
+        their last step."""
         self.update()
         for tracker in self.trackers:
             tracker.close()
 
     def _records(self, role: Role) -> Iterator[dict[str, Any]]:
         """What the role's file has gained. A torn last line waits until all of it is written."""
-        path, (offset, number) = self.run_dir / "metrics" / f"{role}.jsonl", self.read[role]
+        path = self.run_dir / "metrics" / f"{role}.jsonl"
+        offset, number = self.read[role]
         with path.open("rb") if path.is_file() else BytesIO() as file:
             file.seek(offset)
             for line in file:
@@ -125,15 +147,22 @@ class Trackers:
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""
-        name, folder = ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
+        name, folder = (
+            ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
+        )
         path = self.run_dir / folder / f"step_{step:06d}.jsonl"
         skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
-        rows = [] if skipped or not path.is_file() else list(map(shown, islice(read_lines(path), TABLE_ROWS)))
+        rows = (
+            []
+            if skipped or not path.is_file()
+            else list(map(shown, islice(read_lines(path), TABLE_ROWS)))
+        )
         return {name: rows} if rows else {}
 
 
 def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's numbers under their names in the trackers, which hold the role where both have them."""
+    """A record's numbers under their names in the trackers, which hold the role where both have
+    them."""
     return {
         re.sub("^(timing_s|perf)/", rf"\1/{role}/", name): float(value)
         for name, value in record.items()

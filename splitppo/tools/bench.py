@@ -1,8 +1,9 @@
-"""`splitppo bench`: placements compared on the same GPUs, one job after the other, with the same rows and models.
+"""`splitppo bench`: placements compared on the same GPUs, one job after the other, with the same
+rows and models.
 
-A job is `colocated`; `2+2/barrier`, a split whose groups wait for each other after the updates, as verl's
-split_placement did; or `2+2`, `2+2/critic`: without a barrier, the reference with the actor or the critic. Prints a
-table, and writes OUT/bench.json and each job's run folder and log.
+A job is `colocated`; `2+2/barrier`, a split whose groups wait for each other after the updates, as
+verl's split_placement did; or `2+2`, `2+2/critic`: without a barrier, the reference with the actor
+or the critic. Prints a table, and writes OUT/bench.json and each job's run folder and log.
 """
 
 import json
@@ -37,11 +38,12 @@ class Bench:
 
     gpus: Annotated[int, tyro.conf.arg(help="ranks of each job")]
     jobs: tuple[str, ...] = ()
-    """Placements, as colocated, 3+1, 2+2/critic (the reference with the critic), 2+2/barrier. Unset: colocated, the
-    even split with and without a barrier, and the critic with one rank less and with a quarter of all, with the
-    reference on either side."""
+    """Placements, as colocated, 3+1, 2+2/critic (the reference with the critic), 2+2/barrier.
+    Unset: colocated, the even split with and without a barrier, and the critic with one rank less
+    and with a quarter of all, with the reference on either side."""
     lengths: str | None = None
-    """Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file with one a line."""
+    """Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file with one a
+    line."""
     warmup: int = 10
     """Steps that are not measured."""
     steps: int = 5
@@ -59,7 +61,9 @@ class Result:
     job: str
     split: Split
     work: Work
-    metrics: dict[str, dict[str, float]]  # role -> metric -> mean over the measured steps, on the group's first rank
+    metrics: dict[
+        str, dict[str, float]
+    ]  # role -> metric -> mean over the measured steps, on the group's first rank
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
 
@@ -73,15 +77,22 @@ class Result:
 
 
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
-    """A job's split and its flags: all of them, since a preset may set others. A wrong job is a UserError."""
+    """A job's split and its flags: all of them, since a preset may set others. A wrong job is a
+    UserError."""
     found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?(/barrier)?", job)
     if not found:
-        raise UserError(f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier")
-    split, mode = Split(gpus, 0), "colocated"
+        raise UserError(
+            f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier"
+        )
+    split = Split(gpus, 0)
+    mode = "colocated"
     if found[1]:
-        split, mode = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor"), "per_node"
+        split = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor")
+        mode = "per_node"
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
-            raise UserError(f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}")
+            raise UserError(
+                f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}"
+            )
     flags = (
         f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]} "
         f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
@@ -90,7 +101,8 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
 
 
 def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
-    """The jobs to compare where nothing is known; `movable`: whether the reference can be with the critic."""
+    """The jobs to compare where nothing is known; `movable`: whether the reference can be with the
+    critic."""
     if gpus == 1:
         return ("colocated",)
     # the critic's ranks: half, one less, a quarter
@@ -101,15 +113,21 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
 
 
 def lengths_of(given: str) -> list[int]:
-    """The response lengths that `--lengths` names. What is no distribution and no file is a UserError."""
+    """The response lengths that `--lengths` names. What is no distribution and no file is a
+    UserError."""
     if found := re.fullmatch(r"fixed:(\d+)", given):
         return [int(found[1])]
     if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
-        average, cap, sigma, draw = max(1, int(found[1])), int(found[2]), 0.8, random.Random(0)
+        average = max(1, int(found[1]))
+        cap = int(found[2])
+        sigma = 0.8
+        draw = random.Random(0)
         mu = math.log(average) - sigma**2 / 2
         return [min(cap, max(1, round(draw.lognormvariate(mu, sigma)))) for _ in range(DRAWN)]
     if not Path(given).is_file():
-        raise UserError(f"--lengths {given}: write fixed:512, lognormal:240:1024, or name a file with one a line")
+        raise UserError(
+            f"--lengths {given}: write fixed:512, lognormal:240:1024, or name a file with one a line"
+        )
     from splitppo.data import read_lengths  # imports torch, and --help must not wait for it
 
     return read_lengths(RolloutConfig(lengths=given, max_new_tokens=sys.maxsize))
@@ -118,20 +136,38 @@ def lengths_of(given: str) -> list[int]:
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
     flags = [*extra, "--steps", str(bench.warmup + bench.steps), "--log.validate-every", "0"]
-    flags += ["--checkpoint.every", "0", "--checkpoint.no-last", "--log.trackers"]  # a preset may have set them
+    flags += [
+        "--checkpoint.every",
+        "0",
+        "--checkpoint.no-last",
+        "--log.trackers",
+    ]  # a preset may have set them
     if lengths:
         (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
-        flags += ["--rollout.lengths", str(out / "lengths.txt"), "--rollout.max-new-tokens", str(max(lengths))]
+        flags += [
+            "--rollout.lengths",
+            str(out / "lengths.txt"),
+            "--rollout.max-new-tokens",
+            str(max(lengths)),
+        ]
     return flags
 
 
 def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
-    """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a UserError."""
+    """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a
+    UserError."""
     split, placement = parse_job(job, bench.gpus)
     folder = out / job.replace("/", "_")
     log = folder.with_name(f"{folder.name}.log")
     # standalone: a port of its own, so that other jobs may run on the node
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(bench.gpus)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(bench.gpus),
+    ]
     line = [*torchrun, "-m", "splitppo.train", *flags, *placement, "--run-dir", str(folder)]
     with log.open("w") as file:
         print(*line, file=file, flush=True)
@@ -141,10 +177,15 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
             except subprocess.TimeoutExpired as error:
                 raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
             finally:
-                running.terminate()  # torchrun passes it on to its ranks; a kill would leave them running
+                # torchrun passes it on to its ranks; a kill would leave them running
+                running.terminate()
                 running.wait()
     if status:
-        errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error:")]
+        errors = [
+            line
+            for line in log.read_text(errors="replace").splitlines()
+            if line.startswith("error:")
+        ]
         raise UserError(f"exit {status}: {errors[0] if errors else f'see {log}'}")
     return result_of(job, split, folder, bench.warmup)
 
@@ -156,9 +197,13 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
-    work = measured(steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch)
+    work = measured(
+        steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch
+    )
     last = {role: found[warmup:] for role, found in steps.items()}
-    metrics = {role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()}
+    metrics = {
+        role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()
+    }
     return Result(
         job,
         split,
@@ -173,15 +218,20 @@ def gpu_name() -> str | None:
     """Of the first GPU, asked without touching it; None without one."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 
 
 def table(results: list[Result], gpu: str | None) -> str:
-    """The comparison as it is printed. The cost model predicts from the colocated job, and knows no barrier."""
+    """The comparison as it is printed. The cost model predicts from the colocated job, and knows no
+    barrier."""
     base = next((result for result in results if result.job == "colocated"), results[0])
-    modelled = [r.job for r in results if base.job == "colocated" and not r.job.endswith("/barrier")]
+    modelled = [
+        r.job for r in results if base.job == "colocated" and not r.job.endswith("/barrier")
+    ]
     peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in (gpu or "")), None)
     lines = [
         {
@@ -206,17 +256,22 @@ def table(results: list[Result], gpu: str | None) -> str:
 def main() -> int:
     """Runs all jobs and prints their table; returns the exit status."""
     bench, extra = read_flags(Bench, "splitppo bench", words(), return_unknown_args=True)
-    ppo, out, gpu = parse(extra).ppo, Path(bench.out), gpu_name()
+    ppo = parse(extra).ppo
+    out = Path(bench.out)
+    gpu = gpu_name()
     jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
     for job in jobs:
         parse_job(job, bench.gpus)
     if bench.warmup < WARM_UP or bench.steps < 1:
-        raise UserError(f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; the first steps compile")
+        raise UserError(
+            f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; the first steps compile"
+        )
     if out.exists():
         raise UserError(f"--out {out}: it exists; name a new folder")
     lengths = lengths_of(bench.lengths) if bench.lengths else []
     out.mkdir(parents=True)
-    flags, results = job_flags(bench, extra, lengths, out), []
+    flags = job_flags(bench, extra, lengths, out)
+    results = []
     for job in jobs:
         print(f"{job} ...", flush=True)
         try:
@@ -225,9 +280,21 @@ def main() -> int:
             print(f"  failed: {error}", flush=True)
             continue
         results.append(result)
-        print(f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step", flush=True)
-        found = {"bench": asdict(bench), "flags": flags, "gpu": gpu, "results": [asdict(result) for result in results]}
-        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")  # after each job: the next may never end
+        print(
+            f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step",
+            flush=True,
+        )
+        found = {
+            "bench": asdict(bench),
+            "flags": flags,
+            "gpu": gpu,
+            "results": [asdict(result) for result in results],
+        }
+        write_whole(
+            out / "bench.json", json.dumps(found, indent=1) + "\n"
+        )  # after each job: the next may never end
     if results:
-        print(f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results, gpu)}")
+        print(
+            f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results, gpu)}"
+        )
     return 0 if len(results) == len(jobs) else 1

@@ -1,6 +1,8 @@
-"""`splitppo chat RUN`: answers of the trained policy and of the one before training, with the value model's curve."""
+"""`splitppo chat RUN`: answers of the trained policy and of the one before training, with the value
+model's curve."""
 
-# torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
+# torch, transformers and the modules that import them are imported in the functions: --help must
+# not wait for them
 import json
 import shutil
 import sys
@@ -24,8 +26,9 @@ Answer = dict[str, list[Any]]  # `text` and `value` of each token
 
 
 def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[Any]]:
-    """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of the one before
-    training, unless its weights are gone; then a line says so. They are on a GPU if there is one."""
+    """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of
+    the one before training, unless its weights are gone; then a line says so. They are on a GPU if
+    there is one."""
     import torch
 
     from splitppo.engine.hf import HFEngine
@@ -34,7 +37,8 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
     from splitppo.run.sources import model_folder
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype, source = dtype_of(config, device), model_folder(config, run, "policy")
+    dtype = dtype_of(config, device)
+    source = model_folder(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
     value = load_model(config, run, "value", saved).to(device, dtype)
     engines = []
@@ -44,17 +48,25 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
         except UserError as error:
             if folder:
                 raise
-            print(f"note: no answers of the policy before training: {one_line(str(error))}", file=sys.stderr)
+            print(
+                f"note: no answers of the policy before training: {one_line(str(error))}",
+                file=sys.stderr,
+            )
             break
-        engine = HFEngine(model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source)
+        engine = HFEngine(
+            model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source
+        )
         engine.load_weights(model.state_dict().items())
         engines.append(engine)
     return tokenizer, value, engines
 
 
-def load(run: Path, step: int | None, temperature: float, limit: int | None) -> Callable[[str, int], list[Answer]]:
-    """Loads a checkpoint's policy and value model, and the policy before training. Returns (prompt, number) -> both
-    answers: the noise depends on the number. A prompt that is too long is a UserError."""
+def load(
+    run: Path, step: int | None, temperature: float, limit: int | None
+) -> Callable[[str, int], list[Answer]]:
+    """Loads a checkpoint's policy and value model, and the policy before training. Returns (prompt,
+    number) -> both answers: the noise depends on the number. A prompt that is too long is a
+    UserError."""
     import torch
 
     from splitppo.data.files import Row
@@ -69,7 +81,9 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
     config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
-        raise UserError(f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1")
+        raise UserError(
+            f"--temperature {temperature}, --max-new-tokens {most}: use at least 0 and 1"
+        )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
     positions = [most_positions(model.config)[0] for model in (value, engines[0].model)]
@@ -80,25 +94,32 @@ def load(run: Path, step: int | None, temperature: float, limit: int | None) -> 
         prompts, wrong = tokenize(config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer)
         if wrong:
             raise wrong[0]
-        ids, found = prompts[0].tokens, []
+        ids = prompts[0].tokens
+        found = []
         if len(ids) > room:
-            raise UserError(f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it")
+            raise UserError(
+                f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it"
+            )
         for engine in engines:
             # the noise depends on the row's number
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout([sample for part in parts for sample in part])
             values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
-            found += token_figures(rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True))
+            found += token_figures(
+                rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True)
+            )
         return found
 
     return answers
 
 
 def layout(head: str, answer: Answer, low: float, high: float, width: int) -> list[str]:
-    """An answer as lines of `width` columns. Under each line of text stands one with a block for each character: its
-    token's value from `low` to `high`. A token without text is a dot."""
-    lines, top, below = [head.ljust(width)], "", ""
+    """An answer as lines of `width` columns. Under each line of text stands one with a block for
+    each character: its token's value from `low` to `high`. A token without text is a dot."""
+    lines = [head.ljust(width)]
+    top = ""
+    below = ""
     for text, value in zip(answer["text"], answer["value"], strict=True):
         share = (value - low) / (high - low) if high > low else 0.5
         block = BLOCKS[min(max(int(share * len(BLOCKS)), 0), len(BLOCKS) - 1)]
@@ -108,24 +129,36 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
                 lines += [top + " " * (width - len(below)), below.ljust(width)]
                 top = below = ""
             if char != "\n":
-                top, below = top + (char if char.isprintable() else "?"), below + block * columns
+                top = top + (char if char.isprintable() else "?")
+                below = below + block * columns
     return [*lines, top + " " * (width - len(below)), below.ljust(width)]
 
 
 def show(run: Path, answers: list[Answer]) -> None:
-    """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to the highest."""
+    """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to
+    the highest."""
     if not sys.stdout.isatty():
         for head, answer in zip(HEADS, answers, strict=False):
-            figures = [f"{json.dumps(t, ensure_ascii=False)} {v:.4g}" for t, v in zip(*answer.values(), strict=True)]
+            figures = [
+                f"{json.dumps(t, ensure_ascii=False)} {v:.4g}"
+                for t, v in zip(*answer.values(), strict=True)
+            ]
             print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
         return
     series = curves({}, read_columns(run)[1])
     low = min(series.get("critic/score/min", {0: 0.0}).values())
     high = max(series.get("critic/score/max", {0: 1.0}).values())
     width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
-    columns = [layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=False)]
-    print(*("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)), sep="\n")
-    print(f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n")
+    columns = [
+        layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=False)
+    ]
+    print(
+        *("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)),
+        sep="\n",
+    )
+    print(
+        f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n"
+    )
 
 
 def chat(
@@ -134,8 +167,8 @@ def chat(
     temperature: float = 0.0,
     max_new_tokens: int | None = None,
 ) -> int:
-    """Answer each line of the standard input by the trained policy and by the one before training, with the values:
-    of each token, the score that the value model expected just before it.
+    """Answer each line of the standard input by the trained policy and by the one before training,
+    with the values: of each token, the score that the value model expected just before it.
 
     Args:
         run: The run's folder.
@@ -143,7 +176,9 @@ def chat(
         temperature: Sampling temperature. 0: greedy.
         max_new_tokens: Longest answer, in tokens. Unset: the run's.
     """
-    answers, status, prompt = load(run, step, temperature, max_new_tokens), 0, "> " if sys.stdin.isatty() else ""
+    answers = load(run, step, temperature, max_new_tokens)
+    status = 0
+    prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
     for number, line in enumerate(map(str.strip, sys.stdin)):
         try:

@@ -3,20 +3,24 @@
 With x actor ranks and y critic ranks, and the work of a phase in seconds of one GPU:
 
     actor column   G(x) + sync + (old log-probs [+ reference] + policy update) / x + P
-                   where scoring late rows takes longer than the log-probs: the scoring in their place
+                   where scoring late rows takes longer than the log-probs: the scoring in their
+                   place
     critic column  (values and scores [+ reference] + value update) / y + V
     step           the longer of the two; colocated: x = y = all ranks, one column after the other
 
-* G is the rollout: decode steps until the longest row ends. A decode step takes longer with more rows, so G goes as
-  1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE. With fewer rows a rank, G shrinks only a little. Ranks that
-  share an engine count as ranks with an engine each. Ranks of a tensor-parallel set count as ranks that share the work
-  of their rows: what they lose to sums over the set is in the measured times.
-* The critic scores rows under the rollout as they end. After it, mean length / longest of the scoring is left: all of
-  it if the rows are equally long.
-* P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for the host. If one
-  update has far fewer FLOPs a second than the other, the time lost to that counts as P or V.
-* With `rollout.window = W` slots decode W tokens side by side, and no row is late. A row that goes on costs a forward
-  pass over the (mean of L^2) / (2 mean L) tokens that it has on average; over W this is a token's mean age in steps.
+* G is the rollout: decode steps until the longest row ends. A decode step takes longer with more
+  rows, so G goes as 1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE. With fewer rows a rank,
+  G shrinks only a little. Ranks that share an engine count as ranks with an engine each. Ranks of a
+  tensor-parallel set count as ranks that share the work of their rows: what they lose to sums over
+  the set is in the measured times.
+* The critic scores rows under the rollout as they end. After it, mean length / longest of the
+  scoring is left: all of it if the rows are equally long.
+* P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for
+  the host. If one update has far fewer FLOPs a second than the other, the time lost to that counts
+  as P or V.
+* With `rollout.window = W` slots decode W tokens side by side, and no row is late. A row that goes
+  on costs a forward pass over the (mean of L^2) / (2 mean L) tokens that it has on average; over W
+  this is a token's mean age in steps.
 """
 
 import math
@@ -69,18 +73,23 @@ class Work:
 
 
 def slowed(rows: float, longest: float) -> float:
-    """A rollout's time with so many rows a rank, by its time with hardly any; `longest` as in Work."""
+    """A rollout's time with so many rows a rank, by its time with hardly any; `longest` as in
+    Work."""
     return 1 + rows / longest / ROWS_THAT_DOUBLE
 
 
 def columns(work: Work, split: Split) -> tuple[float, float]:
     """Seconds of a step in the actor's and in the critic's column."""
-    x, y = split.actor, split.critic or split.actor
+    x = split.actor
+    y = split.critic or split.actor
     rollout = work.rollout * slowed(work.batch / x, work.longest)
     with_critic = work.reference if split.reference == "critic" else 0.0
-    logprobs, score = (work.old + work.reference - with_critic) / x, (work.score + with_critic) / y
+    logprobs = (work.old + work.reference - with_critic) / x
+    score = (work.score + with_critic) / y
     late = score / work.longest if split.critic else 0.0
-    actor = rollout + work.sync + work.other + max(logprobs, late) + work.policy / x + work.policy_fixed
+    actor = (
+        rollout + work.sync + work.other + max(logprobs, late) + work.policy / x + work.policy_fixed
+    )
     return actor, score + work.value / y + work.value_fixed
 
 
@@ -96,8 +105,8 @@ def mean(lines: Lines, name: str) -> float:
 
 
 def updates(lines: Lines) -> tuple[float, float]:
-    """Seconds of an update and a rank's 10^12 model FLOPs a second in it. Steps without an update are left out: the
-    critic's warm-up, and steps that trained on no row."""
+    """Seconds of an update and a rank's 10^12 model FLOPs a second in it. Steps without an update
+    are left out: the critic's warm-up, and steps that trained on no row."""
     found = [line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")]
     if not found:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
@@ -106,30 +115,43 @@ def updates(lines: Lines) -> tuple[float, float]:
 
 
 def waiting(rate: float, other: float) -> float:
-    """The share of an update that waits for the host: all time beyond what the update would take with the other model's
-    FLOPs a second. 0 unless the other's are many more, since models of one size differ a little, too."""
+    """The share of an update that waits for the host: all time beyond what the update would take
+    with the other model's FLOPs a second. 0 unless the other's are many more, since models of one
+    size differ a little, too."""
     return 1 - rate / other if rate < SLOW * other else 0.0
 
 
 def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
-    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the policy. Raises
-    UserError if there are too few steps."""
-    actor, critic = actor[WARM_UP:], critic[WARM_UP:]
+    """The work of a run's steps, from its metrics. A reference at the critic counts as large as the
+    policy. Raises UserError if there are too few steps."""
+    actor = actor[WARM_UP:]
+    critic = critic[WARM_UP:]
     if not actor or not critic:
-        raise UserError(f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on")
-    x, y = split.actor, split.critic or split.actor
-    (policy, rate), (value, value_rate) = updates(actor), updates(critic)
-    slower, value_slower = waiting(rate, value_rate), waiting(value_rate, rate)
+        raise UserError(
+            f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on"
+        )
+    x = split.actor
+    y = split.critic or split.actor
+    policy, rate = updates(actor)
+    value, value_rate = updates(critic)
+    slower = waiting(rate, value_rate)
+    value_slower = waiting(value_rate, rate)
     shortened = policy * (1 - slower) * x
     has_reference = "critic/ref_kl" in critic[0]
-    has_old = "actor/mismatch_mean" in actor[0]  # else the old log-probs are the engine's, without a forward pass
+    has_old = (
+        "actor/mismatch_mean" in actor[0]
+    )  # else the old log-probs are the engine's, without a forward pass
     passes = has_old + (has_reference and split.reference == "actor")
     # of one forward pass; about a third of an update where the actor has none
     forward = mean(actor, "timing_s/logprobs") * x / passes if passes else shortened / 3
     reference = forward if has_reference else 0.0
-    phases = {name for line in actor for name in line if name.startswith("timing_s/")} - {"timing_s/step"}
+    phases = {name for line in actor for name in line if name.startswith("timing_s/")} - {
+        "timing_s/step"
+    }
     other = mean(actor, "timing_s/step") - sum(mean(actor, name) for name in phases)
-    longest = sum(line["response_length/max"] / line["response_length/mean"] for line in actor) / len(actor)
+    longest = sum(
+        line["response_length/max"] / line["response_length/mean"] for line in actor
+    ) / len(actor)
     rollout = mean(actor, "timing_s/rollout") + mean(actor, "timing_s/barrier_wait")
     score = mean(critic, "timing_s/score") * y - (reference if split.reference == "critic" else 0.0)
     return Work(
@@ -149,46 +171,70 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
 
 
 def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:
-    """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a tensor-parallel set in the actor
-    and in the critic group."""
+    """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a
+    tensor-parallel set in the actor and in the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
     found = [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
-    return [split for split in found if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0]
+    return [
+        split
+        for split in found
+        if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0
+    ]
 
 
 def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
-    """Whether the critic group can hold the reference: only the KL in the reward can use it there."""
+    """Whether the critic group can hold the reference: only the KL in the reward can use it
+    there."""
     return kl_coef > 0 and kl_loss_coef == 0
 
 
 def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
     """The run's own placement by the model, then the three fastest of the others."""
-    (actor, critic), step = columns(work, split), predict(work, split)
-    lines = [f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"]
+    actor, critic = columns(work, split)
+    step = predict(work, split)
+    lines = [
+        f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"
+    ]
     others = [other for other in choices if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
-        seconds, both = predict(work, other), columns(work, other)
+        seconds = predict(work, other)
+        both = columns(work, other)
         idle = 1 - min(both) / max(both) if other.critic else 0.0
-        lines.append(f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, idle column {idle:.0%}")
+        lines.append(
+            f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, idle column {idle:.0%}"
+        )
     return lines
 
 
 def with_window(work: Work, split: Split, lengths: Sequence[int], window: int) -> Work:
-    """The work of a step in which as many slots decode a window each; `lengths`: of the run's responses."""
-    average, held = sum(lengths) / len(lengths), sum(n * n for n in lengths) / sum(lengths) / 2
-    token, forward = work.rollout / work.longest / average, work.old or work.policy / 3
+    """The work of a step in which as many slots decode a window each; `lengths`: of the run's
+    responses."""
+    average = sum(lengths) / len(lengths)
+    held = sum(n * n for n in lengths) / sum(lengths) / 2
+    token = work.rollout / work.longest / average
+    forward = work.old or work.policy / 3
     decode = window * token * (1 + work.batch / split.actor / ROWS_THAT_DOUBLE)
-    scaled = {n: getattr(work, n) * window / average for n in ("old", "reference", "score", "policy", "value")}
-    return replace(work, rollout=decode + forward * held / average / split.actor, longest=math.inf, **scaled)
+    scaled = {
+        n: getattr(work, n) * window / average
+        for n in ("old", "reference", "score", "policy", "value")
+    }
+    return replace(
+        work, rollout=decode + forward * held / average / split.actor, longest=math.inf, **scaled
+    )
 
 
-def window_advice(work: Work, split: Split, lengths: Sequence[int], choices: Sequence[Split]) -> list[str]:
-    """Speed and age of the tokens that are trained on, for each window below the longest response."""
-    own, lines = sum(lengths) / len(lengths) / predict(work, split), []
+def window_advice(
+    work: Work, split: Split, lengths: Sequence[int], choices: Sequence[Split]
+) -> list[str]:
+    """Speed and age of the tokens that are trained on, for each window below the longest
+    response."""
+    own = sum(lengths) / len(lengths) / predict(work, split)
+    lines = []
     for window in (size for size in WINDOWS if size < max(lengths)):
         each = {s: predict(with_window(work, s, lengths, window), s) for s in choices}
         best = min(each, key=lambda other: each[other])
-        age, speed = sum(n * n for n in lengths) / sum(lengths) / 2 / window, window / each[best]
+        age = sum(n * n for n in lengths) / sum(lengths) / 2 / window
+        speed = window / each[best]
         lines.append(
             f"  rollout.window {window}: {work.batch * speed:,.0f} response tokens/s, "
             f"{speed / own:.2f}x this run's, on {best}; tokens are {age:.1f} steps old on average"

@@ -1,6 +1,7 @@
 """`splitppo export RUN [--step N] [--out DIR]`: a checkpoint's models as Hugging Face folders."""
 
-# torch, transformers and the modules that import them are imported in the functions: --help must not wait for them
+# torch, transformers and the modules that import them are imported in the functions: --help must
+# not wait for them
 import os
 import warnings
 from pathlib import Path
@@ -14,7 +15,13 @@ from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools.runs import read_columns
 
-SHOWN = ("val/score/mean", "val/best_so_far", "critic/score/mean", "response_length/mean", "actor/ref_kl")  # in a card
+SHOWN = (
+    "val/score/mean",
+    "val/best_so_far",
+    "critic/score/mean",
+    "response_length/mean",
+    "actor/ref_kl",
+)  # in a card
 
 
 def export(
@@ -23,10 +30,12 @@ def export(
     out: Path | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> Path:
-    """Write DIR/policy and DIR/value as Hugging Face folders. `AutoModelForCausalLM.from_pretrained` loads the policy;
-    `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the model's type, the value
-    model (one label: the value of each position). `value.path` takes DIR/value of any type. Transformers 4.57 reads
-    both, too, if it has models of the type. What training did not change is as in the folder that it started from.
+    """Write DIR/policy and DIR/value as Hugging Face folders.
+    `AutoModelForCausalLM.from_pretrained` loads the policy;
+    `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
+    model's type, the value model (one label: the value of each position). `value.path` takes
+    DIR/value of any type. Transformers 4.57 reads both, too, if it has models of the type. What
+    training did not change is as in the folder that it started from.
 
     Args:
         run: The run's folder.
@@ -43,7 +52,10 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind, number in [("policy", 0), *(("value", number) for number in range(config.value.ensemble))]:
+    for kind, number in [
+        ("policy", 0),
+        *(("value", number) for number in range(config.value.ensemble)),
+    ]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
         save(
@@ -59,16 +71,20 @@ def export(
 
 
 def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
-    """A run's configuration; the step and the folder of its checkpoint of that step, or of the newest. Raises UserError
-    if none is there and whole."""
+    """A run's configuration; the step and the folder of its checkpoint of that step, or of the
+    newest. Raises UserError if none is there and whole."""
     from splitppo.run.checkpoint import complete, damage, step_of
 
     found = {step_of(folder): folder for folder in complete(run)}
     if not found:
-        raise UserError(f"{run}: no complete checkpoint there; let the run end, or train with --checkpoint.every")
+        raise UserError(
+            f"{run}: no complete checkpoint there; let the run end, or train with --checkpoint.every"
+        )
     step = max(found) if step is None else step
     if step not in found:
-        raise UserError(f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}")
+        raise UserError(
+            f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}"
+        )
     if wrong := damage(found[step]):
         raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
     return parse(["--config", str(run / "config.toml")], recorded=True), step, found[step]
@@ -79,9 +95,13 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     from splitppo.run.sources import model_paths
 
     # the folders of this machine are nobody's business
-    config = map_paths(config, lambda _, path: os.path.basename(path) if os.path.isabs(path) else path)
+    config = map_paths(
+        config, lambda _, path: os.path.basename(path) if os.path.isabs(path) else path
+    )
     last = [column[step].metrics for column in read_columns(run) if step in column]
-    figures = "\n".join(f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN)
+    figures = "\n".join(
+        f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
+    )
     return f"""\
 ---
 library_name: transformers
@@ -106,8 +126,8 @@ Settings and versions:
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a checkpoint: the policy
-    before training. Needs no process group."""
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a
+    checkpoint: the policy before training. Needs no process group."""
     import torch
 
     from splitppo.models import build as models
@@ -116,7 +136,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     from splitppo.run.checkpoint import read_tensors
     from splitppo.run.sources import model_folder
 
-    source, layers = str(model_folder(config, run, kind)), config.value.layers if kind == "value" else None
+    source = str(model_folder(config, run, kind))
+    layers = config.value.layers if kind == "value" else None
     cpu = torch.device("cpu")
     found = models.read_config(source, own_code=config.policy.trust_remote_code)
     model: Any = models.build(models.shorten(found, layers, source), kind)
@@ -127,7 +148,13 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     materialize(model, cpu)
     if buffers_of(model):  # checkpoints don't hold them
         read_buffers(model, str(model_folder(config, run, kind, weights=True)))
-    weights = {numbered(name, number): weight.detach() for name, weight in weights_of(model).items()}
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of no_dist, which asks for just that
-    read_tensors({"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True)
+    weights = {
+        numbered(name, number): weight.detach() for name, weight in weights_of(model).items()
+    }
+    warnings.filterwarnings(
+        "ignore", "torch.distributed is disabled"
+    )  # of no_dist, which asks for just that
+    read_tensors(
+        {"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True
+    )
     return model

@@ -1,4 +1,5 @@
-"""Which placements and settings fit a model on some GPUs, and a step's time: from the model's configuration alone."""
+"""Which placements and settings fit a model on some GPUs, and a step's time: from the model's
+configuration alone."""
 
 from pathlib import Path
 
@@ -16,23 +17,37 @@ from splitppo.run.memory import card, fitted, highest
 from splitppo.run.resolve import KINDS, Model, Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
-ROWS, MINI_BATCHES = 512, 4  # of a step
+# of a step
+ROWS = 512
+MINI_BATCHES = 4
 MEAN = 4  # the longest response by the mean one
-FLOPS, MFU = 989e12, 0.45  # of an H100 or H200 in bfloat16; the part of them that updates reached (docs/measured.md)
-DECODE, BANDWIDTH = 1.3e-3, 3.8e12  # a decode step's seconds, and bytes of weights a second, as measured on H200
+# of an H100 or H200 in bfloat16; the part of them that updates reached (docs/measured.md)
+FLOPS = 989e12
+MFU = 0.45
+# a decode step's seconds, and bytes of weights a second, as measured on H200
+DECODE = 1.3e-3
+BANDWIDTH = 3.8e12
 HOST = 50e9  # bytes a second between a GPU and pinned host memory
 SHOWN = 5
-TRIED = ("--compute", "--reference", "--policy", "--value", "--engine")  # the placements are tried anyway
+TRIED = (
+    "--compute",
+    "--reference",
+    "--policy",
+    "--value",
+    "--engine",
+)  # the placements are tried anyway
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """Of a folder or a hub name, of which config.json alone is fetched. Raises UserError if there is none, or of no
-    model that can be trained."""
+    """Of a folder or a hub name, of which config.json alone is fetched. Raises UserError if there
+    is none, or of no model that can be trained."""
     folder = name
     if not Path(name).is_dir():
         repository, _, revision = name.partition("@")
         try:
-            folder = str(Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent)
+            folder = str(
+                Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent
+            )
         except hub.FAILURES as error:
             raise UserError(
                 f"{name}: no such folder, and its config.json can't be fetched from the hub "
@@ -44,15 +59,22 @@ def model_config(name: str) -> PretrainedConfig:
 
 
 def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
-    """The placements that fit, the fastest first, each with as few as possible of the ways to need less memory. Raises
-    UserError if none does.
+    """The placements that fit, the fastest first, each with as few as possible of the ways to need
+    less memory. Raises UserError if none does.
 
     Args:
-        length: the longest row in tokens; a quarter of it is the prompt. memory: GB of a GPU, as its name has them.
+        length: the longest row in tokens; a quarter of it is the prompt. memory: GB of a GPU, as
+            its name has them.
     """
-    config, found, least = model_config(name), [], []
+    config = model_config(name)
+    found = []
+    least = []
     total = memory * GB
-    models = {role: Model(KINDS[role], name, name, config, True, packed=True) for role in KINDS if role != "reward"}
+    models = {
+        role: Model(KINDS[role], name, name, config, True, packed=True)
+        for role in KINDS
+        if role != "reward"
+    }
     for split in splits(gpus, movable=True):
         resolved, flags = _resolved(models, split, length)
         resolved, chosen = fitted(resolved, total, TRIED)
@@ -61,9 +83,13 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             work = _work(resolved)
             why = "actor column {:.1f} s, critic column {:.1f} s".format(*columns(work, split))
             step = f"  {split}: {predict(work, split):.1f} s a step ({why}), {need / 2**30:.0f} GiB at most ({phase})"
-            found.append((predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}"))
+            found.append(
+                (predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}")
+            )
         else:
-            least.append((need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least"))
+            least.append(
+                (need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least")
+            )
     if not found:
         raise UserError(
             f"{name} on {gpus} GPUs, each with {card(total)}: {min(least)[1]}; use more GPUs, or a smaller --length"
@@ -87,7 +113,8 @@ def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Reso
         f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} --rollout.batch-size {ROWS} "
         f"--rollout.max-prompt-tokens {length // 4} --rollout.max-new-tokens {length - length // 4}"
     )
-    config, world = parse([*argv.split(), *" ".join(flags).split()]), split.actor + split.critic
+    config = parse([*argv.split(), *" ".join(flags).split()])
+    world = split.actor + split.critic
     resolved = Resolved(
         config,
         local={},
@@ -106,17 +133,25 @@ def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Reso
 
 def _work(resolved: Resolved) -> Work:
     """The seconds of a step's phases."""
-    config, models = resolved.config, resolved.models
+    config = resolved.config
+    models = resolved.models
     longest = config.rollout.max_new_tokens
-    row, text = config.rollout.max_row_tokens - longest + longest / MEAN, models["policy"].config
-    rate, engine = MFU * FLOPS, models["policy"].parameters * 2 / config.engine.tensor_parallel
+    row = config.rollout.max_row_tokens - longest + longest / MEAN
+    text = models["policy"].config
+    rate = MFU * FLOPS
+    engine = models["policy"].parameters * 2 / config.engine.tensor_parallel
 
     def forward(name: str) -> float:
         attention = 2 * row * text.hidden_size * text.num_hidden_layers
         return ROWS * row * (2 * models[name].parameters + attention) / rate
 
     def update(name: str, offload: str) -> float:
-        moved = {"optimizer": 8, "all": 12}.get(offload, 0) * models[name].parameters * MINI_BATCHES / HOST
+        moved = (
+            {"optimizer": 8, "all": 12}.get(offload, 0)
+            * models[name].parameters
+            * MINI_BATCHES
+            / HOST
+        )
         return forward(name) * (4 if config.compute.activation_checkpointing else 3) + moved
 
     return Work(

@@ -1,4 +1,5 @@
-"""`splitppo plan`: the fastest split of the GPUs, predicted from a run (cost.py) or from a model's shape (fit.py)."""
+"""`splitppo plan`: the fastest split of the GPUs, predicted from a run (cost.py) or from a model's
+shape (fit.py)."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,15 @@ import tyro
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
-from splitppo.tools.cost import Split, advice, may_move, measured, row_lengths, splits, window_advice
+from splitppo.tools.cost import (
+    Split,
+    advice,
+    may_move,
+    measured,
+    row_lengths,
+    splits,
+    window_advice,
+)
 from splitppo.tools.runs import read_columns
 
 
@@ -20,22 +29,26 @@ def plan(
     length: int | None = None,
     memory: float = 80.0,
 ) -> list[str]:
-    """Predicts from a run which split is the fastest and what rollout.window would give, or from a model's
-    configuration which placements fit. Prints its lines, and returns them.
+    """Predicts from a run which split is the fastest and what rollout.window would give, or from a
+    model's configuration which placements fit. Prints its lines, and returns them.
 
     Args:
         run: a run's folder; or a model's, or its hub name.
         gpus: how many GPUs to place. Unset: as many as the run has.
         length: of a model: the longest row in tokens, prompt and response.
-        memory: of a model: GB of a GPU, as its name has them. A GPU of 80 GB has 79.2 GiB, one of 141 GB 139.6 GiB;
-            placements fit in what fragments leave of it, 72.9 and 128.4 GiB.
+        memory: of a model: GB of a GPU, as its name has them. A GPU of 80 GB has 79.2 GiB, one of
+            141 GB 139.6 GiB; placements fit in what fragments leave of it, 72.9 and 128.4 GiB.
     """
     for flag, value in (("gpus", gpus), ("length", length), ("memory", memory)):
         if value is not None and value <= 0:
             raise UserError(f"--{flag} {value:g}: use a number above 0")
     if (run / "config.json").is_file() or (not run.is_dir() and len(run.parts) == 2):
         if not gpus or not length:
-            what = "is a model" if run.is_dir() else "is no folder, so it is read as a model's hub name"
+            what = (
+                "is a model"
+                if run.is_dir()
+                else "is no folder, so it is read as a model's hub name"
+            )
             raise UserError(f"{run} {what}; give --gpus and --length, its longest row in tokens")
         from splitppo.tools.fit import fit  # imports torch, and --help must not wait for it
 
@@ -49,18 +62,25 @@ def plan(
 def from_run(run: Path, gpus: int | None) -> list[str]:
     """What a run's phases predict. A folder of no run is a UserError."""
     if not (run / "config.toml").is_file():
-        raise UserError(f"{run} is no run folder: config.toml is missing; name RUN of a run that began")
+        raise UserError(
+            f"{run} is no run folder: config.toml is missing; name RUN of a run that began"
+        )
     config = parse(["--config", str(run / "config.toml")], recorded=True)
     if config.rollout.window:
-        raise UserError(f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0")
+        raise UserError(
+            f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0"
+        )
     found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
     critics = 0 if found["placement"] == "colocated" else found["critic"]
     split = Split(found["actor"], critics, config.placement.reference)
     actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
-    work, lengths = measured(actor, critic, split, config.rollout.batch_size), row_lengths(run)
+    work = measured(actor, critic, split, config.rollout.batch_size)
+    lengths = row_lengths(run)
     choices = splits(
         gpus or split.actor + split.critic,
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
         sets=(config.tensor_parallel("policy"), config.tensor_parallel("value")),
     )
-    return advice(work, split, choices) + (window_advice(work, split, lengths, choices) if lengths else [])
+    return advice(work, split, choices) + (
+        window_advice(work, split, lengths, choices) if lengths else []
+    )

@@ -13,13 +13,16 @@ from splitppo.errors import UserError
 
 
 def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
-    """Has `build` write a folder, names it `out` once it is complete, and prints what `build` returns. A folder that
-    holds `files` is left as it is. Raises UserError if `out` holds something else."""
+    """Has `build` write a folder, names it `out` once it is complete, and prints what `build`
+    returns. A folder that holds `files` is left as it is. Raises UserError if `out` holds something
+    else."""
     if all((out / name).is_file() for name in files):
         print(f"{out} is there already and complete: nothing to do")
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: exists and is not complete; remove it or choose another --out")
+        raise UserError(
+            f"--out {out}: exists and is not complete; remove it or choose another --out"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         done = build(Path(scratch) / "new")
@@ -70,8 +73,10 @@ DATA = {
 
 
 def locate_split(data: Published, source: Path | None, split: str) -> str:
-    """The file of a split: in the folder `source`, or else in the hub's cache, where it is downloaded if need be."""
-    name, remedy = data.file.format(split), f"download it from {data.page} and give --source FOLDER"
+    """The file of a split: in the folder `source`, or else in the hub's cache, where it is
+    downloaded if need be."""
+    name = data.file.format(split)
+    remedy = f"download it from {data.page} and give --source FOLDER"
     if source is not None:
         names = [f"{split}.jsonl", f"{split}.parquet", name]
         if found := [str(source / name) for name in names if (source / name).is_file()]:
@@ -86,12 +91,16 @@ def locate_split(data: Published, source: Path | None, split: str) -> str:
 
 
 def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a file in verl's schema, and a note about those without an answer, which are left out."""
+    """The rows of a file in verl's schema, and a note about those without an answer, which are left
+    out."""
     from splitppo.data.files import raw_rows  # imports pyarrow
 
-    rows, left_out = [], []
+    rows = []
+    left_out = []
     for index, (number, row) in enumerate(raw_rows(file, "source", set(data.columns))):
-        texts: dict[str, Any] = {name: row.get(name) for name in data.columns} if isinstance(row, dict) else {}
+        texts: dict[str, Any] = (
+            {name: row.get(name) for name in data.columns} if isinstance(row, dict) else {}
+        )
         if not texts or not all(isinstance(text, str) for text in texts.values()):
             raise UserError(
                 f"{file} row {number} has no texts {' and '.join(data.columns)}; give the file as it is published"
@@ -106,23 +115,36 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
             "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
             "ability": "math",
             "reward_model": {"ground_truth": truth, "style": "rule"},
-            "extra_info": {"answer": solution, "index": index, "question": question, "split": split},
+            "extra_info": {
+                "answer": solution,
+                "index": index,
+                "question": question,
+                "split": split,
+            },
         }
         rows.append(made)
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
-    note = f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}" if left_out else ""
+    note = (
+        f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}"
+        if left_out
+        else ""
+    )
     return rows, note
 
 
 def prepare(
-    name: Annotated[Literal["gsm8k", "math"], tyro.conf.Positional], source: Path | None = None, out: Path | None = None
+    name: Annotated[Literal["gsm8k", "math"], tyro.conf.Positional],
+    source: Path | None = None,
+    out: Path | None = None,
 ) -> None:
-    """Write the train.parquet and test.parquet of presets, in verl's schema. A complete folder is left as it is.
+    """Write the train.parquet and test.parquet of presets, in verl's schema. A complete folder is
+    left as it is.
 
     Args:
         name: The data set.
-        source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from the model hub.
+        source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from
+            the model hub.
         out: Folder to write. Unset: data/NAME.
     """
     from pyarrow import Table, parquet

@@ -18,8 +18,8 @@ def push(
     public: bool = False,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> None:
-    """Write a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging Face hub, by
-    HF_TOKEN or the token of `hf auth login`.
+    """Write a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging
+    Face hub, by HF_TOKEN or the token of `hf auth login`.
 
     Args:
         run: The run's folder.

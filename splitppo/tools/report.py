@@ -1,4 +1,5 @@
-"""`splitppo report`: a run's curves and the timeline of a step, or several runs over each other. Needs no torch."""
+"""`splitppo report`: a run's curves and the timeline of a step, or several runs over each other.
+Needs no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,27 @@ from matplotlib.ticker import MaxNLocator
 
 from splitppo.errors import UserError
 from splitppo.tools.page import build_comparison, build_page
-from splitppo.tools.runs import COLOURS, Run, as_text, read_runs, results_table, seconds, settings_table
+from splitppo.tools.runs import (
+    COLOURS,
+    Run,
+    as_text,
+    read_runs,
+    results_table,
+    seconds,
+    settings_table,
+)
 from splitppo.tools.timeline import WAIT, Timeline, build_timeline, choose_step, raster, span_colour
 
-DARK, GREY = "#2b2f36", "#80868f"
+DARK = "#2b2f36"
+GREY = "#80868f"
 WAIT_LOOK: Any = {"facecolor": "#f0f1f3", "edgecolor": "#c3c7cd", "hatch": "////"}
-LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 5, "borderaxespad": 0.1, "frameon": False}
+LEGEND: Any = {
+    "loc": "lower right",
+    "bbox_to_anchor": (1, 1),
+    "ncols": 5,
+    "borderaxespad": 0.1,
+    "frameon": False,
+}
 STYLE: Any = {
     "font.size": 11,
     "legend.fontsize": 10,
@@ -34,7 +50,9 @@ STYLE: Any = {
     "hatch.linewidth": 0.6,
 }
 
-LEFT, RIGHT = False, True  # the right axis is for a second quantity with a scale of its own
+# the right axis is for a second quantity with a scale of its own
+LEFT = False
+RIGHT = True
 PANELS = {  # title: (label, metric, axis)
     "Score": [("train", "critic/score/mean", LEFT), ("held-out", "val/score/mean", LEFT)],
     "Policy": [("policy loss", "actor/pg_loss", LEFT), ("KL to old", "actor/ppo_kl", RIGHT),
@@ -52,7 +70,8 @@ Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, col
 
 
 def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
-    """One panel of curves, named by a coloured axis label, or by a legend where lines share an axis; or unnamed."""
+    """One panel of curves, named by a coloured axis label, or by a legend where lines share an
+    axis; or unnamed."""
     ax.set_title(title)
     ax.grid(True)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -77,27 +96,40 @@ def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
 
 
 def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
-    """Mean score against mean value, a dot for each range of the values; its area goes with the tokens in it."""
+    """Mean score against mean value, a dot for each range of the values; its area goes with the
+    tokens in it."""
     draw_panel(ax, "Calibration, last step", [])
     if bins:
         ax.texts[0].remove()
-        values, scores, tokens = ([one[name] for one in bins] for name in ("value", "score", "tokens"))
+        values, scores, tokens = (
+            [one[name] for one in bins] for name in ("value", "score", "tokens")
+        )
         ax.axline((scores[0], scores[0]), slope=1, color=GREY, lw=1, ls=":")
         ax.scatter(values, scores, [20 + 200 * n / max(tokens) for n in tokens], color=COLOURS[0])
         ax.set(xlabel="value", ylabel="score")
         ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def draw_lane(ax: Axes, y: float, timeline: Timeline, spans: Sequence[tuple[int, str, float, float]]) -> list[Patch]:
-    """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too narrow for a label."""
-    (low, high), legend = timeline.view, []
+def draw_lane(
+    ax: Axes, y: float, timeline: Timeline, spans: Sequence[tuple[int, str, float, float]]
+) -> list[Patch]:
+    """The bars of a lane, the neighbouring steps' faint. Returns legend entries of the bars too
+    narrow for a label."""
+    low, high = timeline.view
+    legend = []
     for step, name, start, end in spans:
-        left, width = max(start, low), min(end, high) - max(start, low)
-        own, wait = step == timeline.step, name.startswith(WAIT)
+        left = max(start, low)
+        width = min(end, high) - max(start, low)
+        own = step == timeline.step
+        wait = name.startswith(WAIT)
         face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
         if width > 0.06 * (high - low):
-            label = name.replace("_", "\n", 1) + "\n" + (seconds(end - start) if own else f"of step {step}")
+            label = (
+                name.replace("_", "\n", 1)
+                + "\n"
+                + (seconds(end - start) if own else f"of step {step}")
+            )
             ink = DARK if wait or not own else "white"
             ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
         elif own:
@@ -110,7 +142,9 @@ def draw_timeline(ax: Axes, timeline: Timeline) -> None:
     (above, actor), (below, critic) = timeline.lanes
     ax.set(xlim=timeline.view, ylim=(-0.5, 1.8), xlabel="seconds since the actor began the step")
     legend = draw_lane(ax, 1.0, timeline, actor) + draw_lane(ax, 0.0, timeline, critic)
-    ax.broken_barh([(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK)
+    ax.broken_barh(
+        [(start, end - start) for start, end in timeline.shared], (0.44, 0.12), color=DARK
+    )
     ax.axvspan(0, timeline.length, color="#f6f7f9", zorder=0)
     for x, step in ((0.0, timeline.step), (timeline.length, timeline.step + 1)):
         ax.axvline(x, color=GREY, lw=1, ls=":")
@@ -128,7 +162,9 @@ def draw_raster(ax: Axes, run: Run) -> None:
     title, begins, bars = raster(run.columns[0])
     for slot, rows in enumerate(bars):
         colours = [colour for colour, *_ in rows]
-        ax.broken_barh([(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours)
+        ax.broken_barh(
+            [(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours
+        )
     for step, at in begins:
         ax.axvline(at, color=DARK, lw=1)
         ax.text(at, -0.4, f" step {step}", color=GREY, fontsize=10)
@@ -143,12 +179,19 @@ def draw(run: Run, timeline: Timeline | None) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 14.9), dpi=100)
         figure.text(0.055, 0.975, f"{run.name}: {max(actor)} steps", fontsize=17, weight="bold")
-        grid = figure.add_gridspec(2, 4, left=0.045, right=0.955, top=0.938, bottom=0.579, wspace=0.45, hspace=0.36)
+        grid = figure.add_gridspec(
+            2, 4, left=0.045, right=0.955, top=0.938, bottom=0.579, wspace=0.45, hspace=0.36
+        )
         for i, (panel, lines) in enumerate(PANELS.items()):
             found = [line for line in lines if line[1] in run.series]
-            own = [(*line, colour, run.series[line[1]]) for line, colour in zip(found, COLOURS, strict=False)]
+            own = [
+                (*line, colour, run.series[line[1]])
+                for line, colour in zip(found, COLOURS, strict=False)
+            ]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
-        draw_calibration(figure.add_subplot(grid[1, 3]), critic[max(critic)].calibration if critic else ())
+        draw_calibration(
+            figure.add_subplot(grid[1, 3]), critic[max(critic)].calibration if critic else ()
+        )
         if timeline:
             draw_timeline(figure.add_axes((0.055, 0.2745, 0.89, 0.235)), timeline)
         draw_raster(figure.add_axes((0.055, 0.046, 0.89, 0.148)), run)
@@ -156,19 +199,35 @@ def draw(run: Run, timeline: Timeline | None) -> Figure:
 
 
 def draw_comparison(runs: Sequence[Run]) -> Figure:
-    """Curves over each other; below them the table of results in the curves' colours, and the settings that differ."""
-    panels = [(f"{title}: {label}", metric) for title, lines in PANELS.items() for label, metric, _ in lines]
-    panels = [(title, metric) for title, metric in panels if any(metric in run.series for run in runs)][:12]
+    """Curves over each other; below them the table of results in the curves' colours, and the
+    settings that differ."""
+    panels = [
+        (f"{title}: {label}", metric)
+        for title, lines in PANELS.items()
+        for label, metric, _ in lines
+    ]
+    panels = [
+        (title, metric) for title, metric in panels if any(metric in run.series for run in runs)
+    ][:12]
     lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs))[:SETTINGS]]
     colours = dict(enumerate((run.colour for run in runs), 1))  # of lines; others are dark
-    rows, below = max(-(-len(panels) // 4), 1), 0.25 * len(lines) + 0.8  # inches
+    # inches
+    rows = max(-(-len(panels) // 4), 1)
+    below = 0.25 * len(lines) + 0.8
     height = 0.4 + 2.8 * rows + below
-    top, bottom = 1 - 0.4 / height, below / height
+    top = 1 - 0.4 / height
+    bottom = below / height
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, height), dpi=100)
-        grid = figure.add_gridspec(rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36)
+        grid = figure.add_gridspec(
+            rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36
+        )
         for i, (title, metric) in enumerate(panels):
-            own = [("", metric, LEFT, run.colour, run.series[metric]) for run in runs if metric in run.series]
+            own = [
+                ("", metric, LEFT, run.colour, run.series[metric])
+                for run in runs
+                if metric in run.series
+            ]
             draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
         for i, line in enumerate(lines):
             figure.text(
@@ -186,9 +245,13 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
 
 def newest_run() -> Path:
     """The run under ./runs whose metrics were written last."""
-    found = sorted(Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime)
+    found = sorted(
+        Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime
+    )
     if not found:
-        raise UserError("./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder")
+        raise UserError(
+            "./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder"
+        )
     return found[-1].parent.parent
 
 
@@ -198,19 +261,22 @@ def report(
     out: Path | None = None,
     html: bool = False,
 ) -> None:
-    """Draw a run's report: its curves, and the timeline of one step; or write it as a page. Of several runs: their
-    curves over each other, tables of their results and of the settings that differ.
+    """Draw a run's report: its curves, and the timeline of one step; or write it as a page. Of
+    several runs: their curves over each other, tables of their results and of the settings that
+    differ.
 
     Args:
         runs: The runs' folders. Unset: the newest one under ./runs.
         step: The step of the timeline. Unset: a typical one of the run's last half.
-        out: Where the picture or page goes. Unset: RUN/report.png or report.html; of several runs report_RUN_RUN.png or
-            .html in this folder.
-        html: Write a page in place of the picture: curves, timelines, samples, in one file that needs no network.
+        out: Where the picture or page goes. Unset: RUN/report.png or report.html; of several runs
+            report_RUN_RUN.png or .html in this folder.
+        html: Write a page in place of the picture: curves, timelines, samples, in one file that
+            needs no network.
     """
     if step is not None and len(runs) > 1:
         raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
-    folders, ending = runs or (newest_run(),), "html" if html else "png"
+    folders = runs or (newest_run(),)
+    ending = "html" if html else "png"
     found = read_runs(folders)
     if len(found) > 1:
         name = "_".join(["report", *(run.name.replace("/", "-") for run in found)])[:200]
@@ -218,8 +284,10 @@ def report(
         lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
         made = build_comparison(found) if html else draw_comparison(found)
     else:
-        folder, run = folders[0], found[0]
-        path, chosen = folder / f"report.{ending}", choose_step(*run.columns, step)
+        folder = folders[0]
+        run = found[0]
+        path = folder / f"report.{ending}"
+        chosen = choose_step(*run.columns, step)
         timeline = None if chosen is None else build_timeline(*run.columns, chosen)
         line = timeline.title if timeline else "no spans recorded: no timeline"
         lines = [f"run folder: {folder}"] if html else [line, f"run folder: {folder}"]

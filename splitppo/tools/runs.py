@@ -1,4 +1,5 @@
-"""Runs as they recorded themselves: steps, curves, settings, and tables of several runs. Needs no torch."""
+"""Runs as they recorded themselves: steps, curves, settings, and tables of several runs. Needs no
+torch."""
 
 import json
 import tomllib
@@ -16,8 +17,28 @@ from splitppo.run.files import parse_record, read_if_there, read_lines
 Span = tuple[str, float, float]  # name, start and end in seconds
 Rows = list[tuple[str, ...]]  # of a table; the first are the heads
 
-COLOURS = ("#2f6db3", "#d9722e", "#3c9a5f", "#b5486f", "#8a6bbf", "#97705a", "#2fa3b0", "#c2a11f", "#5c6773", "#e08fb0")
-RESULTS = ("run", "steps", "held-out score: last", "best", "training score: last", "median step", "tokens/s", "total")
+COLOURS = (
+    "#2f6db3",
+    "#d9722e",
+    "#3c9a5f",
+    "#b5486f",
+    "#8a6bbf",
+    "#97705a",
+    "#2fa3b0",
+    "#c2a11f",
+    "#5c6773",
+    "#e08fb0",
+)
+RESULTS = (
+    "run",
+    "steps",
+    "held-out score: last",
+    "best",
+    "training score: last",
+    "median step",
+    "tokens/s",
+    "total",
+)
 
 
 class Step(NamedTuple):
@@ -26,7 +47,9 @@ class Step(NamedTuple):
     metrics: dict[str, float]
     spans: list[Span]
     calibration: Sequence[dict[str, float]] = ()
-    slots: Sequence[Sequence[Sequence[int]]] = ()  # (row, tokens) that each of the first slots decoded
+    slots: Sequence[
+        Sequence[Sequence[int]]
+    ] = ()  # (row, tokens) that each of the first slots decoded
 
     def ends(self) -> tuple[float, float]:
         """When the spans begin and end."""
@@ -48,18 +71,25 @@ class Run(NamedTuple):
 
 
 def read_column(path: Path) -> Column:
-    """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last record counts."""
+    """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last
+    record counts."""
     records = read_lines(path, parse_record) if path.is_file() else ()
     found = {}
     for r in records:
-        numbers: dict[str, float] = {name: value for name, value in r.items() if isinstance(value, int | float)}
-        found[r["step"]] = Step(numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ()))
+        numbers: dict[str, float] = {
+            name: value for name, value in r.items() if isinstance(value, int | float)
+        }
+        found[r["step"]] = Step(
+            numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ())
+        )
     return found
 
 
 def read_columns(run: Path) -> tuple[Column, Column]:
     """The steps of the actor and of the critic."""
-    return read_column(run / "metrics" / "actor.jsonl"), read_column(run / "metrics" / "critic.jsonl")
+    return read_column(run / "metrics" / "actor.jsonl"), read_column(
+        run / "metrics" / "critic.jsonl"
+    )
 
 
 def seconds(value: float) -> str:
@@ -68,7 +98,8 @@ def seconds(value: float) -> str:
 
 
 def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
-    """The values of each metric by step. A critic's metric has `critic/` in front, also where its name lacks it."""
+    """The values of each metric by step. A critic's metric has `critic/` in front, also where its
+    name lacks it."""
     found: dict[str, dict[int, float]] = {}
     for prefix, column in (("", actor), ("critic/", critic)):
         for number, step in sorted(column.items()):
@@ -78,17 +109,21 @@ def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Runs by their folders' names, or by their paths where two have one name. Raises UserError if a run has no step,
-    or there are more runs than colours."""
+    """Runs by their folders' names, or by their paths where two have one name. Raises UserError if
+    a run has no step, or there are more runs than colours."""
     if len(folders) > len(COLOURS):
-        raise UserError(f"{len(folders)} runs: at most {len(COLOURS)} have a colour of their own; name fewer")
+        raise UserError(
+            f"{len(folders)} runs: at most {len(COLOURS)} have a colour of their own; name fewer"
+        )
     names = [folder.resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     runs = []
     for folder, name, colour in zip(folders, names, COLOURS, strict=False):
         columns = read_columns(folder)
         if not columns[0]:
-            raise UserError(f"{folder} has no step in metrics/actor.jsonl: name runs that have begun")
+            raise UserError(
+                f"{folder} has no step in metrics/actor.jsonl: name runs that have begun"
+            )
         run = Run(
             name,
             colour,
@@ -107,21 +142,35 @@ def read_settings(run: Path) -> dict[str, str] | None:
 
 
 def flat(table: dict[str, Any]) -> dict[str, str]:
-    """Settings by dotted name, each as JSON, with those that a preset leaves out since they are unset by default."""
-    given, known = dict(leaves(table)), dict(leaves(asdict(Config())))
-    both = {name: value for name, value in (known | given).items() if name in given or value is None}
+    """Settings by dotted name, each as JSON, with those that a preset leaves out since they are
+    unset by default."""
+    given = dict(leaves(table))
+    known = dict(leaves(asdict(Config())))
+    both = {
+        name: value for name, value in (known | given).items() if name in given or value is None
+    }
     del both["config"]
-    return {n: "unset" if value is None else json.dumps(value, ensure_ascii=False) for n, value in both.items()}
+    return {
+        n: "unset" if value is None else json.dumps(value, ensure_ascii=False)
+        for n, value in both.items()
+    }
 
 
-def differences(columns: Sequence[Mapping[str, str]], given: Sequence[Collection[str] | None] = (None,)) -> Rows:
-    """(setting, its value in each column) of each setting that isn't the same in all columns that have any; - where a
-    run of another version lacks it. `given`: the settings that the user of each run set. Those that no user set are
-    left out, since only their defaults differ; unless a run of an earlier version (None) has no record of that."""
+def differences(
+    columns: Sequence[Mapping[str, str]], given: Sequence[Collection[str] | None] = (None,)
+) -> Rows:
+    """(setting, its value in each column) of each setting that isn't the same in all columns that
+    have any; - where a run of another version lacks it. `given`: the settings that the user of each
+    run set. Those that no user set are left out, since only their defaults differ; unless a run of
+    an earlier version (None) has no record of that."""
     names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
     names = [name for name in names if any(own is None or name in own for own in given)]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-    return [row for row in rows if len({cell for cell, column in zip(row[1:], columns, strict=True) if column}) > 1]
+    return [
+        row
+        for row in rows
+        if len({cell for cell, column in zip(row[1:], columns, strict=True) if column}) > 1
+    ]
 
 
 def settings_table(runs: Sequence[Run]) -> Rows:
@@ -137,7 +186,8 @@ def results_table(runs: Sequence[Run]) -> Rows:
     for run in runs:
         names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
         held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
-        total, steps = sum(took), [value for step, value in run.series.get("timing_s/step", {}).items() if step]
+        total = sum(took)
+        steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
         row = (
             run.name,
             str(max(map(max, run.series.values()))),
@@ -153,13 +203,18 @@ def results_table(runs: Sequence[Run]) -> Rows:
 
 
 def as_text(table: Rows, width: int = 120) -> list[str]:
-    """A table as lines of at most `width` characters; cells of the widest columns lose their middle."""
+    """A table as lines of at most `width` characters; cells of the widest columns lose their
+    middle."""
     cells = [[one_line(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     while sum(widths) + 2 * len(widths) - 2 > width:
         widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
 
     def fit(cell: str, size: int) -> str:
-        return cell.ljust(size) if len(cell) <= size else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+        return (
+            cell.ljust(size)
+            if len(cell) <= size
+            else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+        )
 
     return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]

@@ -7,9 +7,21 @@ from typing import NamedTuple
 from splitppo.errors import UserError
 from splitppo.tools.runs import COLOURS, Column, Span, seconds
 
-Lane = tuple[str, list[tuple[int, str, float, float]]]  # its name; step, name, start and end of spans
+Lane = tuple[
+    str, list[tuple[int, str, float, float]]
+]  # its name; step, name, start and end of spans
 
-SPANS = ("rollout", "update", "advantages", "validate", "score", "checkpoint", "logprobs", "sync", "barrier_wait")
+SPANS = (
+    "rollout",
+    "update",
+    "advantages",
+    "validate",
+    "score",
+    "checkpoint",
+    "logprobs",
+    "sync",
+    "barrier_wait",
+)
 SPAN_COLOURS: dict[str, str] = dict(zip(SPANS, COLOURS, strict=False))
 RASTER_STEPS = 6  # drawn, the last
 OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
@@ -24,7 +36,9 @@ class Timeline(NamedTuple):
     length: float  # of the actor's step
     view: tuple[float, float]
     lanes: list[Lane]  # the spans in view
-    shared: list[tuple[float, float]]  # work of both lanes at once within the step, whichever step the critic's is of
+    shared: list[
+        tuple[float, float]
+    ]  # work of both lanes at once within the step, whichever step the critic's is of
 
 
 def span_colour(name: str) -> str:
@@ -32,72 +46,109 @@ def span_colour(name: str) -> str:
     return SPAN_COLOURS.get(name, OTHER_COLOUR)
 
 
-def shared_work(actor_spans: Iterable[Span], critic_spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The intervals in which both columns are at work. Spans of one column don't overlap, so neither do these."""
-    actor, critic = ([s for s in spans if not s[0].startswith(WAIT)] for spans in (actor_spans, critic_spans))
+def shared_work(
+    actor_spans: Iterable[Span], critic_spans: Iterable[Span]
+) -> list[tuple[float, float]]:
+    """The intervals in which both columns are at work. Spans of one column don't overlap, so
+    neither do these."""
+    actor, critic = (
+        [s for s in spans if not s[0].startswith(WAIT)] for spans in (actor_spans, critic_spans)
+    )
     cuts = [(max(a[1], c[1]), min(a[2], c[2])) for a in actor for c in critic]
     return sorted((start, end) for start, end in cuts if start < end)
 
 
 def timed_steps(actor: Column, critic: Column) -> list[int]:
     """The steps that have spans in both columns, in order."""
-    return sorted(number for number in actor if actor[number].spans and number in critic and critic[number].spans)
+    return sorted(
+        number
+        for number in actor
+        if actor[number].spans and number in critic and critic[number].spans
+    )
 
 
 def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
-    """The step to draw: the wanted one, or one of median duration among the last half; None if none has spans. If the
-    wanted step has none, it is a UserError."""
+    """The step to draw: the wanted one, or one of median duration among the last half; None if none
+    has spans. If the wanted step has none, it is a UserError."""
     steps = timed_steps(actor, critic)
     if wanted is None:  # the first ones warm up
-        late = sorted(steps[len(steps) // 2 :], key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
+        late = sorted(
+            steps[len(steps) // 2 :],
+            key=lambda number: actor[number].ends()[1] - actor[number].ends()[0],
+        )
         return late[(len(late) - 1) // 2] if late else None
     if wanted not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise UserError(f"--step {wanted} has no recorded spans; steps with spans: {known}: name one of them")
+        raise UserError(
+            f"--step {wanted} has no recorded spans; steps with spans: {known}: name one of them"
+        )
     return wanted
 
 
 def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
-    """Lays out a step. The view has its spans beyond its end, up to as long again: the critic's update ends in the next
-    step."""
+    """Lays out a step. The view has its spans beyond its end, up to as long again: the critic's
+    update ends in the next step."""
     origin, end = actor[step].ends()
     length = max(end - origin, 1e-6)
     lanes: list[Lane] = []
     for lane, column in (("actor", actor), ("critic", critic)):
-        near = ((n, *span) for n in range(step - 1, step + 2) if n in column for span in column[n].spans)
-        lanes.append((lane, [(n, name, round(a - origin, 6), round(b - origin, 6)) for n, name, a, b in near]))
-    inside = [[(name, max(a, 0.0), min(b, length)) for _, name, a, b in spans] for _, spans in lanes]
+        near = (
+            (n, *span) for n in range(step - 1, step + 2) if n in column for span in column[n].spans
+        )
+        lanes.append(
+            (
+                lane,
+                [(n, name, round(a - origin, 6), round(b - origin, 6)) for n, name, a, b in near],
+            )
+        )
+    inside = [
+        [(name, max(a, 0.0), min(b, length)) for _, name, a, b in spans] for _, spans in lanes
+    ]
     shared = shared_work(*inside)
     title = f"{seconds(length)}, in which nothing overlaps"
     if shared:
         both = sum(b - a for a, b in shared)
         title = f"both columns worked at once for {seconds(both)} of {seconds(length)} ({both / length:.0%})"
     last = max(b for _, spans in lanes for n, _, _, b in spans if n == step)
-    low, high = -0.06 * length, min(max(last + 0.05 * length, 1.02 * length), 2 * length)
+    low = -0.06 * length
+    high = min(max(last + 0.05 * length, 1.02 * length), 2 * length)
     return Timeline(
         step,
         title=f"Step {step}: {title}",
         length=length,
         view=(low, high),
-        lanes=[(lane, [bar for bar in spans if bar[2] < high and bar[3] > low]) for lane, spans in lanes],
+        lanes=[
+            (lane, [bar for bar in spans if bar[2] < high and bar[3] > low])
+            for lane, spans in lanes
+        ],
         shared=shared,
     )
 
 
 def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
-    """What the first slots decoded in the last steps, side by side: a title, (step, where it begins), and of each slot
-    (colour, where it begins, tokens) for each row. A step is as wide as the most tokens that a slot decoded in it."""
+    """What the first slots decoded in the last steps, side by side: a title, (step, where it
+    begins), and of each slot (colour, where it begins, tokens) for each row. A step is as wide as
+    the most tokens that a slot decoded in it."""
     last = [number for number in sorted(actor) if actor[number].slots][-RASTER_STEPS:]
-    begins, at = [], 0
-    bars: list[list[tuple[str, int, int]]] = [[] for _ in range(max((len(actor[n].slots) for n in last), default=0))]
+    begins = []
+    at = 0
+    bars: list[list[tuple[str, int, int]]] = [
+        [] for _ in range(max((len(actor[n].slots) for n in last), default=0))
+    ]
     order: list[dict[int, int]] = [{} for _ in bars]  # of each slot: row -> number
     for number in last:
         begins.append((number, at))
         for slot, rows in enumerate(actor[number].slots):
             ends = accumulate((tokens for _, tokens in rows), initial=at)
             for (row, tokens), start in zip(rows, ends, strict=False):
-                colour = COLOURS[(3 * slot + order[slot].setdefault(row, len(order[slot]))) % len(COLOURS)]
+                colour = COLOURS[
+                    (3 * slot + order[slot].setdefault(row, len(order[slot]))) % len(COLOURS)
+                ]
                 bars[slot].append((colour, start, tokens))
         at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
     full = sum(tokens for rows in bars for *_, tokens in rows)
-    return f"{len(bars)} slots, a colour a row: {full / max(1, at * len(bars)):.0%} busy", begins, bars
+    return (
+        f"{len(bars)} slots, a colour a row: {full / max(1, at * len(bars)):.0%} busy",
+        begins,
+        bars,
+    )

@@ -1,11 +1,14 @@
-"""What a step costs the host of one rank, beside the formulas that splitppo had before rows were arrays.
+"""What a step costs the host of one rank, beside the formulas that splitppo had before rows were
+arrays.
 
-    PYTHONPATH=tests/helpers python tests/bench/host_cost.py [--sizes 64k:2 256k:2 1M:8 4M:32 16M:128]
+    PYTHONPATH=tests/helpers python tests/bench/host_cost.py [--sizes 64k:2 256k:2 1M:8 4M:32
+    16M:128]
 
-Seconds of CPU time of rank 0, which plays both roles, for TOKENS:RANKS of many short rows (250 tokens on average) and
-of few long ones (4,000). The ranks are threads, and take turns with the collectives; what they gather is pickled, as
-between processes. The old side runs on rank 0 alone and reads what the others would have sent; open rows of four
-ranks, times the rest. Decoding and samples are not in it: a thread does them.
+Seconds of CPU time of rank 0, which plays both roles, for TOKENS:RANKS of many short rows (250
+tokens on average) and of few long ones (4,000). The ranks are threads, and take turns with the
+collectives; what they gather is pickled, as between processes. The old side runs on rank 0 alone
+and reads what the others would have sent; open rows of four ranks, times the rest. Decoding and
+samples are not in it: a thread does them.
 """
 
 import argparse
@@ -62,7 +65,12 @@ def lengths_of(tokens: int, mean: int, ranks: int) -> list[int]:
 
 def sample_of(row: int, length: int) -> Sample:
     return Sample(
-        row, PROMPT, range(length), [-0.5] * length, "eos", stretches=((1, length // 2), (2, -(-length // 2)))
+        row,
+        PROMPT,
+        range(length),
+        [-0.5] * length,
+        "eos",
+        stretches=((1, length // 2), (2, -(-length // 2))),
     )
 
 
@@ -81,14 +89,18 @@ def old_gae(rewards: Tensor, values: Tensor, mask: Tensor, lam: float) -> tuple[
     return advantages, advantages + torch.where(mask, values, 0.0)
 
 
-def old_advantages(lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor) -> list[Tensor]:
+def old_advantages(
+    lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor
+) -> list[Tensor]:
     def pad(packed: Tensor) -> Tensor:
         return pad_sequence(list(packed.split(lengths)), batch_first=True)
 
     mask = pad(torch.ones(len(old))).bool()
     kl = algo.kl_estimate(pad(old), pad(ref), "k1")
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    rewards = torch.where(mask, kl, 0.0) * -0.1 + torch.where(last, scores[:, None].expand_as(kl), 0.0)
+    rewards = torch.where(mask, kl, 0.0) * -0.1 + torch.where(
+        last, scores[:, None].expand_as(kl), 0.0
+    )
     padded = pad(values)
     _, returns = old_gae(rewards, padded, mask, 0.95)
     advantages, _ = old_gae(rewards, padded, mask, 0.95)
@@ -104,7 +116,11 @@ def old_unpack(header: list[int], ids: list[int]) -> list[Any]:
     for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
         row, prompt, response, *_ = header[first : first + HEADER]
         part = ids[at : at + size]
-        rows.append(SimpleNamespace(row=row, prompt=part[:prompt], response=part[prompt : prompt + response]))
+        rows.append(
+            SimpleNamespace(
+                row=row, prompt=part[:prompt], response=part[prompt : prompt + response]
+            )
+        )
         at += size
     return rows
 
@@ -116,12 +132,17 @@ def old_pack(rows: list[Any]) -> list[int]:
     return ids
 
 
-def old_balance(header: list[int], ids: Tensor, values: Tensor, mini: list[list[int]], ranks: int) -> list[Any]:
+def old_balance(
+    header: list[int], ids: Tensor, values: Tensor, mini: list[list[int]], ranks: int
+) -> list[Any]:
     rows = {row.row: row for row in old_unpack(header, ids.tolist())}
     parts = dict(zip(rows, values.split([len(row.response) for row in rows.values()]), strict=True))
     kept = []
     for some in mini:
-        work = [MODEL.config.get_text_config(decoder=True).hidden_size * len(rows[row].response) for row in some]
+        work = [
+            MODEL.config.get_text_config(decoder=True).hidden_size * len(rows[row].response)
+            for row in some
+        ]
         bins: list[list[int]] = [[] for _ in range(ranks)]
         cost, filled = [0.0] * ranks, [0] * ranks
         for i in sorted(range(len(some)), key=lambda i: (-work[i], i)):
@@ -143,7 +164,13 @@ def old_deal(mini: list[list[int]], contexts: list[int], ranks: int) -> list[int
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]
         order += [slot for part in pieces for slot in part]
-    return [slot for _ in range(2) for _ in range(ranks) for part in cut_evenly(order, ranks)[:1] for slot in part]
+    return [
+        slot
+        for _ in range(2)
+        for _ in range(ranks)
+        for part in cut_evenly(order, ranks)[:1]
+        for slot in part
+    ]
 
 
 def before(clock: Clock, lengths: list[int], ranks: int) -> None:
@@ -169,17 +196,33 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
     sent = clock("before", "wire", lambda: torch.tensor(old_pack(mine), dtype=torch.int32))
     header, _ = pack_rows([sample_of(row.row, len(row.response)) for row in mine])
     clock("before", "wire", lambda: old_unpack(header, sent.tolist()))
-    clock("before", "micro-batches", lambda: [torch.tensor(row.prompt + row.response) for row in mine], PASSES)
-    plan = lambda: [pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)]  # noqa: E731
+    clock(
+        "before",
+        "micro-batches",
+        lambda: [torch.tensor(row.prompt + row.response) for row in mine],
+        PASSES,
+    )
+    plan = (
+        lambda: [
+            pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)
+        ]
+    )
     clock("before", "plan", plan, 2)
-    clock("before", "plan", lambda: cut_lengths([n + len(PROMPT) for n in own_lengths], BUDGET, packed=True), 2)
+    clock(
+        "before",
+        "plan",
+        lambda: cut_lengths([n + len(PROMPT) for n in own_lengths], BUDGET, packed=True),
+        2,
+    )
     clock("before", "balance", lambda: torch.tensor(old_pack(mine), dtype=torch.int64), 2)
     clock("before", "balance", lambda: old_balance(every, ids, values, mini, ranks), 2)
     clock("before", "ownership", lambda: old_deal(mini, lengths, ranks))
 
     def shown(rank: int) -> bytes:
         rows = [listed(row) for row in range(rank, len(lengths), ranks)]
-        return pickle.dumps({row.row: (row.row, row.prompt, row.response, row.logprobs) for row in rows})
+        return pickle.dumps(
+            {row.row: (row.row, row.prompt, row.response, row.logprobs) for row in rows}
+        )
 
     clock("before", "share", lambda: pickle.dumps({row.row: vars(row) for row in mine}))
     some = [shown(rank) for rank in range(min(ranks, 4))]  # the others are like them
@@ -190,25 +233,48 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
 
 
 def now(clock: Clock, lengths: list[int], ranks: int) -> None:
-    samples = [[sample_of(row, lengths[row]) for row in range(rank, len(lengths), ranks)] for rank in range(ranks)]
+    samples = [
+        [sample_of(row, lengths[row]) for row in range(rank, len(lengths), ranks)]
+        for rank in range(ranks)
+    ]
     rollout = Rollout(samples[0])
     packed = [torch.randn(rollout.tokens) for _ in range(3)]
-    clock("now", "advantages", lambda: new_advantages(rollout.lengths, torch.zeros(len(rollout.rows)), *packed))
+    clock(
+        "now",
+        "advantages",
+        lambda: new_advantages(rollout.lengths, torch.zeros(len(rollout.rows)), *packed),
+    )
     clock("now", "tensors", rollout.logprobs, 2)
     clock("now", "ages", rollout.ages, 2)
     message = clock("now", "wire", lambda: pack_rows(samples[0]))
     clock("now", "wire", lambda: unpack_rows(*message))
     clock("now", "micro-batches", lambda: [sample.ids.long() for sample in samples[0]], PASSES)
-    clock("now", "plan", lambda: [torch.tensor(rollout.lengths[i::MINI]).sum() for i in range(MINI)], 2)
+    clock(
+        "now",
+        "plan",
+        lambda: [torch.tensor(rollout.lengths[i::MINI]).sum() for i in range(MINI)],
+        2,
+    )
     clock("now", "plan", lambda: cut_lengths(rollout.totals, BUDGET, packed=True), 2)
     sizes = {"actor": ranks, "critic": ranks}
-    given: Any = {"seed": 0, "step": 1, "batch_size": len(lengths), "samples": 1, "mini_batches": MINI, "sizes": sizes}
+    given: Any = {
+        "seed": 0,
+        "step": 1,
+        "batch_size": len(lengths),
+        "samples": 1,
+        "mini_batches": MINI,
+        "sizes": sizes,
+    }
     owned = own(**given, contexts=lengths)
-    clock("now", "ownership", lambda: own(**given, contexts=lengths).between("actor", 0, "critic", 0))
+    clock(
+        "now", "ownership", lambda: own(**given, contexts=lengths).between("actor", 0, "critic", 0)
+    )
     run_threads(ranks, exchange, clock, samples, owned)
 
 
-def new_advantages(lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor) -> list[Tensor]:
+def new_advantages(
+    lengths: list[int], scores: Tensor, old: Tensor, ref: Tensor, values: Tensor
+) -> list[Tensor]:
     rewards = algo.token_rewards(scores, algo.kl_estimate(old, ref, "k1"), lengths, kl_coef=0.1)
     advantages, returns = algo.gae(rewards, values, lengths, gamma=1.0, lam=0.95)
     return [algo.whiten(advantages), returns, advantages, rewards]
@@ -218,14 +284,20 @@ def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any
     """Balance and share on each rank; rank 0's time counts."""
     rank = group.dp_rank
     watch = clock if rank == 0 else Clock()
-    pickling: Any = SimpleNamespace(dp_rank=rank, dp_size=group.dp_size, all_to_all=group.all_to_all)
-    pickling.all_gather = lambda value: list(map(pickle.loads, group.all_gather(pickle.dumps(value))))
+    pickling: Any = SimpleNamespace(
+        dp_rank=rank, dp_size=group.dp_size, all_to_all=group.all_to_all
+    )
+    pickling.all_gather = lambda value: list(
+        map(pickle.loads, group.all_gather(pickle.dumps(value)))
+    )
     rollout = Rollout(samples[rank])
     fields = {str(i): torch.zeros(rollout.tokens) for i in range(FIELDS)}
     mini = [rollout.rows[i::MINI] for i in range(MINI)]
     runner = Runner(pickling, torch.device("cpu"), BUDGET)
     watch("now", "balance", lambda: runner.balance(MODEL, rollout, mini, fields), 2)
-    sampler = Sampler(owned.count, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1)
+    sampler = Sampler(
+        owned.count, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1
+    )
     for s in samples[rank]:
         sampler._keep(Sample(s.row, s.prompt, [], []).extended(1, s.response, s.logprobs, None))
     slots = owned.of_ranks("actor")
@@ -233,7 +305,8 @@ def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any
 
 
 def long_row() -> None:
-    """One row of 32k tokens among a thousand of 20: seconds, and what the process's memory grew by."""
+    """One row of 32k tokens among a thousand of 20: seconds, and what the process's memory grew
+    by."""
     lengths = [32_768] + [20] * 1000
     packed = [torch.randn(sum(lengths)) for _ in range(3)]
     scores = torch.zeros(len(lengths))
@@ -244,13 +317,18 @@ def long_row() -> None:
         found = work(lengths, scores, *packed)
         spent = time.thread_time() - start
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 2**20
-        print(f"one row of 32k among 1,000 of 20, advantages {side}: {spent:.2f} s, {grown:.2f} GiB", flush=True)
+        print(
+            f"one row of 32k among 1,000 of 20, advantages {side}: {spent:.2f} s, {grown:.2f} GiB",
+            flush=True,
+        )
         del found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", nargs="+", default=["64k:2", "256k:2", "1M:8", "4M:32", "16M:128"])
+    parser.add_argument(
+        "--sizes", nargs="+", default=["64k:2", "256k:2", "1M:8", "4M:32", "16M:128"]
+    )
     cases = [size.split(":") for size in parser.parse_args().sizes]
     torch.set_num_threads(1)
     long_row()
@@ -264,7 +342,9 @@ def main() -> None:
             now(clock, lengths, int(count))
             old, new = clock.seconds.values()
             totals = sum(old.values()), sum(new.values())
-            print(f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | {totals[0] / totals[1]:.0f}x |")
+            print(
+                f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | {totals[0] / totals[1]:.0f}x |"
+            )
             pieces = [f"{name} {old[name]:.3f} / {new[name]:.3f}" for name in old]
             print(f"    {'; '.join(pieces)}", file=sys.stderr, flush=True)
 

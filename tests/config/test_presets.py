@@ -1,4 +1,5 @@
-"""The presets and pages of configs/, the benchmark of launch/: what they say can be run, and is what they say."""
+"""The presets and pages of configs/, the benchmark of launch/: what they say can be run, and is
+what they say."""
 
 import json
 import os
@@ -16,7 +17,13 @@ import pytest
 import torch
 import tyro
 from ranks import run_ranks
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+)
 
 from splitppo import train
 from splitppo.config import Config, RewardConfig
@@ -35,8 +42,15 @@ from splitppo.tools import bench
 ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 PRESETS = [str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.toml"))]
-DEVELOPERS = {"architecture.md", "renamed.md", "measured_history.md"}  # pages that name modules, or what is no more
-PAGES = (*sorted(page.name for page in DOCS.glob("*.md") if page.name not in DEVELOPERS), "../README.md")
+DEVELOPERS = {
+    "architecture.md",
+    "renamed.md",
+    "measured_history.md",
+}  # pages that name modules, or what is no more
+PAGES = (
+    *sorted(page.name for page in DOCS.glob("*.md") if page.name not in DEVELOPERS),
+    "../README.md",
+)
 CHAT = (
     "{% for m in messages %}({{ m.role }}){{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}(assistant){% endif %}"
@@ -84,7 +98,11 @@ VERL = {
 SCRIPTS = {
     "gsm8k/qwen2.5_0.5b.toml": (256, 64, {"checkpoint.every": 10, "log.validate_every": 10}),
     "gsm8k/qwen2.5_7b.toml": (1024, 256, {"checkpoint.every": 20, "data.overlong": "filter"}),
-    "gsm8k/qwen2.5_7b_small_critic.toml": (1024, 256, {"checkpoint.every": 20, "data.overlong": "filter"}),
+    "gsm8k/qwen2.5_7b_small_critic.toml": (
+        1024,
+        256,
+        {"checkpoint.every": 20, "data.overlong": "filter"},
+    ),
 }
 SCRIPT = {
     "policy.optim.lr": 1e-6,
@@ -100,7 +118,11 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
     "gsm8k/qwen2.5_7b.toml": (8, {"policy": "7b"}, {"actor": 51, "critic": 50}),
     "large/qwen2.5_14b_4gpus.toml": (4, {"policy": "14b"}, {"actor": 71}),
     "large/qwen2.5_32b_8gpus.toml": (8, {"policy": "32b"}, {"actor": 54}),
-    "large/llama3_8b_beside_70b.toml": (8, {"policy": "8b", "reference": "70b"}, {"actor": 66, "critic": 58}),
+    "large/llama3_8b_beside_70b.toml": (
+        8,
+        {"policy": "8b", "reference": "70b"},
+        {"actor": 66, "critic": 58},
+    ),
 }
 SHAPES: dict[str, Any] = {
     name: kind(
@@ -153,7 +175,12 @@ def verl_row(split: str, index: int) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": f'{question} Answer after "####".'}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": number},
-        "extra_info": {"split": split, "index": index, "answer": f"#### {number}", "question": question},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "answer": f"#### {number}",
+            "question": question,
+        },
     }
 
 
@@ -172,7 +199,9 @@ def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) ->
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2/addition", "smollm2/addition.toml", "configs/smollm2/addition.toml"):
         assert settings(parse(["--config", name])) == due | {"config": name}
-    with pytest.raises(UserError, match=r"--config smollm2/none: no such file; .*\bsmollm2/addition\b"):
+    with pytest.raises(
+        UserError, match=r"--config smollm2/none: no such file; .*\bsmollm2/addition\b"
+    ):
         parse(["--config", "smollm2/none"])
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "addition").write_text("steps = 3\n")
@@ -180,7 +209,9 @@ def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in LARGE])
-def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> None:
+def test_presets_run_dry(
+    preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
+) -> None:
     """With small models and small data in place of those that they name."""
     config = parse([f"--config={CONFIGS / preset}"])
     flags = [f"--policy.path={small['policy']}", f"--run-dir={tmp_path}"]
@@ -188,7 +219,10 @@ def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_p
     flags += [f"--reward.model={small['reward']}"] if config.reward.model else []
     flags += [f"--data.files={small['train']}"] if config.data.files else []
     flags += [f"--data.validation-files={small['test']}"] if config.data.validation_files else []
-    if "configs/sentiment/vader_reward.py:vader" in config.reward.validation and find_spec("vaderSentiment") is None:
+    if (
+        "configs/sentiment/vader_reward.py:vader" in config.reward.validation
+        and find_spec("vaderSentiment") is None
+    ):
         flags.append("--reward.validation=exact_match")
     world = 2
     if preset in SCRIPTS:
@@ -197,7 +231,9 @@ def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_p
         flags += ["--compute.device=cuda"]
         world = 8 if "7b" in preset else 4
     monkeypatch.chdir(ROOT)
-    status = train.main([f"--config={CONFIGS / preset}", *flags, "--dry-run", f"--world-size={world}"])
+    status = train.main(
+        [f"--config={CONFIGS / preset}", *flags, "--dry-run", f"--world-size={world}"]
+    )
     out, err = capsys.readouterr()
     assert status == 0, err
     assert "resolved: " in out
@@ -208,10 +244,18 @@ def test_presets_run_dry(preset: str, small: dict[str, Path], monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("preset", LARGE)
-def test_large_presets_fit_by_the_estimate(preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys):
-    """With the models' shapes: folders with config.json and a tokenizer. The file says what a GPU needs."""
+def test_large_presets_fit_by_the_estimate(
+    preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
+):
+    """With the models' shapes: folders with config.json and a tokenizer. The file says what a GPU
+    needs."""
     world, names, most = LARGE[preset]
-    flags = ["--policy.random-init", "--compute.device=cuda", f"--data.files={small['train']}", f"--run-dir={tmp_path}"]
+    flags = [
+        "--policy.random-init",
+        "--compute.device=cuda",
+        f"--data.files={small['train']}",
+        f"--run-dir={tmp_path}",
+    ]
     for name, kind in names.items():
         SHAPES[kind].save_pretrained(tmp_path / kind)
         tokenizer = build_tokenizer()
@@ -219,7 +263,9 @@ def test_large_presets_fit_by_the_estimate(preset: str, small: dict[str, Path], 
         tokenizer.save_pretrained(tmp_path / kind)
         flags.append(f"--{name}.path={tmp_path / kind}")
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
-    monkeypatch.setattr("splitppo.run.resolve.check_folder", lambda *_, **__: None)  # no weights there
+    monkeypatch.setattr(
+        "splitppo.run.resolve.check_folder", lambda *_, **__: None
+    )  # no weights there
     flags += [f"--data.validation-files={small['test']}", f"--world-size={world}", "--dry-run"]
     status = train.main([f"--config={CONFIGS / preset}", *flags])
     out, err = capsys.readouterr()
@@ -242,7 +288,9 @@ printf '%s\\n' "$@" "" >> "$CALLS"
 
 
 @pytest.mark.parametrize("gpus", [4, 8])
-def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys):
+def test_every_job_of_the_comparison_runs_dry(
+    gpus: int, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
+):
     """With small models: the script as it is, but that its commands are noted and not run."""
     for program in ("python", "splitppo"):
         (tmp_path / program).write_text(STAND_IN.replace("PYTHON", sys.executable))
@@ -252,7 +300,12 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
     calls, path = tmp_path / "calls", f"{tmp_path}:{os.environ['PATH']}"
     shapes = ["1.5b", "small-critic", "long", "fixed", "7b", "7b-small-critic"]
     command = [ROOT / "launch" / "compare.sh", str(gpus), tmp_path, *shapes]
-    environ = os.environ | {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out"), "BENCH": "--warmup 4"}
+    environ = os.environ | {
+        "PATH": path,
+        "CALLS": str(calls),
+        "OUT": str(tmp_path / "out"),
+        "BENCH": "--warmup 4",
+    }
     subprocess.run(command, env=environ, check=True)
     tables = [call.split("\n") for call in calls.read_text().strip().split("\n\n")]
     prompts = tmp_path / "out" / "prompts.jsonl"
@@ -271,14 +324,22 @@ def test_every_job_of_the_comparison_runs_dry(gpus: int, small: dict[str, Path],
         assert given.jobs == (("colocated", f"{gpus - 1}+1") if windows else ())
         rows.append(extra[extra.index("--rollout.batch-size") + 1])
         for job in jobs if i == 0 else jobs[-1:]:
-            flags = bench.job_flags(given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path)
-            flags += [*bench.parse_job(job, given.gpus)[1], f"--run-dir={tmp_path / 'run'}", "--compute.device=cuda"]
+            flags = bench.job_flags(
+                given, extra, bench.lengths_of(given.lengths or "")[:9], tmp_path
+            )
+            flags += [
+                *bench.parse_job(job, given.gpus)[1],
+                f"--run-dir={tmp_path / 'run'}",
+                "--compute.device=cuda",
+            ]
             status = train.main([*flags, "--dry-run", f"--world-size={gpus}"])
             out, err = capsys.readouterr()
             assert status == 0, err
             assert "data: 64 prompts of 1" in out  # of 99 digits and a template
     assert rows == [str(size * gpus) for size in (128, 128, 64, 124, 60, 28, 128, 64, 64)]
-    wrong = subprocess.run([*command, "2b"], env=environ | {"OUT": str(tmp_path / "none")}, stderr=subprocess.PIPE)
+    wrong = subprocess.run(
+        [*command, "2b"], env=environ | {"OUT": str(tmp_path / "none")}, stderr=subprocess.PIPE
+    )
     assert (wrong.returncode, wrong.stderr[:10]) == (2, b"error: 2b:")
     assert not (tmp_path / "none").exists(), "it began before it had read all names"
 
@@ -298,20 +359,34 @@ def test_the_small_critic_is_the_7b_preset_otherwise() -> None:
         settings(parse([f"--config={CONFIGS / name}"]))
         for name in ("gsm8k/qwen2.5_7b.toml", "gsm8k/qwen2.5_7b_small_critic.toml")
     )
-    own = {"config", "run_dir", "value.path", "placement.actor", "placement.critic", "placement.reference"}
+    own = {
+        "config",
+        "run_dir",
+        "value.path",
+        "placement.actor",
+        "placement.critic",
+        "placement.reference",
+    }
     own |= {"engine.tensor_parallel"}
     assert {name for name in large if large[name] != small[name]} == own
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_named_in_the_pages_exist(page: str) -> None:
-    """On the pages for those who come from elsewhere, the second column of the tables is ours, and what follows --."""
+    """On the pages for those who come from elsewhere, the second column of the tables is ours, and
+    what follows --."""
     text = (DOCS / page).read_text(encoding="utf-8")
     known = set(settings(Config()))
-    second = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    second = [
+        line.split("|")[2]
+        for line in text.splitlines()
+        if line.startswith("| ") and line.count("|") == 4
+    ]
     ours = second if page.startswith("from_") else [text]
     sections = "|".join({name.split(".")[0] for name in known})
-    named = [name for cell in ours for name in re.findall(rf"`((?:{sections})\.[a-z_.]+)[` =]", cell)]
+    named = [
+        name for cell in ours for name in re.findall(rf"`((?:{sections})\.[a-z_.]+)[` =]", cell)
+    ]
     assert len(named) > 10 or not page.startswith("from_")
     # a flag of verl's has no dashes, one of TRL's no dot
     named += [flag.replace("-", "_") for flag in re.findall(r"--([a-z]+(?:\.[a-z-]+)+)", text)]
@@ -320,13 +395,16 @@ def test_settings_named_in_the_pages_exist(page: str) -> None:
 
 @pytest.mark.parametrize(("page", "least"), [("from_verl.md", 10), ("from_trl.md", 12)])
 def test_defaults_named_in_the_pages_are_the_defaults(page: str, least: int) -> None:
-    """What the third column of their tables says is so `here` or `in both`: of a setting in the second."""
+    """What the third column of their tables says is so `here` or `in both`: of a setting in the
+    second."""
     known, told = settings(Config()), 0
     words = {"off": [None, False, 0], "greedy": [0.0], "k1": ["k1"], "constant": ["constant"]}
     value = "|".join([*words, r"\d[\de.-]*"])
     for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
         _, _, names, remark, *_ = [*line.split("|"), "", "", ""]
-        if found := re.search(rf"({value})(?: and ({value}))?`?(?: \(off\))? (?:here|in both)\b", remark):
+        if found := re.search(
+            rf"({value})(?: and ({value}))?`?(?: \(off\))? (?:here|in both)\b", remark
+        ):
             defaults = [known[name] for name in re.findall(r"`([a-z_.]+)`", names)]
             for word in filter(None, found.groups()):
                 assert set(words.get(word) or [float(word)]) & set(defaults), line
@@ -335,7 +413,9 @@ def test_defaults_named_in_the_pages_are_the_defaults(page: str, least: int) -> 
 
 
 def test_the_preset_of_the_training_page_keeps_the_rules(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```toml\n(.*?)^```", (DOCS / "training.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```toml\n(.*?)^```", (DOCS / "training.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     (tmp_path / "mine.toml").write_text(blocks[0])
     check(parse([f"--config={tmp_path / 'mine.toml'}"]))
 
@@ -351,7 +431,9 @@ def test_files_and_commands_named_in_the_pages_exist(page: str) -> None:
 
 
 def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S
+    )
 
 
 def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
@@ -359,12 +441,20 @@ def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     functions = tuple(f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge"))
     scorer = Scorer(RewardConfig(functions, (1.0, 0.2, 0.5), failed_score=-1.0), {"gsm8k"})
     prompt = Prompt("", [1], "gsm8k", "7", {"longest": 10})
-    found = scorer.submit([(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")])()
+    found = scorer.submit(
+        [(prompt, "#### 7"), (prompt, "It may well be 8"), (prompt, "#### 7 raise")]
+    )()
     scorer.close()
     # judge raises on the last row, and on it alone
-    assert [row.score for row in found] == pytest.approx([1 + 0.2 + 0.5, 0.2 * (1 - 0.6), 1 + 0.2 * (1 - 0.2) - 0.5])
+    assert [row.score for row in found] == pytest.approx(
+        [1 + 0.2 + 0.5, 0.2 * (1 - 0.6), 1 + 0.2 * (1 - 0.2) - 0.5]
+    )
     assert [row.figures["answer/marked"] for row in found] == [1, 0, 1]
-    assert [[f"{f.function} {f.kind}" for f in row.failures] for row in found] == [[], [], ["judge error"]]
+    assert [[f"{f.function} {f.kind}" for f in row.failures] for row in found] == [
+        [],
+        [],
+        ["judge error"],
+    ]
 
 
 def test_verls_compute_score_runs_unchanged(tmp_path: Path, small: dict[str, Path]) -> None:
@@ -388,13 +478,25 @@ def test_verls_compute_score_runs_unchanged(tmp_path: Path, small: dict[str, Pat
 
 
 def test_verls_example_is_the_preset() -> None:
-    """The commands of from_verl.md, side by side: ours gives what the preset of the same script does."""
+    """The commands of from_verl.md, side by side: ours gives what the preset of the same script
+    does."""
     example = (DOCS / "from_verl.md").read_text(encoding="utf-8").partition("## An example")[2]
-    cells = [line.split("|")[2].strip(" `") for line in example.splitlines() if line.startswith("| ")]
+    cells = [
+        line.split("|")[2].strip(" `") for line in example.splitlines() if line.startswith("| ")
+    ]
     flags = " ".join(cell for cell in cells if cell.startswith("--")).split()
-    ours, preset = (settings(parse(given)) for given in (flags, [f"--config={CONFIGS / 'gsm8k/qwen2.5_7b.toml'}"]))
+    ours, preset = (
+        settings(parse(given))
+        for given in (flags, [f"--config={CONFIGS / 'gsm8k/qwen2.5_7b.toml'}"])
+    )
     own = {"config", "run_dir", "placement.actor", "placement.critic"}
-    own |= {"data.overlong", "reward.function", "checkpoint.every", "placement.reference", "engine.tensor_parallel"}
+    own |= {
+        "data.overlong",
+        "reward.function",
+        "checkpoint.every",
+        "placement.reference",
+        "engine.tensor_parallel",
+    }
     assert {name for name in ours if ours[name] != preset[name]} == own
     assert ours["reward.function"] == ("my_reward.py:compute_score",)
 
@@ -405,12 +507,15 @@ def main_rank(rank: int, argv: list[str]) -> None:
 
 
 def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
-    """The preset of from_trl.md, with small models and data: a reward model scores, the value model starts as it."""
+    """The preset of from_trl.md, with small models and data: a reward model scores, the value model
+    starts as it."""
     preset = tmp_path / "tldr.toml"
     page = (DOCS / "from_trl.md").read_text()
     preset.write_text(re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)[0])
     data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(20)))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(20))
+    )
     argv = [
         f"--config={preset}", f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}",
         f"--reward.model={small['reward']}", f"--value.path={small['reward']}", f"--data.files={data}",
@@ -419,7 +524,10 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     assert parse(argv).reward.missing_eos_penalty == 1
     run_ranks(2, main_rank, argv)
     actors, records = (
-        [json.loads(line) for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()
+        ]
         for role in ("actor", "critic")
     )
     (table,) = re.findall(r"^## Metrics\n(.*?)^## ", page, re.M | re.S)

@@ -54,7 +54,9 @@ def chat() -> Any:
     return tokenizer
 
 
-def _load(config: DataConfig, tokenizer: Any, longest: int = 99, *, seed: int = 0, split: Split = "train") -> PromptSet:
+def _load(
+    config: DataConfig, tokenizer: Any, longest: int = 99, *, seed: int = 0, split: Split = "train"
+) -> PromptSet:
     return load_prompts(config, tokenizer, max_prompt_tokens=longest, seed=seed, split=split)
 
 
@@ -73,9 +75,14 @@ def _write(path: Path, rows: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
-def test_verl_rows_read_alike_from_every_kind_of_file(suffix: str, tmp_path: Path, chat: Any) -> None:
+def test_verl_rows_read_alike_from_every_kind_of_file(
+    suffix: str, tmp_path: Path, chat: Any
+) -> None:
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    file = _write(tmp_path / f"rows{suffix}", [VERL_ROW, {**VERL_ROW, "prompt": system, "data_source": "other"}])
+    file = _write(
+        tmp_path / f"rows{suffix}",
+        [VERL_ROW, {**VERL_ROW, "prompt": system, "data_source": "other"}],
+    )
     config = DataConfig(files=(file,))
     check_files(config)
     first, second = _load(config, chat, 64).prompts
@@ -106,7 +113,9 @@ def test_plain_columns_nested_keys_and_defaults(tmp_path: Path, plain: Any, chat
 
 def test_special_tokens_are_the_tokenizers_own_only_without_a_template(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 1)]
+    )
     file = _write(tmp_path / "rows.jsonl", [{"prompt": "3", "a": 1}])
     config = DataConfig(files=(file,), answer_key="a")
     three = tokenizer.convert_tokens_to_ids("3")
@@ -122,7 +131,13 @@ def test_string_and_message_prompts_may_stand_in_one_data_set(tmp_path: Path, ch
         _write(tmp_path / "c.jsonl", [{**VERL_ROW, "prompt": "4444"}]),
     )
     prompts = _load(DataConfig(files=files, chat=False), chat).prompts
-    assert [prompt.text for prompt in prompts] == ["1", "22", "333", "(user)What is 3+4?\n(assistant)", "4444"]
+    assert [prompt.text for prompt in prompts] == [
+        "1",
+        "22",
+        "333",
+        "(user)What is 3+4?\n(assistant)",
+        "4444",
+    ]
     assert [chat.decode(prompt.tokens) for prompt in prompts] == [prompt.text for prompt in prompts]
 
 
@@ -141,17 +156,24 @@ def test_gsm8k_in_verls_schema(chat: Any) -> None:
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
 def test_gsm8k_as_published_asks_the_same_questions(chat: Any) -> None:
     verl = DataConfig(files=(str(GSM8K / "test.parquet"),))
-    published = DataConfig(files=(str(GSM8K / "test.jsonl"),), prompt_key="question", answer_key="answer")
+    published = DataConfig(
+        files=(str(GSM8K / "test.jsonl"),), prompt_key="question", answer_key="answer"
+    )
     check_files(published)
     prompts = _load(verl, chat, 1200).prompts
     questions = _load(published, chat, 1200).prompts
     assert len(questions) == 1319
-    assert [f"(user){prompt.extra_info['question']}\n(assistant)" for prompt in prompts] == [q.text for q in questions]
+    assert [f"(user){prompt.extra_info['question']}\n(assistant)" for prompt in prompts] == [
+        q.text for q in questions
+    ]
     assert rules.gsm8k("", questions[0].ground_truth, prompts[0].ground_truth, {}) == 1
 
 
 ROW = {"prompt": "1=", "answer": "1"}
-ANSWERED = {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "answer": "1"}
+ANSWERED = {
+    "prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+    "answer": "1",
+}
 MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
 
 
@@ -168,16 +190,28 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
             r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, or ''",
         ),
         ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),
-        ([ROW, {**ROW, "answer": math.nan}], r"data\.answer_key=answer: .*row 2 has NaN there; fill it in, or set"),
-        ([ROW, ANSWERED], r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the row"),
-        ([ROW, {**ROW, "prompt": 3}], r"row 2 has a prompt of type int; it must be a string or a list"),
+        (
+            [ROW, {**ROW, "answer": math.nan}],
+            r"data\.answer_key=answer: .*row 2 has NaN there; fill it in, or set",
+        ),
+        (
+            [ROW, ANSWERED],
+            r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the row",
+        ),
+        (
+            [ROW, {**ROW, "prompt": 3}],
+            r"row 2 has a prompt of type int; it must be a string or a list",
+        ),
         ([ROW, {**ROW, "prompt": {"role": "user"}}], r"row 2 has a prompt of type dict"),
         ([ROW, {**ROW, "prompt": None}], r"row 2 has a prompt of type NoneType"),
         ([ROW, {**ROW, "prompt": " \n"}], r"row 2 has an empty prompt"),
         ([ROW, {**ROW, "prompt": []}], r"row 2 has an empty prompt"),
         ([ROW, {**ROW, "prompt": [{"role": "user", "content": ""}]}], r"row 2 has an empty prompt"),
         ([ROW, {**ROW, "prompt": ["hello"]}], r"row 2 has a prompt whose message 1 is not \{role"),
-        ([ROW, {**ROW, "prompt": [{"role": "user", "content": ["a"]}]}], r"row 2 .* message 1 is not \{role"),
+        (
+            [ROW, {**ROW, "prompt": [{"role": "user", "content": ["a"]}]}],
+            r"row 2 .* message 1 is not \{role",
+        ),
         (
             [ROW, {**ROW, "prompt": "12345678="}],
             r"max_prompt_tokens=8: .*row 2 has a prompt of 9 tokens .*1 of 2.* 9, or",
@@ -185,10 +219,15 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
         ([ROW, {**ROW, "data_source": 3}], r"row 2 has a data_source of type int"),
         ([ROW, {**ROW, "extra_info": "x"}], r"row 2 has an extra_info of type str"),
         ([ROW, ["prompt"]], r"row 2 is a list; a row is an object"),
-        ([ROW, MESSAGES], r"row 2 has a prompt of chat messages, but the tokenizer .* has no chat template; use"),
+        (
+            [ROW, MESSAGES],
+            r"row 2 has a prompt of chat messages, but the tokenizer .* has no chat template; use",
+        ),
     ],
 )
-def test_wrong_rows_are_named_in_one_line(rows: list[Any], message: str, tmp_path: Path, plain: Any) -> None:
+def test_wrong_rows_are_named_in_one_line(
+    rows: list[Any], message: str, tmp_path: Path, plain: Any
+) -> None:
     config = DataConfig(files=(_write(tmp_path / "rows.jsonl", rows),), answer_key="answer")
     with pytest.raises(UserError, match=message) as caught:
         _load(config, plain, 8)
@@ -198,16 +237,28 @@ def test_wrong_rows_are_named_in_one_line(rows: list[Any], message: str, tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", b"prompt,answer\n", r"data\.files=.*rows\.csv: unknown kind of file; use \.parquet, \.json or"),
+        (
+            "rows.csv",
+            b"prompt,answer\n",
+            r"data\.files=.*rows\.csv: unknown kind of file; use \.parquet, \.json or",
+        ),
         ("rows.jsonl", b"", "holds no rows"),
         ("rows.jsonl", b"\n \n", "holds no rows"),
         ("rows.json", b"", "holds no rows"),
         ("rows.json", b"[]", "holds no rows"),
-        ("rows.json", b'{"prompt": "1"}', r"rows\.json holds one dict; a \.json file is a list of rows"),
+        (
+            "rows.json",
+            b'{"prompt": "1"}',
+            r"rows\.json holds one dict; a \.json file is a list of rows",
+        ),
         ("rows.json", b'[{"prompt": ', r"rows\.json: broken JSON"),
         ("rows.jsonl", b'\n{"prompt": "1", \n', r"rows\.jsonl row 2: broken JSON"),
         ("rows.jsonl", b'{"prompt": "\xff"}\n', r"rows\.jsonl row 1: broken JSON"),
-        ("rows.jsonl", b'{"prompt": "1"}\n', r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set"),
+        (
+            "rows.jsonl",
+            b'{"prompt": "1"}\n',
+            r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set",
+        ),
         ("rows.parquet", b"PAR1 or not", r"rows\.parquet is no parquet file"),
         (None, b"", r"data\.files=.*: no such file"),
     ],
@@ -233,8 +284,12 @@ def test_a_message_list_the_template_refuses_names_its_row(tmp_path: Path, chat:
         _load(config, chat)
 
 
-@pytest.mark.parametrize(("task", "digits", "count"), [("addition", 1, 100), ("addition", 9, 4000), ("echo", 1, 64)])
-def test_generated_splits_are_disjoint_seeded_and_a_fifth(task: str, digits: int, count: int, plain: Any) -> None:
+@pytest.mark.parametrize(
+    ("task", "digits", "count"), [("addition", 1, 100), ("addition", 9, 4000), ("echo", 1, 64)]
+)
+def test_generated_splits_are_disjoint_seeded_and_a_fifth(
+    task: str, digits: int, count: int, plain: Any
+) -> None:
     config = replace(DataConfig(task=cast(Any, task)), digits=digits, validation_rows=4000)
     train = _load(config, plain, seed=5).prompts
     held_out = _load(config, plain, seed=5, split="validation").prompts
@@ -242,7 +297,9 @@ def test_generated_splits_are_disjoint_seeded_and_a_fifth(task: str, digits: int
     assert len({prompt.text for prompt in [*train, *held_out]}) == count
     assert _load(config, plain, seed=5).prompts == train
     assert _load(config, plain, seed=6).prompts != train
-    fewer = _load(replace(config, max_rows=9, validation_rows=7), plain, seed=5, split="validation").prompts
+    fewer = _load(
+        replace(config, max_rows=9, validation_rows=7), plain, seed=5, split="validation"
+    ).prompts
     assert fewer == held_out[:7]
     assert {prompt.data_source for prompt in train} == {task}
 
@@ -272,7 +329,9 @@ def test_order_is_epochs_of_permutations_cut_into_steps(n: int, per_step: int) -
     epochs = [stream[start : start + n] for start in range(0, len(stream) - n + 1, n)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     if n == 10:
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "two epochs in the same order"
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), (
+            "two epochs in the same order"
+        )
         assert batch_indices(n, per_step, 1, seed=4) != steps[0]
         assert batch_indices(n, per_step, 1, seed=-1) != steps[0]
 
@@ -300,7 +359,9 @@ def three_files(tmp_path: Path) -> DataConfig:
     return DataConfig(files=tuple(files), answer_key="")
 
 
-def test_max_rows_draws_from_all_files_and_keeps_their_order(three_files: DataConfig, plain: Any) -> None:
+def test_max_rows_draws_from_all_files_and_keeps_their_order(
+    three_files: DataConfig, plain: Any
+) -> None:
     everything = _texts(three_files, plain)
     assert _texts(replace(three_files, max_rows=100), plain) == everything
     assert _texts(replace(three_files, max_rows=1000), plain) == everything
@@ -315,27 +376,45 @@ def test_max_rows_draws_from_all_files_and_keeps_their_order(three_files: DataCo
     assert _load(ten, plain, seed=7) == drawn[7]
     assert drawn[7] != drawn[8]
     assert len(places) > 90, "some rows are never drawn"
-    shares = [sum(places[i] for i in range(low, high)) / 400 for low, high in ((0, 50), (50, 80), (80, 100))]
+    shares = [
+        sum(places[i] for i in range(low, high)) / 400
+        for low, high in ((0, 50), (50, 80), (80, 100))
+    ]
     assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.08)
     assert len(_load(DataConfig(max_rows=5), plain).prompts) == 5
 
 
-def test_a_file_may_be_trained_on_twice_but_not_held_out_too(three_files: DataConfig, plain: Any) -> None:
+def test_a_file_may_be_trained_on_twice_but_not_held_out_too(
+    three_files: DataConfig, plain: Any
+) -> None:
     first, second, third = three_files.files
     twice = replace(three_files, files=(first, first), validation_files=(third, third))
     check_files(twice)
-    assert [len(_load(twice, plain, split=split).prompts) for split in ("train", "validation")] == [100, 40]
+    assert [len(_load(twice, plain, split=split).prompts) for split in ("train", "validation")] == [
+        100,
+        40,
+    ]
     link = Path(first).with_name("link.jsonl")
     link.symlink_to(first)
-    for held_out in (first, str(Path(first).parent / ".." / Path(first).parent.name / "a.jsonl"), str(link)):
-        with pytest.raises(UserError, match=r"data\.validation_files=.* is one of data\.files, too; held-out rows"):
+    for held_out in (
+        first,
+        str(Path(first).parent / ".." / Path(first).parent.name / "a.jsonl"),
+        str(link),
+    ):
+        with pytest.raises(
+            UserError, match=r"data\.validation_files=.* is one of data\.files, too; held-out rows"
+        ):
             check_files(replace(three_files, files=(second, first), validation_files=(held_out,)))
 
 
 def test_held_out_files_go_with_a_generated_task_too(three_files: DataConfig, plain: Any) -> None:
     config = DataConfig(validation_files=three_files.files[:1], answer_key="", validation_rows=3)
     assert _load(config, plain).prompts[0].data_source == "echo"
-    assert [prompt.text for prompt in _load(config, plain, split="validation").prompts] == ["0a", "1a", "2a"]
+    assert [prompt.text for prompt in _load(config, plain, split="validation").prompts] == [
+        "0a",
+        "1a",
+        "2a",
+    ]
     assert _load(three_files, plain, split="validation") == PromptSet([], [])
 
 
@@ -348,7 +427,10 @@ def test_system_message_goes_before_prompts_without_one(tmp_path: Path, chat: An
     given = [string.column, bare.column, with_own.column, with_developer.column]
     assert given == prompts, "a reward function gets the column as it is"
     assert string.text == "(system)Be brief.\n(user)3=\n(assistant)"
-    assert string.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3="}]
+    assert string.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "3="},
+    ]
     assert bare.text == "(system)Be brief.\n(user)1+1\n(assistant)"
     assert with_own.text == "(system)Mine.\n(user)1+1\n(assistant)"
     assert with_developer.text == "(developer)Mine.\n(user)1+1\n(assistant)"
@@ -362,19 +444,33 @@ def test_chat_arguments_reach_the_template(chat: Any, tmp_path: Path) -> None:
     config = DataConfig(files=(_write(tmp_path / "rows.jsonl", rows),), answer_key="")
     on = replace(config, chat_kwargs='{"think": true}')
     assert _texts(on, tokenizer) == ["(think)(user)3=\n(assistant)", "(think)(user)4=\n(assistant)"]
-    assert _texts(replace(config, chat_kwargs='{"think": false}'), tokenizer)[0] == "(user)3=\n(assistant)"
-    assert _texts(replace(config, chat_kwargs='{"add_generation_prompt": false}'), tokenizer)[0] == "(user)3=\n"
+    assert (
+        _texts(replace(config, chat_kwargs='{"think": false}'), tokenizer)[0]
+        == "(user)3=\n(assistant)"
+    )
+    assert (
+        _texts(replace(config, chat_kwargs='{"add_generation_prompt": false}'), tokenizer)[0]
+        == "(user)3=\n"
+    )
     for wrong in ('{"continue_final_message": true}', '{"tokenize": true}'):
-        with pytest.raises(UserError, match=r"rows\.jsonl row 1: the chat template refuses .*fix .*data\.chat_kwargs"):
+        with pytest.raises(
+            UserError,
+            match=r"rows\.jsonl row 1: the chat template refuses .*fix .*data\.chat_kwargs",
+        ):
             _load(replace(config, chat_kwargs=wrong), tokenizer)
 
 
 @pytest.mark.parametrize("setting", [{"system": "Be brief."}, {"chat_kwargs": '{"think": true}'}])
 def test_what_is_for_the_template_needs_one(setting: dict[str, Any], plain: Any, chat: Any) -> None:
     name = next(iter(setting))
-    with pytest.raises(UserError, match=rf"data\.{name} is for the chat template, but the tokenizer .* has none; use"):
+    with pytest.raises(
+        UserError,
+        match=rf"data\.{name} is for the chat template, but the tokenizer .* has none; use",
+    ):
         _load(DataConfig(**setting), plain)
-    with pytest.raises(UserError, match=rf"data\.{name} is for the chat template, but data\.chat is off; drop one"):
+    with pytest.raises(
+        UserError, match=rf"data\.{name} is for the chat template, but data\.chat is off; drop one"
+    ):
         _load(DataConfig(**setting, chat=False), chat)
     assert _load(DataConfig(**setting), chat).prompts
 
@@ -390,7 +486,9 @@ LONG = ["1=", "123456789=", "22=", "12345678="]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_rows_over_the_limit_are_left_out_or_cut_and_noted(split: Split, tmp_path: Path, plain: Any) -> None:
+def test_rows_over_the_limit_are_left_out_or_cut_and_noted(
+    split: Split, tmp_path: Path, plain: Any
+) -> None:
     file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in LONG])
     field = "files" if split == "train" else "validation_files"
     given: dict[str, Any] = {field: (file,)}
@@ -409,10 +507,13 @@ def test_rows_over_the_limit_are_left_out_or_cut_and_noted(split: Split, tmp_pat
         ]
         assert _load(replace(config, overlong=overlong), plain, 10, split=split).notes == []
     with pytest.raises(
-        UserError, match=rf"filter: all 4 rows of {setting} have .*=1; the shortest has 2 tokens: raise"
+        UserError,
+        match=rf"filter: all 4 rows of {setting} have .*=1; the shortest has 2 tokens: raise",
     ):
         _load(replace(config, overlong="filter"), plain, 1, split=split)
-    with pytest.raises(UserError, match=r"max_prompt_tokens=4: .*row 2 has a prompt of 10 tokens .*2 of 4 rows"):
+    with pytest.raises(
+        UserError, match=r"max_prompt_tokens=4: .*row 2 has a prompt of 10 tokens .*2 of 4 rows"
+    ):
         _load(config, plain, 4, split=split)
 
 
@@ -442,7 +543,9 @@ def _gsm8k(prompts: Mapping[int, Prompt]) -> dict[int, UserError]:
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tmp_path: Path, chat: Any) -> None:
+def test_invalid_rows_are_refused_or_left_out_counted_and_named(
+    split: Split, tmp_path: Path, chat: Any
+) -> None:
     field = "files" if split == "train" else "validation_files"
     good = [{**VERL_ROW, "extra_info": {"index": index}} for index in range(3)]
     rows = [*BAD[:3], good[0], *BAD[3:], *good[1:]]
@@ -450,7 +553,12 @@ def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tm
     given: dict[str, Any] = {field: (clean, file)}
     config = DataConfig(**given, invalid="filter")
     check_files(config)
-    arguments: dict[str, Any] = {"max_prompt_tokens": 64, "seed": 0, "split": split, "check": _gsm8k}
+    arguments: dict[str, Any] = {
+        "max_prompt_tokens": 64,
+        "seed": 0,
+        "split": split,
+        "check": _gsm8k,
+    }
     found = load_prompts(config, chat, **arguments)
     assert [prompt.extra_info["index"] for prompt in found.prompts] == [0, 1, 2, 0, 1, 2]
     (note,) = found.notes
@@ -476,7 +584,9 @@ def test_invalid_rows_are_refused_or_left_out_counted_and_named(split: Split, tm
 def test_an_answer_that_is_to_be_continued_may_end_a_prompt(tmp_path: Path, chat: Any) -> None:
     file = _write(tmp_path / "rows.jsonl", [ANSWERED])
     kwargs = '{"continue_final_message": true, "add_generation_prompt": false}'
-    (prompt,) = _load(DataConfig(files=(file,), answer_key="answer", chat_kwargs=kwargs), chat).prompts
+    (prompt,) = _load(
+        DataConfig(files=(file,), answer_key="answer", chat_kwargs=kwargs), chat
+    ).prompts
     assert prompt.text == "(user)1\n(assistant)2"
 
 
@@ -497,21 +607,33 @@ PICTURE = {"bytes": "iVBOR", "path": None}
         ({"audio": None, "prompt": [{"role": "user", "content": "Listen: <audio>"}]}, "audio"),
     ],
 )
-def test_rows_with_more_than_text_are_refused(columns: Any, name: str, suffix: str, tmp_path: Path, chat: Any) -> None:
+def test_rows_with_more_than_text_are_refused(
+    columns: Any, name: str, suffix: str, tmp_path: Path, chat: Any
+) -> None:
     file = _write(tmp_path / f"rows{suffix}", [ROW | columns])
     config = DataConfig(files=(file,), answer_key="answer", invalid="filter")
     for read in (check_files, lambda config: _load(config, chat)):
-        with pytest.raises(UserError, match=rf"row 1 has a column {name}, but models of text alone are trained; use"):
+        with pytest.raises(
+            UserError,
+            match=rf"row 1 has a column {name}, but models of text alone are trained; use",
+        ):
             read(config)
 
 
-def test_columns_without_pictures_and_pictures_without_columns_are_text(tmp_path: Path, plain: Any) -> None:
+def test_columns_without_pictures_and_pictures_without_columns_are_text(
+    tmp_path: Path, plain: Any
+) -> None:
     rows: list[Any] = [{"prompt": "<image>=", "answer": "1"}]
-    rows += [ROW | empty for empty in ({"image": None}, {"images": []}, {"video": math.nan}, {"audio": ""})]
+    rows += [
+        ROW | empty
+        for empty in ({"image": None}, {"images": []}, {"video": math.nan}, {"audio": ""})
+    ]
     rows += [{"image": "2=", "prompt": "", "answer": "1"}]
     files = [_write(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
     assert len(_load(DataConfig(files=tuple(files[:-1]), answer_key="answer"), plain).prompts) == 5
-    assert _texts(DataConfig(files=(files[-1],), answer_key="answer", prompt_key="image"), plain) == ["2="]
+    assert _texts(
+        DataConfig(files=(files[-1],), answer_key="answer", prompt_key="image"), plain
+    ) == ["2="]
 
 
 def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tmp_path: Path, plain: Any) -> None:
@@ -524,8 +646,12 @@ def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tmp_path: Path, plain:
     found = _load(config, tokenizer)
     three, equals = plain("3=")["input_ids"]
     assert [prompt.tokens for prompt in found.prompts] == [[0, three, equals], [0, three, 1]]
-    assert found.notes == ["the tokenizer ends each text in <eos>: that token is left off the prompts"]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <pad>", special_tokens=special)
+    assert found.notes == [
+        "the tokenizer ends each text in <eos>: that token is left off the prompts"
+    ]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <pad>", special_tokens=special
+    )
     other = _load(config, tokenizer)
     assert (other.prompts[0].tokens, other.notes) == ([three, equals, 0], [])
     tokenizer.backend_tokenizer.post_processor = ending
@@ -536,18 +662,32 @@ def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tmp_path: Path, plain:
 @pytest.mark.parametrize(
     ("template", "kwargs", "message"),
     [
-        (TEMPLATE, '{"thinks": 1}', "chat_kwargs has thinks, which the chat template never reads; did you mean think?"),
+        (
+            TEMPLATE,
+            '{"thinks": 1}',
+            "chat_kwargs has thinks, which the chat template never reads; did you mean think?",
+        ),
         (TEMPLATE, '{"tools": []}', "has tools, which the chat template never reads; did you mean"),
         ("plain", '{"think": 1}', "has think, which the chat template never reads; drop it"),
         ("{{ oh", '{"think": 1}', "the chat template can't be read (unexpected end of template"),
-        ({"default": TEMPLATE, "rag": "{{ documents }}"}, '{"documents": []}', "has documents, which the"),
+        (
+            {"default": TEMPLATE, "rag": "{{ documents }}"},
+            '{"documents": []}',
+            "has documents, which the",
+        ),
         (TEMPLATE, '{"think": 1, "padding": true, "tokenizer_kwargs": {}}', ""),
-        ({"default": "a", "rag": "{{ documents }}"}, '{"documents": [], "chat_template": "rag"}', ""),
+        (
+            {"default": "a", "rag": "{{ documents }}"},
+            '{"documents": [], "chat_template": "rag"}',
+            "",
+        ),
         ({"default": "a", "tool_use": "{{ tools }}"}, '{"tools": [{}]}', ""),
         ("{% generation %}{{ think }}{% endgeneration %}", '{"think": 1}', ""),
     ],
 )
-def test_arguments_that_the_template_never_reads_are_refused(template: Any, kwargs: str, message: str) -> None:
+def test_arguments_that_the_template_never_reads_are_refused(
+    template: Any, kwargs: str, message: str
+) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     config = DataConfig(chat_kwargs=kwargs)
@@ -563,11 +703,15 @@ def test_all_rows_show_the_same_time() -> None:
     tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }} " + TEMPLATE
     now = datetime(2026, 2, 3, 4, 5, 6, 789)
     given: dict[str, Any] = {"max_prompt_tokens": 99, "seed": 0, "split": "train"}
-    found, again, later = (load_prompts(DataConfig(), tokenizer, **given, now=time) for time in (now, now, None))
+    found, again, later = (
+        load_prompts(DataConfig(), tokenizer, **given, now=time) for time in (now, now, None)
+    )
     assert {prompt.text[:16] for prompt in found.prompts} == {"04:05:06.000789 "}
     assert len({prompt.text[:16] for prompt in later.prompts}) == 1
     assert found == again != later
-    assert found.notes[0].startswith("the chat template shows the time: a resume at another is refused")
+    assert found.notes[0].startswith(
+        "the chat template shows the time: a resume at another is refused"
+    )
 
 
 def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:
@@ -578,12 +722,17 @@ def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:
 
 
 def test_over_long_rows_are_counted_among_the_valid_ones(tmp_path: Path, plain: Any) -> None:
-    file = _write(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in ("", "0=", "1=", "123456=", "2=")])
+    file = _write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": prompt} for prompt in ("", "0=", "1=", "123456=", "2=")],
+    )
     config = DataConfig(files=(file,), answer_key="", invalid="filter", overlong="filter")
 
     def load(longest: int) -> PromptSet:
         arguments: dict[str, Any] = {"max_prompt_tokens": longest, "seed": 0, "split": "train"}
-        return load_prompts(config, plain, **arguments, check=lambda prompts: {min(prompts): UserError("zero")})
+        return load_prompts(
+            config, plain, **arguments, check=lambda prompts: {min(prompts): UserError("zero")}
+        )
 
     found = load(4)
     assert [prompt.text for prompt in found.prompts] == ["1=", "2="]
@@ -619,7 +768,10 @@ def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, c
     }
     published = _write(tmp_path / "gsm8k.jsonl", [{"question": question, "answer": answer}])
     prepared = _write(tmp_path / "gsm8k.parquet", [verl, verl])
-    flags = {published: ["--data.prompt-key", "question", "--data.answer-key", "answer"], prepared: []}
+    flags = {
+        published: ["--data.prompt-key", "question", "--data.answer-key", "answer"],
+        prepared: [],
+    }
     read = {}
     for file, columns in flags.items():
         config = parse(["--data.files", file, *columns])
@@ -630,9 +782,17 @@ def test_gsm8k_as_published_and_in_verls_schema_by_flags_alone(tmp_path: Path, c
         (f"(user){question}\n(assistant)", "gsm8k", answer, {})
     ]
     one = (f"(user){question} Think.\n(assistant)", "openai/gsm8k", "7", verl["extra_info"])
-    assert [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in read[prepared]] == [one, one]
+    assert [(p.text, p.data_source, p.ground_truth, p.extra_info) for p in read[prepared]] == [
+        one,
+        one,
+    ]
     nested = parse(
-        ["--data.files", prepared, "--data.prompt-key=extra_info.question", "--data.answer-key=extra_info.answer"]
+        [
+            "--data.files",
+            prepared,
+            "--data.prompt-key=extra_info.question",
+            "--data.answer-key=extra_info.answer",
+        ]
     )
     assert _load(nested.data, chat).prompts[0].text == read[published][0].text
     assert _load(nested.data, chat).prompts[0].ground_truth == answer
@@ -644,5 +804,7 @@ def test_columns_of_json_texts_are_refused_where_they_are_used(tmp_path: Path) -
     table = pyarrow.table({"prompt": ["1="], "answer": ["1"], "other": texts})
     pyarrow.parquet.write_table(table, tmp_path / name)
     check_files(DataConfig(files=(str(tmp_path / name),), answer_key="answer"))
-    with pytest.raises(UserError, match=r"has a column other of JSON texts .*give it one type, or write .*\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"has a column other of JSON texts .*give it one type, or write .*\.jsonl"
+    ):
         check_files(DataConfig(files=(str(tmp_path / name),), answer_key="other"))

@@ -1,4 +1,5 @@
-"""The engine contract, run for every engine that is installed, on a tiny model whose plain forward is the judge."""
+"""The engine contract, run for every engine that is installed, on a tiny model whose plain forward
+is the judge."""
 
 import json
 import time
@@ -50,9 +51,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": PADDED}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
-    ids = {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": [OTHER_EOS], "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": PADDED,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+    }
+    ids = {
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": [OTHER_EOS],
+        "tie_word_embeddings": False,
+    }
     return LlamaConfig(**{**sizes, **heads, **ids, **changes})
 
 
@@ -114,11 +130,17 @@ def hf_engine(config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows:
 
 
 class Together:
-    """The ranks of a tensor-parallel engine in one process, a thread each; the rows are all the first one's."""
+    """The ranks of a tensor-parallel engine in one process, a thread each; the rows are all the
+    first one's."""
 
     def __init__(self, engines: list[VLLMEngine]):
         self.engines, first = engines, engines[0]
-        self.begin, self.submit, self.poll, self.abort = first.begin, first.submit, first.poll, first.abort
+        self.begin, self.submit, self.poll, self.abort = (
+            first.begin,
+            first.submit,
+            first.poll,
+            first.abort,
+        )
 
     @property
     def loaded(self) -> bool:
@@ -154,7 +176,11 @@ class Together:
 
 
 def start_vllm(
-    folder: Path, config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, max_rows: int, **changes: Any
+    folder: Path,
+    config: LlamaConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    max_rows: int,
+    **changes: Any,
 ) -> Any:
     """An engine on the CPU, or on the GPUs."""
     config.architectures = config.architectures or ["LlamaForCausalLM"]
@@ -184,9 +210,19 @@ def start_vllm(
     process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
     for device in devices if GPUS else []:
-        reduce_tensor(torch.zeros(1, device=device))  # CUDA and its IPC are not begun by several threads at once
+        reduce_tensor(
+            torch.zeros(1, device=device)
+        )  # CUDA and its IPC are not begun by several threads at once
     engines = [
-        VLLMEngine(config, plan.address, i, process if i == 0 else None, device=device, dtype=torch.float32, **changes)
+        VLLMEngine(
+            config,
+            plan.address,
+            i,
+            process if i == 0 else None,
+            device=device,
+            dtype=torch.float32,
+            **changes,
+        )
         for i, device in enumerate(devices)
     ]
     together = Together(engines)
@@ -209,7 +245,9 @@ def make_case(start: Any, tokenizer: PreTrainedTokenizerFast) -> Iterator[Case]:
     model = random_llama(llama_config())
     engines: list[RolloutEngine] = []
 
-    def make(max_rows: int = 64, load: bool = True, config: LlamaConfig | None = None) -> RolloutEngine:
+    def make(
+        max_rows: int = 64, load: bool = True, config: LlamaConfig | None = None
+    ) -> RolloutEngine:
         engine = start(config or llama_config(), tokenizer, max_rows)
         if load:
             engine.load_weights(model.state_dict().items())
@@ -226,7 +264,9 @@ def some_requests(count: int = 24) -> list[Request]:
     """Prompts of 1 to 9 tokens; row numbers with gaps, as on a rank of many."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 10, (count,), generator=generator).tolist()
-    draws = [torch.randint(FIRST, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    draws = [
+        torch.randint(FIRST, VOCAB, (length,), generator=generator).tolist() for length in lengths
+    ]
     return [Request(3 * index + 1, prompt) for index, prompt in enumerate(draws)]
 
 
@@ -237,9 +277,14 @@ def stream(
     prompts, most = {request.row: request.prompt for request in requests}, sampling.max_new_tokens
     engine.begin(sampling, seed)
     try:
-        engine.submit([Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests])
+        engine.submit(
+            [Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests]
+        )
         while engine.open:
-            yield [Drawn(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end) for p in engine.poll()]
+            yield [
+                Drawn(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end)
+                for p in engine.poll()
+            ]
     finally:
         engine.abort()
 
@@ -253,7 +298,9 @@ def collect(lists: Iterable[list[Drawn]]) -> dict[int, Drawn]:
     return rows
 
 
-def run(engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any) -> dict[int, Drawn]:
+def run(
+    engine: Any, requests: list[Request], *, seed: int = 7, **sampling: Any
+) -> dict[int, Drawn]:
     settings = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
     return collect(stream(engine, requests, RolloutConfig(**settings), seed=seed))
 
@@ -264,7 +311,8 @@ def responses(rows: dict[int, Drawn]) -> dict[int, list[int]]:
 
 @torch.no_grad()
 def plain_logits(model: LlamaForCausalLM, tokens: list[int]) -> Tensor:
-    """[T, V] logits of one row, without padding (of rows or of the vocabulary) and without a cache."""
+    """[T, V] logits of one row, without padding (of rows or of the vocabulary) and without a
+    cache."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, :, :VOCAB]
 
 
@@ -276,32 +324,50 @@ def test_logprobs_match_an_unpadded_forward(case: Case, temperature: float) -> N
     for request in requests:
         sample = rows[request.row]
         assert sample.prompt == request.prompt
-        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+        logits = plain_logits(case.model, sample.prompt + sample.response)[
+            len(sample.prompt) - 1 : -1
+        ]
         logits = logits / (temperature or 1.0)
         expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (8, 0.5)])
-def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(case: Case, top_k: int, top_p: float) -> None:
+def test_logprobs_are_of_the_tokens_that_top_k_and_top_p_leave(
+    case: Case, top_k: int, top_p: float
+) -> None:
     cut = 0
     if GPUS and top_k and top_p < 1:
         pytest.xfail("vLLM 0.26 on GPUs keeps other tokens where both are set: docs/vllm.md")
-    for sample in run(case.engine, some_requests(), temperature=2.0, top_k=top_k, top_p=top_p).values():
-        logits = plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1] / 2.0
+    for sample in run(
+        case.engine, some_requests(), temperature=2.0, top_k=top_k, top_p=top_p
+    ).values():
+        logits = (
+            plain_logits(case.model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
+            / 2.0
+        )
         for line, token, logprob in zip(logits, sample.response, sample.logprobs, strict=True):
             probs, order = line.softmax(-1).sort(descending=True)
             likely = len(probs) if top_k == 0 else top_k
             if likely < len(probs) and probs[likely] > (1 - CLOSE) * probs[likely - 1]:
                 continue  # a tie, for the engine
             probs, order = probs[:likely] / probs[:likely].sum(), order[:likely]
-            # where the engine's probabilities differ a little, its cut may fall a token earlier or later
-            cuts = {min(int((probs.cumsum(-1) < near).sum()) + 1, likely) for near in (top_p - SLACK, top_p + SLACK)}
+            # where the engine's probabilities differ a little, its cut may fall a token earlier or
+            # later
+            cuts = {
+                min(int((probs.cumsum(-1) < near).sum()) + 1, likely)
+                for near in (top_p - SLACK, top_p + SLACK)
+            }
             assert token in order[: max(cuts)].tolist()
-            kept_of_it = [probs[:kept] / probs[:kept].sum() for kept in range(min(cuts), max(cuts) + 1)]
+            kept_of_it = [
+                probs[:kept] / probs[:kept].sum() for kept in range(min(cuts), max(cuts) + 1)
+            ]
             place = order.tolist().index(token)
             expected = [float(kept[place].log()) for kept in kept_of_it if place < len(kept)]
-            assert any(logprob == pytest.approx(value, abs=CLOSE) for value in expected), (logprob, expected)
+            assert any(logprob == pytest.approx(value, abs=CLOSE) for value in expected), (
+                logprob,
+                expected,
+            )
             cut += max(cuts) < VOCAB
     assert cut > 100
 
@@ -318,7 +384,9 @@ def test_a_row_of_a_given_length_has_it_whatever_ends_others(case: Case) -> None
         ended += bool({EOS, OTHER_EOS} & set(sample.response[:-1]))
     assert ended, "no row would have ended before"
     for request in free:
-        assert (rows[request.row].end == "eos") == (rows[request.row].response[-1] in (EOS, OTHER_EOS))
+        assert (rows[request.row].end == "eos") == (
+            rows[request.row].response[-1] in (EOS, OTHER_EOS)
+        )
 
 
 def test_a_step_is_a_token_of_each_row(case: Case) -> None:
@@ -353,7 +421,9 @@ def test_a_row_ends_at_an_end_token_or_at_the_length(case: Case) -> None:
 
 def test_an_end_on_the_last_allowed_token_is_finished(case: Case) -> None:
     free = run(case.engine, some_requests(64), max_new_tokens=40)
-    row = next(sample for sample in free.values() if not sample.truncated and len(sample.response) > 1)
+    row = next(
+        sample for sample in free.values() if not sample.truncated and len(sample.response) > 1
+    )
     request = [Request(row.row, row.prompt)]
     length = len(row.response)
     at_length = run(case.engine, request, max_new_tokens=length)[row.row]
@@ -366,9 +436,12 @@ def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokeni
     requests = some_requests(48)
     free = run(case.engine, requests, max_new_tokens=20)
     texts = {row: tokenizer.decode(sample.response) for row, sample in free.items()}
-    # A pair from inside a response, and one that a prompt begins and its response ends: the latter must not count.
+    # A pair from inside a response, and one that a prompt begins and its response ends: the latter
+    # must not count.
     long = next(sample for sample in free.values() if len(sample.response) == 20)
-    across = next(sample for sample in free.values() if min(sample.response[0], sample.prompt[-1]) >= FIRST)
+    across = next(
+        sample for sample in free.values() if min(sample.response[0], sample.prompt[-1]) >= FIRST
+    )
     pairs = long.response[9:11], [across.prompt[-1], across.response[0]]
     stops = tuple(str(tokenizer.decode(pair)) for pair in pairs)
     stopped = run(case.engine, requests, max_new_tokens=20, stop=stops)
@@ -387,7 +460,10 @@ def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokeni
 
 
 def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
-    requests, tied = some_requests(), llama_config(tie_word_embeddings=True)  # vLLM's engine of few rows is tied
+    requests, tied = (
+        some_requests(),
+        llama_config(tie_word_embeddings=True),
+    )  # vLLM's engine of few rows is tied
     few = [case.make(max_rows=rows, load=False, config=tied) for rows in (2, 5)]
     for engine in (case.engine, *few):
         engine.load_weights(random_llama(tied).state_dict().items())
@@ -409,8 +485,11 @@ def test_a_sample_depends_on_seed_and_row(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.0), (4.0, 1.0), (2.0, 1.0)])
-def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature: float, wrong: float) -> None:
-    """Total variation over 3,000 rows: sampling noise alone is below sqrt(V / (2 pi n)) = 0.055 on average.
+def test_the_distribution_is_softmax_at_the_temperature(
+    case: Case, temperature: float, wrong: float
+) -> None:
+    """Total variation over 3,000 rows: sampling noise alone is below sqrt(V / (2 pi n)) = 0.055 on
+    average.
 
     The second case is flat enough that a filter to the likeliest 50 of 58 tokens would show.
     """
@@ -425,7 +504,12 @@ def test_the_distribution_is_softmax_at_the_temperature(case: Case, temperature:
     )
     logits = plain_logits(case.model, prompt)[-1]
     expected = torch.softmax(logits / temperature, -1)
-    observed = torch.bincount(torch.tensor([sample.response[0] for sample in rows.values()]), minlength=VOCAB) / count
+    observed = (
+        torch.bincount(
+            torch.tensor([sample.response[0] for sample in rows.values()]), minlength=VOCAB
+        )
+        / count
+    )
 
     def distance(other: Tensor) -> float:
         return float((other - expected).abs().sum() / 2)
@@ -465,7 +549,9 @@ def test_new_weights_change_the_output_and_old_ones_restore_it(case: Case) -> No
     requests = some_requests()
     before = run(case.engine, requests)
     other = random_llama(llama_config(), seed=1)
-    case.engine.load_weights((name, tensor.to(torch.float64)) for name, tensor in other.state_dict().items())
+    case.engine.load_weights(
+        (name, tensor.to(torch.float64)) for name, tensor in other.state_dict().items()
+    )
     after = run(case.engine, requests)
     for sample in after.values():
         logits = plain_logits(other, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
@@ -477,10 +563,17 @@ def test_new_weights_change_the_output_and_old_ones_restore_it(case: Case) -> No
 
 
 def test_buffers_that_folders_hold_are_weights(tokenizer: PreTrainedTokenizerFast) -> None:
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=PADDED, pad_token_id=PAD)
     engine = HFEngine(config, tokenizer, device=CPU, dtype=torch.float32, max_rows=2)
-    weights = {name: torch.zeros(tensor.shape) for name, tensor in engine.model.state_dict().items()}
+    weights = {
+        name: torch.zeros(tensor.shape) for name, tensor in engine.model.state_dict().items()
+    }
     weights[beta := "model.layers.0.mlp.act_fn.beta"] += 0.25
     engine.load_weights(weights.items())
     assert engine.model.get_buffer(beta) == 0.25
@@ -507,7 +600,9 @@ def test_wrong_weights_are_refused_by_name(case: Case) -> None:
     with pytest.raises(ValueError, match="unknown weight"):
         engine.load_weights([("nonsense", full[name])])
     with pytest.raises(RuntimeError, match="before a complete load_weights"):
-        run(engine, some_requests(1))  # nor does the load before it count: some of it may be overwritten
+        run(
+            engine, some_requests(1)
+        )  # nor does the load before it count: some of it may be overwritten
 
 
 @pytest.mark.parametrize("left_out", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
@@ -515,7 +610,9 @@ def test_tied_weights_may_come_by_either_name(case: Case, left_out: tuple[str, .
     config = llama_config(tie_word_embeddings=True)
     model = random_llama(config)
     engine = case.make(load=False, config=config)
-    engine.load_weights((name, tensor) for name, tensor in model.state_dict().items() if name not in left_out)
+    engine.load_weights(
+        (name, tensor) for name, tensor in model.state_dict().items() if name not in left_out
+    )
     for sample in run(engine, some_requests(4)).values():
         logits = plain_logits(model, sample.prompt + sample.response)[len(sample.prompt) - 1 : -1]
         expected = torch.log_softmax(logits, -1)[range(len(sample.response)), sample.response]
@@ -538,7 +635,9 @@ def test_bad_requests_are_refused(case: Case) -> None:
 def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> None:
     engine, requests = case.engine, some_requests()
     before = responses(run(engine, requests))
-    rows = stream(engine, [replace(request, length=900) for request in requests], RolloutConfig(), seed=0)
+    rows = stream(
+        engine, [replace(request, length=900) for request in requests], RolloutConfig(), seed=0
+    )
     next(rows)
     assert engine.open == len(requests)
     for call in (lambda: engine.load_weights([]), lambda: engine.begin(RolloutConfig(), 0)):
@@ -551,7 +650,9 @@ def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> N
             rows.throw(ZeroDivisionError)
     assert engine.open == 0
     assert responses(run(engine, requests)) == before
-    engine.load_weights(case.model.state_dict().items())  # what is left of the rows must not hold the cache
+    engine.load_weights(
+        case.model.state_dict().items()
+    )  # what is left of the rows must not hold the cache
 
 
 def test_rows_enter_while_others_are_open(case: Case) -> None:
@@ -585,9 +686,13 @@ def shapes(hf_case: Case) -> list[tuple[int, ...]]:
     return found
 
 
-def test_rows_come_out_at_the_step_they_finish(hf_case: Case, shapes: list[tuple[int, ...]]) -> None:
+def test_rows_come_out_at_the_step_they_finish(
+    hf_case: Case, shapes: list[tuple[int, ...]]
+) -> None:
     arrivals: list[tuple[int, Drawn]] = []
-    for samples in stream(hf_case.engine, some_requests(24), RolloutConfig(max_new_tokens=30), seed=7):
+    for samples in stream(
+        hf_case.engine, some_requests(24), RolloutConfig(max_new_tokens=30), seed=7
+    ):
         arrivals += [(len(shapes), sample) for sample in samples]
     assert len(arrivals) == 24
     assert arrivals[0][0] < 15  # long before the batch's 30 steps
@@ -631,13 +736,22 @@ def test_logits_that_are_not_finite_are_an_error(hf_case: Case) -> None:
 
 def test_the_model_folders_generation_defaults_do_not_bite(hf_case: Case) -> None:
     config = llama_config()
-    for name, value in {"repetition_penalty": 50.0, "min_length": 30, "top_k": 1, "max_length": 5}.items():
+    for name, value in {
+        "repetition_penalty": 50.0,
+        "min_length": 30,
+        "top_k": 1,
+        "max_length": 5,
+    }.items():
         setattr(config, name, value)
     engine = hf_case.make(config=config)
-    assert responses(run(engine, some_requests())) == responses(run(hf_case.engine, some_requests()))
+    assert responses(run(engine, some_requests())) == responses(
+        run(hf_case.engine, some_requests())
+    )
 
 
-def test_the_engine_casts_to_its_own_dtype_and_leaves_the_config_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_engine_casts_to_its_own_dtype_and_leaves_the_config_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     config = llama_config()
     before = config.to_dict()
     engine = HFEngine(config, tokenizer, device=CPU, dtype=torch.bfloat16, max_rows=8)
@@ -654,8 +768,12 @@ def test_end_ids_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     none = SimpleNamespace(eos_token_id=None)
     assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {}
     assert eos_ids(llama_config(eos_token_id=4), none, None) == {4: "config.json"}
-    assert set(eos_ids(llama_config(eos_token_id=[4, 5]), SimpleNamespace(eos_token_id=6), tmp_path)) == {4, 5, 6}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 4], "temperature": 0.1}))
+    assert set(
+        eos_ids(llama_config(eos_token_id=[4, 5]), SimpleNamespace(eos_token_id=6), tmp_path)
+    ) == {4, 5, 6}
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 4], "temperature": 0.1})
+    )
     assert set(eos_ids(llama_config(eos_token_id=5), none, tmp_path)) == {4, 5, 7}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
     assert eos_ids(llama_config(eos_token_id=None), none, tmp_path) == {8: "generation_config.json"}

@@ -1,4 +1,5 @@
-"""Engines with windows: which tokens a row gets does not depend on how the windows cut it, and a slot never rests."""
+"""Engines with windows: which tokens a row gets does not depend on how the windows cut it, and a
+slot never rests."""
 
 from typing import Any
 
@@ -20,10 +21,16 @@ def prompt(row: int) -> Prompt:
 
 
 def decode(
-    engine: Any, window: int, steps: int, lengths: list[int], *, parts: int = 1, temperature: float = 1.0
+    engine: Any,
+    window: int,
+    steps: int,
+    lengths: list[int],
+    *,
+    parts: int = 1,
+    temperature: float = 1.0,
 ) -> dict[int, Sample]:
-    """The rows that end in so many steps, with the same weights in all; each step is checked to be full. The slots
-    come in so many calls, one after the other."""
+    """The rows that end in so many steps, with the same weights in all; each step is checked to be
+    full. The slots come in so many calls, one after the other."""
     sampler = Sampler(SLOTS, prompt, limit=LIMIT, window=window, lengths=lengths)
     ended: dict[int, Sample] = {}
     sampling = RolloutConfig(temperature=temperature)
@@ -33,7 +40,10 @@ def decode(
                 assert not ended.keys() & {row.row for row in rows}, "a row has ended twice"
                 ended |= {row.row: row for row in rows}
         decoded = sampler.share(ALONE, lambda: [range(SLOTS)])
-        assert not window or [sum(tokens for _, tokens in slot) for slot in decoded] == [window] * SLOTS
+        assert (
+            not window
+            or [sum(tokens for _, tokens in slot) for slot in decoded] == [window] * SLOTS
+        )
     return ended
 
 
@@ -50,7 +60,9 @@ def check(engine: Any, temperature: float) -> None:
         assert len(both) >= 2 * SLOTS
         assert {row: told(found)[row] for row in both} == {row: told(whole)[row] for row in both}
         for row in both:
-            assert list(found[row].logprobs) == pytest.approx(list(whole[row].logprobs), abs=max(CLOSE, 1e-3))
+            assert list(found[row].logprobs) == pytest.approx(
+                list(whole[row].logprobs), abs=max(CLOSE, 1e-3)
+            )
 
 
 def test_a_greedy_row_depends_neither_on_the_window_nor_on_the_rank(case: Case) -> None:
@@ -58,7 +70,8 @@ def test_a_greedy_row_depends_neither_on_the_window_nor_on_the_rank(case: Case) 
 
 
 def test_nor_does_a_sampled_row_of_the_embedded_engine(hf_case: Case) -> None:
-    """Its noise belongs to the token's place in the row; more slots than the engine has rows at once."""
+    """Its noise belongs to the token's place in the row; more slots than the engine has rows at
+    once."""
     check(hf_case.make(max_rows=4), 1.0)
 
 

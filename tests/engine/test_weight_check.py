@@ -1,4 +1,5 @@
-"""The proof of a sync: checksums, what a load is seen to do, and with vLLM each family of models, also on two ranks."""
+"""The proof of a sync: checksums, what a load is seen to do, and with vLLM each family of models,
+also on two ranks."""
 
 # pyright: reportMissingImports=false
 # (vLLM is not installed everywhere)
@@ -31,7 +32,11 @@ Told = dict[str, tuple[int, int]]
 
 def plain_checksum(tensor: Tensor) -> int:
     """By the definition, in Python's integers."""
-    numbers = tensor.flatten().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).tolist()
+    numbers = (
+        tensor.flatten()
+        .view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        .tolist()
+    )
 
     def signed(number: int) -> int:
         return (number + 2**63) % 2**64 - 2**63
@@ -59,10 +64,22 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_checksum_is_the_weighted_sum_of_the_bits(dtype: torch.dtype, short_stretches: None) -> None:
-    wide = torch.randn(50, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 100
+def test_a_checksum_is_the_weighted_sum_of_the_bits(
+    dtype: torch.dtype, short_stretches: None
+) -> None:
+    wide = (
+        torch.randn(50, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 100
+    )
     tensor = wide.to(dtype)
-    for part in (tensor, tensor.T, tensor[:, 3:9], tensor[:1], tensor[0, 0], tensor[:0], -torch.zeros(9, dtype=dtype)):
+    for part in (
+        tensor,
+        tensor.T,
+        tensor[:, 3:9],
+        tensor[:1],
+        tensor[0, 0],
+        tensor[:0],
+        -torch.zeros(9, dtype=dtype),
+    ):
         assert int(checksum(part)) == plain_checksum(part.contiguous())
     assert int(checksum(torch.zeros(800, dtype=dtype))) == 0
 
@@ -163,7 +180,8 @@ def fused(held: Tensor, sent: dict[str, Tensor]) -> None:
 
 
 def by_heads(held: Tensor, sent: dict[str, Tensor]) -> None:
-    """As GPT-NeoX, Bloom: the parts of each head in turn become one part of all heads after the other."""
+    """As GPT-NeoX, Bloom: the parts of each head in turn become one part of all heads after the
+    other."""
     held.copy_(sent["qkv"].view(4, 3, 2, 6).transpose(0, 1).reshape(24, 6))
 
 
@@ -199,8 +217,16 @@ LOADS: dict[str, tuple[tuple[int, ...], Any, dict[str, Tensor]]] = {
     "padded": ((24, 6), padded, {"embed": some(20, 6)}),
     "by heads": ((24, 6), by_heads, {"qkv": some(24, 6)}),
     "by groups": ((24, 6), by_groups, {"qkv": some(24, 6)}),
-    "through float32": ((8, 6), lambda held, sent: held.copy_(sent["w"].float().flip(0)), {"w": some(8, 6)}),
-    "one after the other": ((32, 16), one_after_the_other, {"a": some(16, 16), "b": some(16, 16, seed=1)}),
+    "through float32": (
+        (8, 6),
+        lambda held, sent: held.copy_(sent["w"].float().flip(0)),
+        {"w": some(8, 6)},
+    ),
+    "one after the other": (
+        (32, 16),
+        one_after_the_other,
+        {"a": some(16, 16), "b": some(16, 16, seed=1)},
+    ),
     "padded on the way": ((24, 6), padded_on_the_way, {"w": some(20, 6)}),
     "put together": ((8, 24), put_together, {"a": some(8, 16), "b": some(8, 8, seed=1)}),
 }
@@ -225,7 +251,9 @@ def damages(tensor: Tensor) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_each_way_to_load_is_proved_and_each_damage_found(name: str, dtype: Any, monkeypatch: Any) -> None:
+def test_each_way_to_load_is_proved_and_each_damage_found(
+    name: str, dtype: Any, monkeypatch: Any
+) -> None:
     """Also of a model that keeps a wider dtype than it is sent."""
     shape, load, tensors = LOADS[name]
     model = Model(shape, load).to(dtype)
@@ -252,9 +280,16 @@ def test_what_a_model_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch)
     assert compare([send(half, {"w": tensors["w"]})], [half.report()]) == (["w"], [])
     changed = Received(Model((8, 6), lambda held, sent: held.copy_(-sent["w"].float().exp())))
     assert compare([send(changed, {"w": tensors["w"]})], [changed.report()]) == (["w"], ["weight"])
-    norms = Received(Model((8, 6), lambda held, sent: held.copy_(torch.linalg.vector_norm(sent["w"], dim=1)[:, None])))
+    norms = Received(
+        Model(
+            (8, 6),
+            lambda held, sent: held.copy_(torch.linalg.vector_norm(sent["w"], dim=1)[:, None]),
+        )
+    )
     assert compare([send(norms, {"w": tensors["w"]})], [norms.report()]) == (["w"], ["weight"])
-    monkeypatch.setattr(weight_check, "MAX_RUNS", 40)  # of numbers in an order that is written down nowhere
+    monkeypatch.setattr(
+        weight_check, "MAX_RUNS", 40
+    )  # of numbers in an order that is written down nowhere
     mixed = Received(Model((6, 8), lambda held, sent: held.copy_(sent["w"].t().contiguous())))
     assert compare([send(mixed, {"w": tensors["w"]})], [mixed.report()]) == (["w"], ["weight"])
     shifted = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"] + 1)))
@@ -262,7 +297,9 @@ def test_what_a_model_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_buffers_are_loaded_and_computed_ones_left_alone() -> None:
-    model: Any = Model((8, 6), lambda held, sent: [held.copy_(sent["w"]), model.scale.copy_(sent["s"])])
+    model: Any = Model(
+        (8, 6), lambda held, sent: [held.copy_(sent["w"]), model.scale.copy_(sent["s"])]
+    )
     model.register_buffer("scale", torch.zeros((), dtype=torch.bfloat16))
     model.register_buffer("rotary", torch.ones(9))
     model.other = nn.Parameter(model.weight.data)  # the same memory
@@ -296,15 +333,29 @@ def test_workers_have_all_of_a_tensor_together(axis: int) -> None:
     assert compare(told, [first.report(), same.report()]) == (["w"], [])
     second.model.weight.data[1, 1] += 1
     assert compare(told, [first.report(), second.report()]) == ([], ["weight"])
-    wrong = [told[0], {"w": (48, told[1]["w"][1] + 1)}]  # what the second one got is not what was sent to it
+    wrong = [
+        told[0],
+        {"w": (48, told[1]["w"][1] + 1)},
+    ]  # what the second one got is not what was sent to it
     second.load({"w": tensors["w"]})
     assert compare(wrong, [first.report(), second.report()]) == ([], ["w"])
 
 
 # vLLM's models
 
-BASE = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-BASE |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128, "pad_token_id": 0}
+BASE = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+BASE |= {
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 PLAIN = """llama qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt_neox olmo olmo2 olmo3 granite cohere cohere2 glm glm4
 starcoder2 stablelm smollm3 helium ernie4_5 exaone4 hunyuan_v1_dense seed_oss apertus arcee nemotron persimmon jais2"""
 FAMILIES: dict[str, dict[str, Any]] = {family: {} for family in PLAIN.split()}
@@ -314,11 +365,15 @@ FAMILIES |= {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96, "block_auto_adjust_ff_dim": False}
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_ff_dim": 96,
+        "block_auto_adjust_ff_dim": False,
+    }
     | {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64},
 }
-# of each way to load: plain, with biases, fused, in heads and groups, doubled keys and values, learnt positions, a
-# convolution, norms beside each other, parts that are always tied
+# of each way to load: plain, with biases, fused, in heads and groups, doubled keys and values,
+# learnt positions, a convolution, norms beside each other, parts that are always tied
 SOME = "llama qwen2 phi3 gpt_neox bloom falcon gpt2 lfm2 gemma2 glm4"
 ALL = pytest.param(" ".join(FAMILIES), marks=pytest.mark.families)
 # vLLM's models tie these in any case
@@ -329,7 +384,11 @@ def family_folder(family: str, tied: bool) -> tuple[str, dict[str, torch.Size]]:
     """A folder with the configuration of a small model, and what the trainer sends of it."""
     sizes = {name: value for name, value in (BASE | FAMILIES[family]).items() if value is not None}
     config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied)
-    sent = {name: shape for name, (first, shape) in weight_names(build(config, "policy")).items() if name == first}
+    sent = {
+        name: shape
+        for name, (first, shape) in weight_names(build(config, "policy")).items()
+        if name == first
+    }
     kinds: Any = AutoModelForCausalLM
     config.architectures = [kinds._model_mapping[type(config)].__name__]
     config.save_pretrained(folder := tempfile.mkdtemp())
@@ -353,9 +412,16 @@ def vllm_model(folder: str, ranks: int) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    how: Any = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 64, "tensor_parallel_size": ranks}
+    how: Any = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 64,
+        "tensor_parallel_size": ranks,
+    }
     how |= {"distributed_executor_backend": "mp"} if ranks > 1 else {}
-    settings = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True, **how).create_engine_config()
+    settings = EngineArgs(
+        model=folder, skip_tokenizer_init=True, enforce_eager=True, **how
+    ).create_engine_config()
     with set_current_vllm_config(settings), set_default_torch_dtype(torch.bfloat16):
         return initialize_model(settings)
 
@@ -394,19 +460,31 @@ def prove(folder: str, sent: dict[str, torch.Size], ranks: int, rank: int, numbe
             return f"not all compared: {found}"
     for name, parameter in model.named_parameters():
         for damage in damages(parameter.data):
-            found = compare([told] * ranks, [*reports[:rank], received.report(), *reports[rank + 1 :]])
+            found = compare(
+                [told] * ranks, [*reports[:rank], received.report(), *reports[rank + 1 :]]
+            )
             if found != ([], [name]):
                 return f"{name}, {damage}: {found}"
     return ""
 
 
-def prove_families(rank: int, jobs: list[tuple[str, bool]], meeting: str) -> dict[tuple[str, bool, int, int], str]:
-    """What is wrong with each, by family, tied, ranks and rank: a half of them on each rank, then each family on both,
-    every second one with tied embeddings."""
-    settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+def prove_families(
+    rank: int, jobs: list[tuple[str, bool]], meeting: str
+) -> dict[tuple[str, bool, int, int], str]:
+    """What is wrong with each, by family, tied, ranks and rank: a half of them on each rank, then
+    each family on both, every second one with tied embeddings."""
+    settings = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
     # names that differ: no shared memory, which would stay behind
-    os.environ.update(settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": str(rank)})
-    made = [family_folder(*job) for job in jobs]  # vLLM changes classes of the library's when it builds on them
+    os.environ.update(
+        settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": str(rank)}
+    )
+    made = [
+        family_folder(*job) for job in jobs
+    ]  # vLLM changes classes of the library's when it builds on them
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()

@@ -1,9 +1,11 @@
-"""Profiles a GPU run: is any NCCL kernel pending under a rollout, and does the critic's update run under the next one?
+"""Profiles a GPU run: is any NCCL kernel pending under a rollout, and does the critic's update run
+under the next one?
 
     torchrun --nproc_per_node 4 tests/gpu/columns.py OUT.json [flags of splitppo.train]
 
-Runs the trainer with the PyTorch profiler on in steps 9 to 11 of every rank, then rank 0 prints, for each rank, the
-NCCL kernels by kind and phase, and the seconds in which both columns worked at once. Needs `--run-dir` and 12 steps.
+Runs the trainer with the PyTorch profiler on in steps 9 to 11 of every rank, then rank 0 prints,
+for each rank, the NCCL kernels by kind and phase, and the seconds in which both columns worked at
+once. Needs `--run-dir` and 12 steps.
 """
 
 import json
@@ -32,7 +34,9 @@ def kernels(profiler: profile, path: Path) -> list[tuple[str, float, float]]:
     trace = json.loads(path.read_text())
     base = trace.get("baseTimeNanoseconds", 0) / 1e9
     path.unlink()
-    events = [e for e in trace["traceEvents"] if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
+    events = [
+        e for e in trace["traceEvents"] if e.get("cat") == "kernel" and "nccl" in e["name"].lower()
+    ]
     return [(e["name"], base + e["ts"] / 1e6, base + (e["ts"] + e["dur"]) / 1e6) for e in events]
 
 
@@ -54,11 +58,13 @@ def main() -> None:
             torch.cuda.synchronize()
             profiler.stop()
 
-    setattr(ColumnLog, "finish", profiled)  # noqa: B010 -- a wrapper, not a method of ours
+    setattr(ColumnLog, "finish", profiled)  # noqa: B010
     status = train.main(argv)
     if status:
         sys.stdout.flush()
-        os._exit(status)  # at once, as the trainer does: one of its threads may wait for a peer that never comes
+        os._exit(
+            status
+        )  # at once, as the trainer does: one of its threads may wait for a peer that never comes
     part = out.with_suffix(f".{launch.rank}.json")
     found = kernels(profiler, out.with_suffix(f".trace{launch.rank}"))
     part.write_text(json.dumps({"role": role[0], "spans": spans, "kernels": found}))
@@ -83,7 +89,10 @@ def report(out: Path, world: int, run_dir: Path) -> None:
                 if name.split("(")[0] == kind:
                     inside = [span for _, span, a, b in seen["spans"] if a <= start < b]
                     times[inside[0] if inside else "between"].append((end - start) * 1e6)
-            cells = [f"{p} n={len(t)} max={max(t):.0f}us sum={sum(t) / 1e3:.2f}ms" for p, t in times.items()]
+            cells = [
+                f"{p} n={len(t)} max={max(t):.0f}us sum={sum(t) / 1e3:.2f}ms"
+                for p, t in times.items()
+            ]
             print(f"rank {rank} {seen['role']} {kind}: {'; '.join(cells)}")
     actors, critics = read_columns(run_dir)
     both, step_time, under = 0.0, 0.0, []
@@ -91,7 +100,11 @@ def report(out: Path, world: int, run_dir: Path) -> None:
         actor = actors[step].spans
         window = (actor[0][1], actors[step + 1].ends()[0])
         work = [s for t in (step - 1, step, step + 1) for s in critics[t].spans]
-        clipped = [(n, max(a, window[0]), min(b, window[1])) for n, a, b in work if b > window[0] and a < window[1]]
+        clipped = [
+            (n, max(a, window[0]), min(b, window[1]))
+            for n, a, b in work
+            if b > window[0] and a < window[1]
+        ]
         both += sum(end - start for start, end in shared_work(actor, clipped))
         step_time += window[1] - window[0]
         rollout = next(s for s in actors[step + 1].spans if s[0] == "rollout")
@@ -99,9 +112,13 @@ def report(out: Path, world: int, run_dir: Path) -> None:
         under.append(max(0.0, min(rollout[2], update[2]) - max(rollout[1], update[1])))
     n = len(under)
     share = both / step_time
-    print(f"steps 5..{4 + n}: {step_time / n:.2f} s a step, both columns at work {both / n:.2f} s ({share:.0%})")
+    print(
+        f"steps 5..{4 + n}: {step_time / n:.2f} s a step, both columns at work {both / n:.2f} s ({share:.0%})"
+    )
     times = sum(u > 0 for u in under)
-    print(f"critic update of t under rollout of t+1: {sum(under) / n:.3f} s a step, in {times} of {n} steps")
+    print(
+        f"critic update of t under rollout of t+1: {sum(under) / n:.3f} s a step, in {times} of {n} steps"
+    )
 
 
 if __name__ == "__main__":

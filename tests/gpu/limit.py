@@ -1,17 +1,19 @@
-"""How near to a GPU's limit a job may come, and what it costs: estimates, peaks, fragments, retries of the allocator.
+"""How near to a GPU's limit a job may come, and what it costs: estimates, peaks, fragments, retries
+of the allocator.
 
     python tests/gpu/limit.py limit       one GPU: colocated jobs of 1.5B, estimated at 92, 95 and 98 % of the GPU
     python tests/gpu/limit.py updates     two GPUs: updates of 64 rows of 128 + 512 tokens, colocated
 
-Both draw weights at random and need no network. Each case is a run of the trainer in processes of its own, since what
-one leaves in fragments stays with its process. Rows are made up, so that no case waits for an engine; all else is the
-trainer's. Cases that would begin after --limit seconds are left out. A case that fails for want of memory is a result;
-any other failure ends the script. --cap GIB: PyTorch may take no more of the GPU, as on a smaller one.
+Both draw weights at random and need no network. Each case is a run of the trainer in processes of
+its own, since what one leaves in fragments stays with its process. Rows are made up, so that no
+case waits for an engine; all else is the trainer's. Cases that would begin after --limit seconds
+are left out. A case that fails for want of memory is a result; any other failure ends the script.
+--cap GIB: PyTorch may take no more of the GPU, as on a smaller one.
 
-`limit` has rows of 448 to 512 new tokens, so that the sizes of tensors differ from one micro-batch to the next.
-`updates` tells the causes of slow updates apart: `emptied` gives the allocator's cache back before each step, as the
-trainer does for a sleeping vLLM; `growing` has expandable segments; `alone` is one GPU with the same work and no link;
-the first line is the link's speed.
+`limit` has rows of 448 to 512 new tokens, so that the sizes of tensors differ from one micro-batch
+to the next. `updates` tells the causes of slow updates apart: `emptied` gives the allocator's cache
+back before each step, as the trainer does for a sleeping vLLM; `growing` has expandable segments;
+`alone` is one GPU with the same work and no link; the first line is the link's speed.
 """
 
 import argparse
@@ -80,10 +82,14 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts = ["<pad>", "<eos>", *map(chr, range(32, 127))]
     size = min(151666, shape["vocab_size"] - 1)
-    ids = {text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), size))])}
+    ids = {
+        text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), size))])
+    }
     backend = Tokenizer(BPE(vocab=ids, merges=[]))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(**shape, max_position_embeddings=4096, eos_token_id=1)
     config.architectures = ["Qwen2ForCausalLM"]
@@ -96,12 +102,37 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def flags_of(case: Case, folder: Path, device: str) -> list[str]:
-    argv = [f"--policy.path={folder}", f"--data.files={folder}/rows.jsonl", "--data.no-chat", "--policy.random-init"]
-    argv += [f"--rollout.lengths={folder}/{'varied' if case.varied else 'fixed'}", "--data.answer-key=answer"]
-    argv += [f"--rollout.max-prompt-tokens={PROMPT}", f"--rollout.max-new-tokens={RESPONSE}", f"--steps={STEPS}"]
-    argv += [f"--rollout.batch-size={case.rows}", f"--ppo.mini-batches={MINI_BATCHES}", "--ppo.kl-coef=0.01"]
-    argv += ["--engine.kind=hf", "--placement.mode=colocated", "--checkpoint.no-last", "--reward.function=exact_match"]
-    argv += ["--policy.offload=none", "--value.offload=none", f"--compute.micro-batch-tokens={case.tokens}"]
+    argv = [
+        f"--policy.path={folder}",
+        f"--data.files={folder}/rows.jsonl",
+        "--data.no-chat",
+        "--policy.random-init",
+    ]
+    argv += [
+        f"--rollout.lengths={folder}/{'varied' if case.varied else 'fixed'}",
+        "--data.answer-key=answer",
+    ]
+    argv += [
+        f"--rollout.max-prompt-tokens={PROMPT}",
+        f"--rollout.max-new-tokens={RESPONSE}",
+        f"--steps={STEPS}",
+    ]
+    argv += [
+        f"--rollout.batch-size={case.rows}",
+        f"--ppo.mini-batches={MINI_BATCHES}",
+        "--ppo.kl-coef=0.01",
+    ]
+    argv += [
+        "--engine.kind=hf",
+        "--placement.mode=colocated",
+        "--checkpoint.no-last",
+        "--reward.function=exact_match",
+    ]
+    argv += [
+        "--policy.offload=none",
+        "--value.offload=none",
+        f"--compute.micro-batch-tokens={case.tokens}",
+    ]
     return [*argv, f"--compute.device={device}"]
 
 
@@ -112,13 +143,15 @@ def resolved_of(case: Case, folder: Path, device: str) -> Any:
     from splitppo.run.resolve import resolve
 
     config = parse(flags_of(case, folder, device))
-    placement = place(config.placement, world=case.gpus, local_world=case.gpus, gpu=device == "cuda")
+    placement = place(
+        config.placement, world=case.gpus, local_world=case.gpus, gpu=device == "cuda"
+    )
     return resolve(config, placement, case.gpus, torch.device(device), probe=False)
 
 
 def cases_near_the_limit(folder: Path, device: str, card: float) -> list[Case]:
-    """With as many rows in a micro-batch as a part of the GPU holds by the estimate, and two micro-batches in each
-    mini-batch."""
+    """With as many rows in a micro-batch as a part of the GPU holds by the estimate, and two
+    micro-batches in each mini-batch."""
     from splitppo.run import memory
 
     base = resolved_of(Case("", 1, 2, 4096, False, varied=True), folder, device)
@@ -126,7 +159,10 @@ def cases_near_the_limit(folder: Path, device: str, card: float) -> list[Case]:
     for rows in range(4, 256, 4):  # of a step
         tokens = rows // 4 * (PROMPT + RESPONSE)
         sized = memory.with_setting(base, "compute", "micro_batch_tokens", tokens)
-        needs[tokens] = memory.highest(memory.with_setting(sized, "rollout", "batch_size", rows), card)[0], rows
+        needs[tokens] = (
+            memory.highest(memory.with_setting(sized, "rollout", "batch_size", rows), card)[0],
+            rows,
+        )
     cases = []
     for share in (0.95, 0.98, 0.92):
         tokens = max(n for n, (need, _) in needs.items() if need <= share * card)
@@ -175,12 +211,14 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
         kept["died"] = True
         return report(*args)
 
-    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, as the next ones
+    setattr(Builder, "__init__", noting)  # noqa: B010
     setattr(hf.HFEngine, "_submit", submit)  # noqa: B010
     setattr(hf.HFEngine, "_poll", poll)  # noqa: B010
     setattr(hf.HFEngine, "_load", emptying)  # noqa: B010
     setattr(memory, "out_of_memory", out_of_memory)  # noqa: B010
-    actor.MISMATCH.update(dict.fromkeys(actor.MISMATCH, (99.0, 99.0)))  # made up rows are not the policy's
+    actor.MISMATCH.update(
+        dict.fromkeys(actor.MISMATCH, (99.0, 99.0))
+    )  # made up rows are not the policy's
     run = folder.parent / "runs" / case.name.replace(" ", "_")
     status = train.main([*flags_of(case, folder, device), f"--run-dir={run}"])
     if rank == 0 and (status == 0 or "died" in kept):
@@ -191,7 +229,11 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
             growing = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
             assert growing == case.growing, torch.cuda.memory_snapshot()[:3]
             outside = total - free - torch.cuda.memory_reserved()
-            found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": most, "outside": outside}
+            found |= {
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": most,
+                "outside": outside,
+            }
         card = torch.cuda.get_device_properties(0).total_memory if on_gpu else memory.GPU
         found["estimate"] = max(estimated(kept["resolved"], card).values())
         print("RESULT " + json.dumps(found), flush=True)
@@ -200,7 +242,8 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
 
 
 def run_link(folder: Path, device: str) -> None:
-    """Under torchrun: seconds of an all-gather and a reduce-scatter of 1 GiB in bfloat16, alone on the link."""
+    """Under torchrun: seconds of an all-gather and a reduce-scatter of 1 GiB in bfloat16, alone on
+    the link."""
     rank = int(os.environ["RANK"])
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -237,19 +280,33 @@ def steps(run: Path, role: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def start(options: argparse.Namespace, gpus: int, job: list[str], growing: bool, log: Path) -> dict[str, Any]:
-    """Runs this file again, in `gpus` processes. Returns what the first rank found. Ends the script if nothing came."""
+def start(
+    options: argparse.Namespace, gpus: int, job: list[str], growing: bool, log: Path
+) -> dict[str, Any]:
+    """Runs this file again, in `gpus` processes. Returns what the first rank found. Ends the script
+    if nothing came."""
     command = [sys.executable]
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    command += [__file__, *job, "--shape", options.shape, "--device", options.device, "--out", str(options.out)]
+    command += [
+        __file__,
+        *job,
+        "--shape",
+        options.shape,
+        "--device",
+        options.device,
+        "--out",
+        str(options.out),
+    ]
     command += ["--cap", str(options.cap)]
     environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     environ["OMP_NUM_THREADS"] = "4"
     if not growing:  # else the trainer's own setting
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
     with log.open("w") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environ, start_new_session=True)
+        running = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=ROOT, env=environ, start_new_session=True
+        )
         try:
             running.wait(150)
         except subprocess.TimeoutExpired:
@@ -260,7 +317,8 @@ def start(options: argparse.Namespace, gpus: int, job: list[str], growing: bool,
     if found is None:
         sys.exit("\n    ".join(["failed:", *lines[-30:]]))
     asked = re.search(
-        r"Tried to allocate ([\d.]+ [KMG]iB).*?([\d.]+ [KMG]iB) is reserved by PyTorch but", " ".join(lines)
+        r"Tried to allocate ([\d.]+ [KMG]iB).*?([\d.]+ [KMG]iB) is reserved by PyTorch but",
+        " ".join(lines),
     )
     return found | {"asked": asked.groups() if asked else ("", "")}
 
@@ -275,7 +333,9 @@ def line_of(case: Case, found: dict[str, Any], run: Path) -> str:
         cell = f"  {retries:9}"
         if last := done[1:]:
             seconds = sum(step["timing_s/update"] for step in last) / len(last)
-            rate = sum(step["perf/update_tflop"] for step in last) / len(last) * 1e12 / seconds / PEAK
+            rate = (
+                sum(step["perf/update_tflop"] for step in last) / len(last) * 1e12 / seconds / PEAK
+            )
             cell += f" {seconds:6.2f} s {rate:4.0%}"
         cells.append(f"{cell:27}")
     if done := steps(run, "actor")[1:]:
@@ -286,8 +346,12 @@ def line_of(case: Case, found: dict[str, Any], run: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("limit", "updates", "case", "link"), metavar="limit|updates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", choices=("limit", "updates", "case", "link"), metavar="limit|updates"
+    )
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--limit", type=float, default=240.0)
     parser.add_argument("--cap", type=float, default=0.0)
@@ -308,19 +372,33 @@ def main() -> None:
     write_inputs(folder, SHAPES[options.shape])
     # asked in a process of its own: this one must not hold a part of the GPU
     ask = "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name, sep='|')"
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False).stdout.strip()
+    told = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=False
+    ).stdout.strip()
     total, name = told.split("|") if told else (str(80 * 0.99 * GIB), "no GPU")
     card = min(float(total), options.cap * GIB or float(total))
     print(
         f"{name}, {float(total) / GIB:.1f} GiB, of which PyTorch may take {card / GIB:.1f}; torch {torch.__version__}"
     )
-    cases = list(UPDATES) if options.what == "updates" else cases_near_the_limit(folder, options.device, card)
+    cases = (
+        list(UPDATES)
+        if options.what == "updates"
+        else cases_near_the_limit(folder, options.device, card)
+    )
     if options.what == "updates":
         speeds = start(options, 2, ["link"], False, runs / "link.log")
-        print("link: " + ", ".join(f"{work} {speeds[work]:.0f} GB/s" for work in speeds if work != "asked"), flush=True)
+        print(
+            "link: "
+            + ", ".join(f"{work} {speeds[work]:.0f} GB/s" for work in speeds if work != "asked"),
+            flush=True,
+        )
     heads = "estimate allocated reserved  outside"
-    print(f"{'case':20} G  rows tokens  {heads}   retries, update and MFU of actor, then of critic              step")
-    for case in cases if options.only is None else [case for case in cases if case.name in options.only]:
+    print(
+        f"{'case':20} G  rows tokens  {heads}   retries, update and MFU of actor, then of critic              step"
+    )
+    for case in (
+        cases if options.only is None else [case for case in cases if case.name in options.only]
+    ):
         if time.monotonic() - began > options.limit - 20:
             print(f"{case.name:20} left out: no time left", flush=True)
             continue
@@ -328,7 +406,10 @@ def main() -> None:
         log = runs / f"{case.name.replace(' ', '_')}.log"
         found = start(options, case.gpus, job, case.growing, log)
         print(line_of(case, found, log.with_suffix("")), flush=True)
-    print(f"{time.monotonic() - began:.0f} s; estimates and the rest in GiB, of the first rank", flush=True)
+    print(
+        f"{time.monotonic() - began:.0f} s; estimates and the rest in GiB, of the first rank",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Estimated and measured memory of small runs on one GPU, in about five minutes: models of real shapes, random weights.
+"""Estimated and measured memory of small runs on one GPU, in about five minutes: models of real
+shapes, random weights.
 
     python tests/gpu/memory.py [--only JOB ...] [--limit SECONDS] [--out FOLDER]
 
-A job is three steps of a run, colocated on one GPU with the engine `hf`. For each phase it prints the estimate of
-run/memory.py and the peak of torch.cuda.max_memory_allocated in the last step. With two GPUs or more there are jobs on
-two of them, one with tensor parallelism. A job that fails prints its last lines, and the others go on. Jobs that would
-begin after `--limit` are left out.
+A job is three steps of a run, colocated on one GPU with the engine `hf`. For each phase it prints
+the estimate of run/memory.py and the peak of torch.cuda.max_memory_allocated in the last step. With
+two GPUs or more there are jobs on two of them, one with tensor parallelism. A job that fails prints
+its last lines, and the others go on. Jobs that would begin after `--limit` are left out.
 """
 
 import argparse
@@ -38,7 +39,11 @@ JOBS: dict[str, tuple[str, int, list[str]]] = {
     "1.5B": ("1.5B", 1, ["--compute.micro-batch-tokens=8192"]),
     "1.5B-optimizer": ("1.5B", 1, ["--policy.offload=optimizer", "--value.offload=optimizer"]),
     "1.5B-all": ("1.5B", 1, ALL),
-    "7B-all-ckpt": ("7B, 8 layers", 1, [*ALL, "--compute.activation-checkpointing", "--value.layers=4"]),
+    "7B-all-ckpt": (
+        "7B, 8 layers",
+        1,
+        [*ALL, "--compute.activation-checkpointing", "--value.layers=4"],
+    ),
     "0.5B": ("0.5B", 1, ["--compute.micro-batch-tokens=4096"]),
     "0.5B-eager": ("0.5B", 1, ["--compute.compile=off"]),
     "0.5B-ckpt": ("0.5B", 1, ["--compute.activation-checkpointing"]),
@@ -55,10 +60,14 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> list[str]:
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = ["<pad>", "<eos>", *map(chr, range(32, 127))]
-    ids = {text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), 151666))])}
+    ids = {
+        text: i for i, text in enumerate([*texts, *(f"<|{i}|>" for i in range(len(texts), 151666))])
+    }
     backend = Tokenizer(BPE(vocab=ids, merges=[]))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(**shape, max_position_embeddings=4096, eos_token_id=1)
     config.architectures = ["Qwen2ForCausalLM"]
@@ -91,27 +100,52 @@ def run_job(name: str, out: Path) -> None:
         kept.append(given)
         init(self, given, *args)
 
-    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, not a method of ours
+    setattr(Builder, "__init__", noting)  # noqa: B010
     peaks: dict[str, list[int]] = {}
     count_peaks(peaks)
-    argv = ["--engine.kind=hf", "--policy.random-init", "--placement.mode=colocated", "--checkpoint.no-last"]
-    argv += [f"--rollout.max-prompt-tokens={PROMPT}", f"--rollout.max-new-tokens={RESPONSE}", "--steps=3"]
-    argv += [f"--rollout.batch-size={48 * gpus}", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--data.no-chat"]
-    argv += ["--data.answer-key=answer", "--reward.function=exact_match", "--compute.device=cuda", "--force"]
+    argv = [
+        "--engine.kind=hf",
+        "--policy.random-init",
+        "--placement.mode=colocated",
+        "--checkpoint.no-last",
+    ]
+    argv += [
+        f"--rollout.max-prompt-tokens={PROMPT}",
+        f"--rollout.max-new-tokens={RESPONSE}",
+        "--steps=3",
+    ]
+    argv += [
+        f"--rollout.batch-size={48 * gpus}",
+        "--ppo.mini-batches=2",
+        "--ppo.kl-coef=0.01",
+        "--data.no-chat",
+    ]
+    argv += [
+        "--data.answer-key=answer",
+        "--reward.function=exact_match",
+        "--compute.device=cuda",
+        "--force",
+    ]
     status = train.main([*argv, *flags, *inputs, f"--run-dir={out / 'runs' / name}"])
     if status == 0 and rank == 0:
         last = {role: steps(out / "runs" / name, role)[-1] for role in ("actor", "critic")}
         seconds = sum(line["timing_s/update"] for line in last.values())
         due = estimated(kept[-1], torch.cuda.get_device_properties(0).total_memory)
         phases = {phase: [due[phase], sizes[-1]] for phase, sizes in peaks.items()}
-        found = {"phases": phases, "tokens_s": 48 * gpus * (PROMPT + RESPONSE) / seconds, "update_s": seconds}
+        found = {
+            "phases": phases,
+            "tokens_s": 48 * gpus * (PROMPT + RESPONSE) / seconds,
+            "update_s": seconds,
+        }
         print("RESULT " + json.dumps(found), flush=True)
     sys.stdout.flush()
     os._exit(status)
 
 
 def steps(run: Path, role: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()
+    ]
 
 
 def report(name: str, log: Path) -> None:
@@ -125,11 +159,16 @@ def report(name: str, log: Path) -> None:
         print(f"{name:16} {phase:16} {gib}", flush=True)
     due, most = (max(sizes) for sizes in zip(*found["phases"].values(), strict=True))
     speed = f"updates {found['update_s']:.2f} s, {found['tokens_s']:,.0f} tokens/s"
-    print(f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  {speed}", flush=True)
+    print(
+        f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  {speed}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--limit", type=float, default=330.0)
     parser.add_argument("--out", type=Path, default=Path("/tmp/splitppo-memory"))
@@ -144,14 +183,31 @@ def main() -> None:
     for name in options.only:
         gpus, left = JOBS[name][1], options.limit - (time.monotonic() - began)
         if gpus > torch.cuda.device_count() or left < 20:
-            print(f"{name:16} left out: {'too few GPUs' if left >= 20 else 'no time left'}", flush=True)
+            print(
+                f"{name:16} left out: {'too few GPUs' if left >= 20 else 'no time left'}",
+                flush=True,
+            )
             continue
-        start = [sys.executable] if gpus == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start = (
+            [sys.executable]
+            if gpus == 1
+            else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        )
         start += [] if gpus == 1 else ["--nproc_per_node", str(gpus)]
-        log, command = options.out / f"{name}.log", [*start, __file__, "--job", name, "--out", str(options.out)]
+        log, command = (
+            options.out / f"{name}.log",
+            [*start, __file__, "--job", name, "--out", str(options.out)],
+        )
         with log.open("w") as file:
             try:
-                subprocess.run(command, stdout=file, stderr=file, timeout=min(left + 15, 300), check=False, cwd=ROOT)
+                subprocess.run(
+                    command,
+                    stdout=file,
+                    stderr=file,
+                    timeout=min(left + 15, 300),
+                    check=False,
+                    cwd=ROOT,
+                )
             except subprocess.TimeoutExpired:
                 print("took too long", file=file)
         report(name, log)

@@ -1,10 +1,11 @@
-"""How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step by rows left, each
-both as vLLM's scheduler has it and with `engine.steady`, and the ratio. With --profile, what the device is busy with in
-a step, over one more rollout of each size.
+"""How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step
+by rows left, each both as vLLM's scheduler has it and with `engine.steady`, and the ratio. With
+--profile, what the device is busy with in a step, over one more rollout of each size.
 
     VLLM_USE_V2_MODEL_RUNNER=1 python tests/gpu/rollout.py MODEL [flags below]
 
-MODEL is a folder with a config.json and a tokenizer; weights are drawn. Runs on the CPU, too, where vLLM does.
+MODEL is a folder with a config.json and a tokenizer; weights are drawn. Runs on the CPU, too, where
+vLLM does.
 """
 
 import argparse
@@ -30,23 +31,34 @@ from splitppo.tools.bench import lengths_of
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, nargs="+", default=[171, 128, 1])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--lengths", default="lognormal:240:1024", help="as splitppo.tools.bench has them")
+    parser.add_argument(
+        "--lengths", default="lognormal:240:1024", help="as splitppo.tools.bench has them"
+    )
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, help="ids that may be drawn, as a tokenizer has; else the model's")
+    parser.add_argument(
+        "--vocabulary", type=int, help="ids that may be drawn, as a tokenizer has; else the model's"
+    )
     parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
 
 
 def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
-    device, config = "cuda" if torch.cuda.is_available() else "cpu", AutoConfig.from_pretrained(options.model)
+    device, config = (
+        "cuda" if torch.cuda.is_available() else "cpu",
+        AutoConfig.from_pretrained(options.model),
+    )
     rows, tokens = max(options.rows), options.prompt + longest
     per_token = kv_bytes_per_token(config, torch.bfloat16)
     plan = Plan(
-        config=Config(engine=EngineConfig(sleep="off"), rollout=RolloutConfig(max_new_tokens=longest)),
+        config=Config(
+            engine=EngineConfig(sleep="off"), rollout=RolloutConfig(max_new_tokens=longest)
+        ),
         folder=options.model,
         log=os.devnull,
         address=f"{tempfile.mkdtemp(prefix='splitppo-')}/engine",
@@ -65,11 +77,17 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
     return llm, plan
 
 
-def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) -> tuple[float, dict[int, list[float]]]:
-    """Seconds of a rollout, and those of its decode steps by the rows left, up to a power of two."""
+def rollout(
+    llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int
+) -> tuple[float, dict[int, list[float]]]:
+    """Seconds of a rollout, and those of its decode steps by the rows left, up to a power of
+    two."""
     draw, rows, steps = random.Random(seed), Rows(llm, plan.eos), {}
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
-    asks = [Ask(row, ids, 0, tokens, False) for row, (ids, tokens) in enumerate(zip(prompts, lengths, strict=True))]
+    asks = [
+        Ask(row, ids, 0, tokens, False)
+        for row, (ids, tokens) in enumerate(zip(prompts, lengths, strict=True))
+    ]
     began = last = time.perf_counter()
     rows.add(0, Submit(asks, plan.config.rollout, seed))
     while rows.open:
@@ -83,7 +101,9 @@ def rollout(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     return last - began, steps
 
 
-def compare(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) -> tuple[float, float]:
+def compare(
+    llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int
+) -> tuple[float, float]:
     """Seconds of a rollout all scheduled by vLLM, and of the same one with `engine.steady`."""
     scheduler, names = llm.engine_core.engine_core.scheduler, ("schedule", "update_from_output")
     ours = {name: getattr(scheduler, name) for name in names}
@@ -93,12 +113,18 @@ def compare(llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int) ->
     seconds = []
     for how, methods in both.items():
         spent: dict[str, list[float]] = {name: [] for name in names}
-        vars(scheduler).update({name: timed(method, spent[name]) for name, method in methods.items()})
+        vars(scheduler).update(
+            {name: timed(method, spent[name]) for name, method in methods.items()}
+        )
         took, steps = rollout(llm, plan, lengths, prompt, seed)
-        medians = ", ".join(f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items()))
+        medians = ", ".join(
+            f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items())
+        )
         # in the first tenth of the steps most rows are left
         first = 1e3 * sum(statistics.median(each[: len(each) // 10]) for each in spent.values())
-        print(f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", end="; ")
+        print(
+            f"{len(lengths)} rows, {how}: {took:.2f} s; ms a step by rows left: {medians}", end="; "
+        )
         print(f"scheduling {first:.2f} of it at first", flush=True)
         seconds.append(took)
     vars(scheduler).update(ours)
@@ -120,17 +146,24 @@ def timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
 def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
     """Prints the kernels (on the CPU: operators) that take longest, in microseconds of a step."""
     on_gpu = plan.device == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    ) as profiler:
         _, steps = rollout(llm, plan, lengths, prompt, seed=99)
     count, events = sum(map(len, steps.values())), profiler.key_averages()
-    spent = {event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events}
+    spent = {
+        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        for event in events
+    }
     calls = {event.key: event.count for event in events}
     print(
         f"{len(lengths)} rows, {count} steps: {sum(spent.values()) / count:.0f} us of a step the device is busy",
         flush=True,
     )
     for name, total in sorted(spent.items(), key=lambda item: -item[1])[:25]:
-        print(f"  {total / count:8.1f} us  {calls[name] / count:6.1f} calls  {name[:110]}", flush=True)
+        print(
+            f"  {total / count:8.1f} us  {calls[name] / count:6.1f} calls  {name[:110]}", flush=True
+        )
 
 
 def main() -> None:
@@ -141,9 +174,14 @@ def main() -> None:
     llm, plan = start(options, longest)
     for count in options.rows:
         own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
-        both = [compare(llm, plan, own, options.prompt, repeat) for repeat in range(options.repeats)]
+        both = [
+            compare(llm, plan, own, options.prompt, repeat) for repeat in range(options.repeats)
+        ]
         ratio = statistics.median(plain / steady for plain, steady in both)
-        print(f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of {len(both)})", flush=True)
+        print(
+            f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of {len(both)})",
+            flush=True,
+        )
         if options.profile:
             profile(llm, plan, own, options.prompt)
 

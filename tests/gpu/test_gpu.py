@@ -1,7 +1,9 @@
-"""What only GPUs can show: `python -m pytest -m gpu`, with `-n 4` on one large GPU. Skipped elsewhere.
+"""What only GPUs can show: `python -m pytest -m gpu`, with `-n 4` on one large GPU. Skipped
+elsewhere.
 
-The program runs as in the other tests, in new processes, on one GPU or two, and is held against the same references:
-a PPO of one process on the CPU in float32, transformers' own models, a run that nobody stopped.
+The program runs as in the other tests, in new processes, on one GPU or two, and is held against the
+same references: a PPO of one process on the CPU in float32, transformers' own models, a run that
+nobody stopped.
 """
 
 import json
@@ -33,7 +35,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(600)]
 two_gpus = needs_gpus(2)
 
-PLAIN = {"compute__device": "cuda", "compute__dtype": "float32", "engine__kind": "hf", "compute__compile": "off"}
+PLAIN = {
+    "compute__device": "cuda",
+    "compute__dtype": "float32",
+    "engine__kind": "hf",
+    "compute__compile": "off",
+}
 BFLOAT16 = {"compute__dtype": "bfloat16"}
 OFFLOADED = {"policy__offload": "all", "value__offload": "all", "reference__offload": ""}
 VLLM = {"engine__kind": "vllm"}
@@ -61,8 +68,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sets of all models": (2, WHOLE | {"fsdp__tensor_parallel": 2}),
     "bfloat16, 1+1": (2, BFLOAT16 | SPLIT | VLLM | {"compute__compile": "auto"}),
 }  # fmt: skip
-# largest difference from the reference: of a loss, of a gradient norm relative to its size, of all weights' changes
-# relative to these changes
+# largest difference from the reference: of a loss, of a gradient norm relative to its size, of all
+# weights' changes relative to these changes
 BOUNDS = {"float32": (1e-4, 1e-4, 1e-2), "bfloat16": (0.05, 0.5, 0.6)}
 # where the loss is against vLLM's log-probs, whose attention is of TF32 in float32
 BOUNDS["float32, vLLM's"] = (1e-3, 3e-3, 1e-2)
@@ -78,17 +85,25 @@ def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]
             pairs = zip(found, getattr(expected, f"{model}_losses"), strict=True)
             losses += [abs(ours["loss"] - float(theirs)) for ours, theirs in pairs]
             pairs = zip(found, getattr(expected, f"{model}_grad_norms"), strict=True)
-            norms += [abs(ours["grad_norm"] - float(theirs)) / max(float(theirs), 1e-3) for ours, theirs in pairs]
-    start: Any = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).state_dict()
+            norms += [
+                abs(ours["grad_norm"] - float(theirs)) / max(float(theirs), 1e-3)
+                for ours, theirs in pairs
+            ]
+    start: Any = AutoModelForCausalLM.from_pretrained(
+        inputs / "policy", dtype=torch.float32
+    ).state_dict()
     names = [name for name in seen["policy"] if name in start]
     off = sum(float((seen["policy"][name] - due["policy"][name]).square().sum()) for name in names)
     moved = sum(float((due["policy"][name] - start[name]).square().sum()) for name in names)
     return max(losses), max(norms), (off / moved) ** 0.5
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpus(gpus)) for name, (gpus, _) in CASES.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_gpus(gpus)) for name, (gpus, _) in CASES.items()]
+)
 def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> None:
-    """Colocated, split, in windows, offloaded, packed and padded, compiled, with either engine, in both precisions."""
+    """Colocated, split, in windows, offloaded, packed and padded, compiled, with either engine, in
+    both precisions."""
     world, changes = CASES[name]
     flags: dict[str, Any] = PLAIN | changes
     if flags["engine__kind"] == "vllm":
@@ -96,17 +111,29 @@ def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> No
     hyper: dict[str, Any] = {"kl_loss_coef": 0.0} if "ppo__kl_loss_coef" in flags else {}
     if window := flags.get("rollout__window", 0):
         hyper["old_logprobs"] = "engine"
-        flags |= {"ppo__old_logprobs": "engine", "rollout__samples": 2, "rollout__max_new_tokens": 12}
+        flags |= {
+            "ppo__old_logprobs": "engine",
+            "rollout__samples": 2,
+            "rollout__max_new_tokens": 12,
+        }
         flags["rollout__lengths"] = lengths_file(tmp_path, LENGTHS)
     seen = run(inputs, tmp_path, world, odd="exact", **flags)
     due = reference(inputs, seen, window=window, samples=flags.get("rollout__samples", 1), **hyper)
     found = distances(inputs, seen, due)
-    print(f"MEASURED {name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, change of the weights {found[2]:.1e}")
+    print(
+        f"MEASURED {name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, change of the weights {found[2]:.1e}"
+    )
     bounds = BOUNDS["float32, vLLM's" if name == "vllm, windows" else flags["compute__dtype"]]
     assert all(far <= most for far, most in zip(found, bounds, strict=True)), found
 
 
-RESUMED = [*SMALL, "--checkpoint.every=1", "--steps=6", "--engine.kind=hf", "--compute.dtype=float32"]
+RESUMED = [
+    *SMALL,
+    "--checkpoint.every=1",
+    "--steps=6",
+    "--engine.kind=hf",
+    "--compute.dtype=float32",
+]
 RESUMED += ["--compute.compile=off", "--compute.device=cuda"]
 SETS = ["--fsdp.tensor-parallel=2"]
 
@@ -118,15 +145,22 @@ SETS = ["--fsdp.tensor-parallel=2"]
         (1, ["--policy.offload=all"], ["--value.offload=optimizer"]),
         pytest.param(2, ["--placement.actor=1"], ["--placement.mode=colocated"], marks=two_gpus),
         pytest.param(
-            2, ["--fsdp.tensor-parallel=2", "--placement.mode=colocated"], ["--placement.actor=1"], marks=two_gpus
+            2,
+            ["--fsdp.tensor-parallel=2", "--placement.mode=colocated"],
+            ["--placement.actor=1"],
+            marks=two_gpus,
         ),
     ],
 )
-def test_a_killed_run_resumes_as_if_nothing_had_been(world: int, before: list, after: list, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_as_if_nothing_had_been(
+    world: int, before: list, after: list, tmp_path: Path
+) -> None:
     """Also with other offloading, and under another placement."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run_ranks(world, main_rank, [*RESUMED, *before, f"--run-dir={whole}"])
-    job = Torchrun(world, train.main, [*RESUMED, *before, f"--run-dir={cut}"], out=tmp_path / "said")
+    job = Torchrun(
+        world, train.main, [*RESUMED, *before, f"--run-dir={cut}"], out=tmp_path / "said"
+    )
     deadline = time.monotonic() + 200
     while job.runs and not (cut / "checkpoints" / "step_000002").is_dir():
         assert time.monotonic() < deadline, job.said()
@@ -144,7 +178,8 @@ SIZES = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 4096, "e
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_vllm_has_the_weights_of_a_family(family: str, tmp_path: Path) -> None:
-    """An engine's process each. The sync compares the checksums of all tensors, and the log-probs show what it did."""
+    """An engine's process each. The sync compares the checksums of all tensors, and the log-probs
+    show what it did."""
     skip_without_vllm()
     config: Any = AutoConfig.for_model(family, **BASE | SIZES)
     kinds: Any = AutoModelForCausalLM
@@ -167,7 +202,9 @@ def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
 
     def splitppo(*words: str, typed: str = "") -> str:
         command = [sys.executable, "-m", "splitppo", *words]
-        done = subprocess.run(command, input=typed, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+        done = subprocess.run(
+            command, input=typed, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -180,16 +217,30 @@ def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("memory")  # one after the other, each with the whole GPU
-@pytest.mark.parametrize("job", ["1.5B", "1.5B-all", "0.5B-ckpt", pytest.param("1.5B-tp2", marks=two_gpus)])
+@pytest.mark.parametrize(
+    "job", ["1.5B", "1.5B-all", "0.5B-ckpt", pytest.param("1.5B-tp2", marks=two_gpus)]
+)
 def test_the_estimated_memory_is_what_pytorch_allocates(job: str, tmp_path: Path) -> None:
-    """Of real shapes with random weights, by tests/gpu/memory.py. The highest phase within a tenth."""
+    """Of real shapes with random weights, by tests/gpu/memory.py. The highest phase within a
+    tenth."""
     count = JOBS[job][1]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(count),
+    ]
     command = [*start, str(ROOT / "tests/gpu/memory.py"), "--job", job, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=500, check=False
+    )
     told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert told, (done.stdout + done.stderr)[-3000:]
     phases = json.loads(told[0].removeprefix("RESULT "))["phases"].values()
     due, most = (max(sizes) for sizes in zip(*phases, strict=True))
-    print(f"MEASURED {job}: estimated {due / 2**30:.2f} GiB, allocated {most / 2**30:.2f} GiB, {due / most:.3f}")
+    print(
+        f"MEASURED {job}: estimated {due / 2**30:.2f} GiB, allocated {most / 2**30:.2f} GiB, {due / most:.3f}"
+    )
     assert due == pytest.approx(most, rel=0.1)

@@ -1,9 +1,11 @@
-"""Updates on two GPUs: how fast a group of two is, and whether two groups of one get in each other's way.
+"""Updates on two GPUs: how fast a group of two is, and whether two groups of one get in each
+other's way.
 
     torchrun --nproc_per_node 2 tests/gpu/update.py SHAPE [flags below]     (a folder with a config.json; weights drawn)
 
-`group`: seconds and share of PEAK of the policy's forward passes (2 N a token) and update (6 N) on a group of both.
-`overlap`: policy on one GPU, value model on the other: seconds of each update alone and of both at once.
+`group`: seconds and share of PEAK of the policy's forward passes (2 N a token) and update (6 N) on
+a group of both. `overlap`: policy on one GPU, value model on the other: seconds of each update
+alone and of both at once.
 """
 
 import argparse
@@ -35,7 +37,9 @@ PEAK = 989e12  # of an H100 or H200 in dense bfloat16
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape")
     parser.add_argument("--measure", choices=("group", "overlap"), default="group")
     parser.add_argument("--rows", type=int, default=170, help="of each rank")
@@ -55,7 +59,12 @@ def made_rollout(rows: int, vocabulary: int, seed: int) -> Rollout:
         return [draw.randrange(2, vocabulary) for _ in range(count)]
 
     lengths = [min(1024, max(1, round(draw.lognormvariate(5.16, 0.8)))) for _ in range(rows)]
-    return Rollout([Sample(seed * rows + i, tokens(128), tokens(n), [-1.0] * n, "eos") for i, n in enumerate(lengths)])
+    return Rollout(
+        [
+            Sample(seed * rows + i, tokens(128), tokens(n), [-1.0] * n, "eos")
+            for i, n in enumerate(lengths)
+        ]
+    )
 
 
 def policy_objective(
@@ -68,25 +77,39 @@ def policy_objective(
     )  # fmt: skip
 
 
-def value_objective(model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def value_objective(
+    model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     values = value_outputs(model, batch)
-    return algo.value_loss(values, fields["old"], fields["returns"], batch.mask, clip=0.2, aggregate="token_mean")
+    return algo.value_loss(
+        values, fields["old"], fields["returns"], batch.mask, clip=0.2, aggregate="token_mean"
+    )
 
 
-def make(options: argparse.Namespace, runtime: Runtime, role: Role) -> tuple[Learner, PolicyOutputs]:
+def make(
+    options: argparse.Namespace, runtime: Runtime, role: Role
+) -> tuple[Learner, PolicyOutputs]:
     config: Any = AutoConfig.from_pretrained(options.shape)
     model = build(config, "policy" if role == "actor" else "value", torch.float32, packed=True)
     group = runtime.groups[role]
-    how: Any = {"dtype": torch.bfloat16, "activation_checkpointing": options.checkpointing, "compiled": True}
+    how: Any = {
+        "dtype": torch.bfloat16,
+        "activation_checkpointing": options.checkpointing,
+        "compiled": True,
+    }
     parallelize(model, group.mesh, **how)
     fill(model, "", device=runtime.device, random_init=True, seed=3)
     runner = Runner(group, runtime.device, options.tokens)
     once = options.gather == "mini_batch"
-    learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=100, aggregate="token_mean", gather_once=once)
+    learner = Learner(
+        model, runner, OptimConfig(lr=1e-6), steps=100, aggregate="token_mean", gather_once=once
+    )
     return learner, PolicyOutputs(1.0, config.vocab_size, compiled=True)
 
 
-def seconds(runtime: Runtime, options: argparse.Namespace, work: Callable[[], Any], name: str) -> float:
+def seconds(
+    runtime: Runtime, options: argparse.Namespace, work: Callable[[], Any], name: str
+) -> float:
     """Of one `work`, after two to warm up."""
     for repeat in range(2 + options.repeats):
         if repeat == 2:
@@ -99,7 +122,11 @@ def seconds(runtime: Runtime, options: argparse.Namespace, work: Callable[[], An
 
 
 def update_of(
-    options: argparse.Namespace, role: Role, learner: Learner, outputs: PolicyOutputs, rollout: Rollout
+    options: argparse.Namespace,
+    role: Role,
+    learner: Learner,
+    outputs: PolicyOutputs,
+    rollout: Rollout,
 ) -> Any:
     noise = torch.randn(rollout.tokens, generator=torch.Generator().manual_seed(0))
     fields = {"old": torch.full((rollout.tokens,), -11.9), "advantages": noise, "returns": noise}
@@ -111,19 +138,32 @@ def update_of(
 
 
 def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> None:
-    runtime = Runtime(launch, place(PlacementConfig(mode="colocated"), world=2, local_world=2), device, 100.0)
+    runtime = Runtime(
+        launch, place(PlacementConfig(mode="colocated"), world=2, local_world=2), device, 100.0
+    )
     learner, outputs = make(options, runtime, "actor")
     vocabulary: int = cast(Any, learner.model).config.vocab_size
     rollouts = [made_rollout(options.rows, vocabulary, seed) for seed in range(launch.world)]
     tokens = sum(sum(rollout.totals) for rollout in rollouts)
-    rollout, parameters = rollouts[launch.rank], count_parameters(cast(Any, learner.model).config, "policy")
-    update = seconds(runtime, options, update_of(options, "actor", learner, outputs, rollout), "update")
+    rollout, parameters = (
+        rollouts[launch.rank],
+        count_parameters(cast(Any, learner.model).config, "policy"),
+    )
+    update = seconds(
+        runtime, options, update_of(options, "actor", learner, outputs, rollout), "update"
+    )
     entropies = partial(outputs, entropy=True)
     forward = seconds(
-        runtime, options, lambda: learner.runner.forward(learner.model, rollout, entropies, fields=2), "forward"
+        runtime,
+        options,
+        lambda: learner.runner.forward(learner.model, rollout, entropies, fields=2),
+        "forward",
     )
     if launch.rank == 0:
-        rates = [n * parameters * tokens / s / launch.world / PEAK for n, s in ((2, forward), (6, update))]
+        rates = [
+            n * parameters * tokens / s / launch.world / PEAK
+            for n, s in ((2, forward), (6, update))
+        ]
         how = f"checkpointing {options.checkpointing}, gather {options.gather}, {options.mini_batches} mini-batches"
         print(
             f"{parameters / 1e9:.2f}B, {tokens} tokens, {how}: log-probs {forward:.3f} s ({rates[0]:.1%}), "
@@ -142,7 +182,9 @@ def overlap(options: argparse.Namespace, launch: Launch, device: torch.device) -
     update = update_of(options, role, learner, outputs, rollout)
     nothing: Callable[[], Any] = lambda: None  # noqa: E731
     for turn in ("warm", "actor", "critic", "both"):
-        took = seconds(runtime, options, update if turn in ("both", "warm", role) else nothing, turn)
+        took = seconds(
+            runtime, options, update if turn in ("both", "warm", role) else nothing, turn
+        )
         told = runtime.all_gather(f"took/{turn}", f"{took:.4f}")
         runtime.barrier(f"after {turn}")
         if turn == "actor":
@@ -151,13 +193,18 @@ def overlap(options: argparse.Namespace, launch: Launch, device: torch.device) -
             alone += float(told[1])
         elif turn == "both" and launch.rank == 0:
             both = max(map(float, told))
-            print(f"updates: both alone {alone:.3f} s in all, at once {both:.3f} s: {alone / both:.2f}x", flush=True)
+            print(
+                f"updates: both alone {alone:.3f} s in all, at once {both:.3f} s: {alone / both:.2f}x",
+                flush=True,
+            )
     runtime.close()
 
 
 def main() -> None:
     options, launch = parse(), Launch.from_env()
-    {"group": group, "overlap": overlap}[options.measure](options, launch, torch.device("cuda", launch.local_rank))
+    {"group": group, "overlap": overlap}[options.measure](
+        options, launch, torch.device("cuda", launch.local_rank)
+    )
 
 
 if __name__ == "__main__":

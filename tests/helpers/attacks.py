@@ -1,10 +1,11 @@
-"""Attacks on what a user gives: flags, presets, data, rewards, run folders, the environment, signals.
+"""Attacks on what a user gives: flags, presets, data, rewards, run folders, the environment,
+signals.
 
     python tests/helpers/attacks.py [--count 200] [--seed 0] [--only WORD]
 
-Each runs a command as `python -m` does, in a process of its own (forked, to be quick). It must end within `LIMIT`
-seconds, without a traceback, and either refuse in one line with status 2, or do what was asked: `wants` are the
-statuses that are right, `check` says what is wrong with what was done.
+Each runs a command as `python -m` does, in a process of its own (forked, to be quick). It must end
+within `LIMIT` seconds, without a traceback, and either refuse in one line with status 2, or do what
+was asked: `wants` are the statuses that are right, `check` says what is wrong with what was done.
 """
 
 import argparse
@@ -42,27 +43,61 @@ from splitppo.run.folder import changes
 
 LIMIT = 30
 REFUSED, FINE, EITHER = {2}, {0}, {0, 2}
-BASE = ["--policy.path=model", "--value.path=model", "--data.files=data.jsonl", "--reward.function=reward.py:score"]
+BASE = [
+    "--policy.path=model",
+    "--value.path=model",
+    "--data.files=data.jsonl",
+    "--reward.function=reward.py:score",
+]
 BASE += [
     "--rollout.batch-size=4",
     "--ppo.mini-batches=2",
     "--rollout.max-new-tokens=4",
     "--rollout.max-prompt-tokens=64",
 ]
-BASE += ["--policy.optim.lr=1e-3", "--data.answer-key=answer", "--compute.device=cpu", "--engine.kind=hf"]
+BASE += [
+    "--policy.optim.lr=1e-3",
+    "--data.answer-key=answer",
+    "--compute.device=cpu",
+    "--engine.kind=hf",
+]
 RESUME = [*BASE, "--run-dir=run", "--checkpoint.every=1", "--checkpoint.keep=0", "--steps=3"]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "data_source": "sums"} for i in range(8)]
 SCORE = "def score(data_source, solution_str, ground_truth, extra_info):\n    {}\n"
 LATIN = os.fsdecode(b"caf\xe9")
-BAD_TEXTS = ["a\0b", LATIN, "\ud800", "x" * 5000, "a/" * 3000 + "b", "/dev/null", "/dev/null/a", "reward.py", "run", ""]
-EDGES = ["1e308", "-1e308", "1e-320", "-1e-320", "1e39", "inf", "nan", "0", "-0.0", "1e-46", "1" + "0" * 25, "9" * 4999]
+BAD_TEXTS = [
+    "a\0b",
+    LATIN,
+    "\ud800",
+    "x" * 5000,
+    "a/" * 3000 + "b",
+    "/dev/null",
+    "/dev/null/a",
+    "reward.py",
+    "run",
+    "",
+]
+EDGES = [
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "-1e-320",
+    "1e39",
+    "inf",
+    "nan",
+    "0",
+    "-0.0",
+    "1e-46",
+    "1" + "0" * 25,
+    "9" * 4999,
+]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`do` prepares the folder in which the command runs; `inside` is called in its process (what it
-    returns is the screen's encoding), `outside` in this one with
-    the process's number and the file that it writes to."""
+    """`do` prepares the folder in which the command runs; `inside` is called in its process (what
+    it returns is the screen's encoding), `outside` in this one with the process's number and the
+    file that it writes to."""
 
     name: str
     argv: list[str]
@@ -76,7 +111,8 @@ class Attack:
 
 
 def child(place: tuple[int, int, int] | None, command: str, argv: list[str], folder: str) -> None:
-    """The attacked process. The attack itself is drawn again where it is due, since its functions don't travel."""
+    """The attacked process. The attack itself is drawn again where it is due, since its functions
+    don't travel."""
     os.setsid()
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -84,7 +120,10 @@ def child(place: tuple[int, int, int] | None, command: str, argv: list[str], fol
     os.dup2(file, 1)
     os.dup2(file, 2)
     coding = (draw(*place[:2])[place[2]].inside() if place else None) or "utf-8"
-    sys.stdout, sys.stderr = os.fdopen(1, "w", encoding=coding), os.fdopen(2, "w", buffering=1, encoding=coding)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", encoding=coding),
+        os.fdopen(2, "w", buffering=1, encoding=coding),
+    )
     module = "splitppo.train" if command == "train" else "splitppo"
     sys.argv = [command, *argv] if command == "train" else ["splitppo", command, *argv]
     sys.modules.pop("splitppo.train", None)  # or runpy warns of it
@@ -100,9 +139,13 @@ def child(place: tuple[int, int, int] | None, command: str, argv: list[str], fol
 
 
 def trouble(attack: Attack, folder: Path, place: tuple[int, int, int]) -> str:
-    """What went wrong that should not have; "" if nothing. `place`: count, seed and number, to draw it again."""
+    """What went wrong that should not have; "" if nothing. `place`: count, seed and number, to draw
+    it again."""
     attack.do(folder)
-    process, out = fresh_process(child, place, attack.command, attack.argv, str(folder)), folder / "out.log"
+    process, out = (
+        fresh_process(child, place, attack.command, attack.argv, str(folder)),
+        folder / "out.log",
+    )
     attack.outside(process.pid, out)
     process.join(LIMIT)
     hung = process.exitcode is None
@@ -160,7 +203,11 @@ def same_figures(folder: Path, said: str) -> str:
         found, due = figures(folder / "run"), figures(base(3) / "run")
     except (OSError, ValueError) as error:
         return f"metrics that can't be read: {error}"
-    return f"other figures at {[key for key in due if found.get(key) != due[key]]}" if found != due else ""
+    return (
+        f"other figures at {[key for key in due if found.get(key) != due[key]]}"
+        if found != due
+        else ""
+    )
 
 
 def score(body: str) -> Callable[[Path], None]:
@@ -169,7 +216,9 @@ def score(body: str) -> Callable[[Path], None]:
 
 def rows(*lines: Any, name: str = "data.jsonl") -> Callable[[Path], None]:
     """A data file of these lines: bytes as they are, others as JSON."""
-    raw = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    raw = b"".join(
+        line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
+    )
     return copied(0, lambda folder: (folder / name).write_bytes(raw))
 
 
@@ -178,7 +227,11 @@ def rows(*lines: Any, name: str = "data.jsonl") -> Callable[[Path], None]:
 
 def flags(random_: random.Random) -> Iterator[Attack]:
     """Texts and numbers at the edge, of any setting, as a flag or in a preset."""
-    known = {name: value for name, value in leaves(asdict(Config())) if name not in ("config", "dry_run", "force")}
+    known = {
+        name: value
+        for name, value in leaves(asdict(Config()))
+        if name not in ("config", "dry_run", "force")
+    }
     dry = [*BASE, "--dry-run"]
     while True:
         name = random_.choice(list(known))
@@ -191,10 +244,18 @@ def flags(random_: random.Random) -> Iterator[Attack]:
         if "\ud800" <= value[-1:] <= "\udfff":
             continue  # TOML has none
         section, _, key = name.rpartition(".")
-        written = value if re.fullmatch(r"-?[\d.e+-]+|inf|nan", value) and not texts else toml_value(value)
+        written = (
+            value
+            if re.fullmatch(r"-?[\d.e+-]+|inf|nan", value) and not texts
+            else toml_value(value)
+        )
         preset = (f"[{section}]\n" if section else "") + f"{key} = {written}\n"
-        toml = functools.partial(lambda preset, folder: (folder / "p.toml").write_text(preset), preset)
-        yield Attack(f"preset {preset[:60]!a}", [*dry, "--config=p.toml"], EITHER, do=copied(0, toml))
+        toml = functools.partial(
+            lambda preset, folder: (folder / "p.toml").write_text(preset), preset
+        )
+        yield Attack(
+            f"preset {preset[:60]!a}", [*dry, "--config=p.toml"], EITHER, do=copied(0, toml)
+        )
 
 
 def home(name: str) -> Callable[[], None]:
@@ -207,7 +268,11 @@ def paths(_: random.Random) -> Iterator[Attack]:
                for word in BASE]  # fmt: skip
 
     def in_home(folder: Path, said: str) -> str:
-        return "" if (folder / "run/metrics/actor.jsonl").is_file() and not (folder / "~").exists() else "not at ~/run"
+        return (
+            ""
+            if (folder / "run/metrics/actor.jsonl").is_file() and not (folder / "~").exists()
+            else "not at ~/run"
+        )
 
     yield Attack("~ in all paths", [*at_home, "--run-dir=~/run", "--steps=1"], FINE, do=copied(0), inside=home("here"),
                  check=in_home)  # fmt: skip
@@ -229,8 +294,12 @@ def paths(_: random.Random) -> Iterator[Attack]:
                 "prepare": ["gsm8k", "--source=nowhere", f"--out={value}"],
             }
             yield Attack(f"{command} {value[:20]!a}", argv.get(command, [value]), REFUSED, command)
-    yield Attack("report into nowhere", ["run", "--out=no/where.png"], REFUSED, "report", do=copied(3))
-    yield Attack("report over a folder", ["run", "--html", "--out=run"], REFUSED, "report", do=copied(3))
+    yield Attack(
+        "report into nowhere", ["run", "--out=no/where.png"], REFUSED, "report", do=copied(3)
+    )
+    yield Attack(
+        "report over a folder", ["run", "--html", "--out=run"], REFUSED, "report", do=copied(3)
+    )
     yield Attack("export over a file", ["run", "--out=data.jsonl"], REFUSED, "export", do=copied(3))
 
 
@@ -239,8 +308,16 @@ def data(_: random.Random) -> Iterator[Attack]:
     argv = [*BASE, "--steps=1", "--run-dir=run", "--log.samples=4"]
     good = ROWS[0]
     cases: list[tuple[str, set[int], list[Any]]] = [
-        ("half a character in a prompt", REFUSED, [good, b'{"prompt": "a\\ud83d", "answer": "1"}\n']),
-        ("half a character in an answer", REFUSED, [good, b'{"prompt": "a", "answer": "\\uDFFF"}\n']),
+        (
+            "half a character in a prompt",
+            REFUSED,
+            [good, b'{"prompt": "a\\ud83d", "answer": "1"}\n'],
+        ),
+        (
+            "half a character in an answer",
+            REFUSED,
+            [good, b'{"prompt": "a", "answer": "\\uDFFF"}\n'],
+        ),
         (
             "half a character in a source",
             REFUSED,
@@ -251,14 +328,30 @@ def data(_: random.Random) -> Iterator[Attack]:
             REFUSED,
             [good, b'{"prompt": "a", "answer": "1", "extra_info": {"\\udc00": 1}}\n'],
         ),
-        ("a whole character in two escapes", FINE, [b'{"prompt": "1", "answer": "\\ud83d\\ude00"}\n']),
-        ("escape codes", FINE, [{"prompt": "1", "answer": "\x1b[2J\x07", "data_source": "\x1b]0;a\x07\u2028"}]),
+        (
+            "a whole character in two escapes",
+            FINE,
+            [b'{"prompt": "1", "answer": "\\ud83d\\ude00"}\n'],
+        ),
+        (
+            "escape codes",
+            FINE,
+            [{"prompt": "1", "answer": "\x1b[2J\x07", "data_source": "\x1b]0;a\x07\u2028"}],
+        ),
         ("NUL in texts", FINE, [{"prompt": "1", "answer": "a\0b", "data_source": "\0"}]),
-        ("a nest of lists", REFUSED, [b'{"prompt": "1", "answer": ' + b"[" * 100000 + b"]" * 100000 + b"}\n"]),
+        (
+            "a nest of lists",
+            REFUSED,
+            [b'{"prompt": "1", "answer": ' + b"[" * 100000 + b"]" * 100000 + b"}\n"],
+        ),
         ("no UTF-8", REFUSED, [b'{"prompt": "caf\xe9", "answer": "1"}\n']),
         ("UTF-16", EITHER, ['{"prompt": "1", "answer": "1"}\n'.encode("utf-16")]),
         ("a byte order mark", EITHER, [b"\xef\xbb\xbf", good]),
-        ("a number of 5,000 digits", REFUSED, [b'{"prompt": "1", "answer": ' + b"9" * 5000 + b"}\n"]),
+        (
+            "a number of 5,000 digits",
+            REFUSED,
+            [b'{"prompt": "1", "answer": ' + b"9" * 5000 + b"}\n"],
+        ),
         (
             "numbers that are none",
             FINE,
@@ -276,12 +369,22 @@ def data(_: random.Random) -> Iterator[Attack]:
 
     def broken_text(folder: Path) -> None:
         column = pyarrow.array([b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "answer": ["1"]}), folder / "rows.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"prompt": column, "answer": ["1"]}), folder / "rows.parquet"
+        )
 
     yield Attack("data: a parquet text of no UTF-8", parquet, REFUSED, do=copied(0, broken_text))
-    yield Attack("data: a parquet of zeros", parquet, REFUSED, do=rows(b"PAR1" + b"\0" * 99, name="rows.parquet"))
     yield Attack(
-        "data: a pipe", [*argv, "--data.files=p.jsonl"], REFUSED, do=copied(0, lambda f: os.mkfifo(f / "p.jsonl"))
+        "data: a parquet of zeros",
+        parquet,
+        REFUSED,
+        do=rows(b"PAR1" + b"\0" * 99, name="rows.parquet"),
+    )
+    yield Attack(
+        "data: a pipe",
+        [*argv, "--data.files=p.jsonl"],
+        REFUSED,
+        do=copied(0, lambda f: os.mkfifo(f / "p.jsonl")),
     )
     yield Attack("data: a link to itself", [*argv, "--data.files=l.jsonl"], REFUSED,
                  do=copied(0, lambda f: (f / "l.jsonl").symlink_to("l.jsonl")))  # fmt: skip
@@ -290,11 +393,15 @@ def data(_: random.Random) -> Iterator[Attack]:
 
 
 def rewards(_: random.Random) -> Iterator[Attack]:
-    """Whatever a reward does costs its row, is counted and named, and ends the run in one line if all rows fail."""
+    """Whatever a reward does costs its row, is counted and named, and ends the run in one line if
+    all rows fail."""
     argv = [*BASE, "--run-dir=run", "--steps=1", "--log.samples=4", "--reward.timeout=2"]
 
     def failures(folder: Path, said: str) -> str:
-        named = all(text in said for text in ("rewards that failed: score: 4 x", "error: reward score failed on every"))
+        named = all(
+            text in said
+            for text in ("rewards that failed: score: 4 x", "error: reward score failed on every")
+        )
         return "" if named else "not named"
 
     bodies = {
@@ -324,23 +431,49 @@ def rewards(_: random.Random) -> Iterator[Attack]:
     }
     for name, body in fine.items():
         yield Attack(f"reward {name}", argv, {0, 2} if "edge" in name else FINE, do=score(body))
-    yield Attack("reward fails always", [*argv, "--steps=9"], REFUSED, do=score("raise ValueError('\\ud800 always')"))
-    yield Attack("reward kills itself", argv, REFUSED, do=score("import os; os.kill(os.getpid(), 9)"), check=failures)
+    yield Attack(
+        "reward fails always",
+        [*argv, "--steps=9"],
+        REFUSED,
+        do=score("raise ValueError('\\ud800 always')"),
+    )
+    yield Attack(
+        "reward kills itself",
+        argv,
+        REFUSED,
+        do=score("import os; os.kill(os.getpid(), 9)"),
+        check=failures,
+    )
     yield Attack("a reward file of no UTF-8", argv, REFUSED,
                  do=copied(0, lambda f: (f / "reward.py").write_bytes(b"x = '\xe9'\n")))  # fmt: skip
     yield Attack(
-        "a reward file with NUL", argv, REFUSED, do=copied(0, lambda f: (f / "reward.py").write_bytes(b"a\0b"))
+        "a reward file with NUL",
+        argv,
+        REFUSED,
+        do=copied(0, lambda f: (f / "reward.py").write_bytes(b"a\0b")),
     )
     yield Attack(
-        "scores times weights overflow", [*argv, "--reward.weights=1e38", "--steps=5"], EITHER, do=score("return 1e30")
+        "scores times weights overflow",
+        [*argv, "--reward.weights=1e38", "--steps=5"],
+        EITHER,
+        do=score("return 1e30"),
     )
 
     def judge(folder: Path, number: float) -> None:
-        config = json.loads((folder / "model/config.json").read_text()) | {"num_labels": 1, "pad_token_id": 0}
-        config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a"}, "label2id": {"a": 0}}
+        config = json.loads((folder / "model/config.json").read_text()) | {
+            "num_labels": 1,
+            "pad_token_id": 0,
+        }
+        config |= {
+            "architectures": ["LlamaForSequenceClassification"],
+            "id2label": {"0": "a"},
+            "label2id": {"a": 0},
+        }
         shutil.copytree(folder / "model", folder / "judge")
         weights = load_file(folder / "judge/model.safetensors")
-        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("lm_head")}
+        weights = {
+            name: tensor for name, tensor in weights.items() if not name.startswith("lm_head")
+        }
         weights["score.weight"] = torch.full((1, config["hidden_size"]), number)
         save_file(weights, folder / "judge/model.safetensors", metadata={"format": "pt"})
         (folder / "judge/config.json").write_text(json.dumps(config))
@@ -359,7 +492,9 @@ def damages(random_: random.Random) -> Iterator[Attack]:
     part, metrics = "run/checkpoints/step_000002/{}", "run/metrics/{}.jsonl"
 
     def write(name: str, content: str | bytes) -> Callable[[Path], Any]:
-        return lambda f: (f / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return lambda f: (f / name).write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
 
     def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
         return lambda f: (f / name).write_bytes(change((f / name).read_bytes()))
@@ -374,7 +509,10 @@ def damages(random_: random.Random) -> Iterator[Attack]:
         return max((folder / part.format(role)).glob("*"), key=lambda path: path.stat().st_size)
 
     def step_of(role: str) -> Callable[[Path], Any]:
-        return edit(part.format(role) + "/manifest.json", lambda text: re.sub(rb'"step": *2', b'"step": 1', text))
+        return edit(
+            part.format(role) + "/manifest.json",
+            lambda text: re.sub(rb'"step": *2', b'"step": 1', text),
+        )
 
     def emptied(folder: Path, role: str) -> None:
         for path in (folder / part.format(role)).iterdir():
@@ -387,12 +525,20 @@ def damages(random_: random.Random) -> Iterator[Attack]:
     for role in ("actor", "critic"):
         harms |= {
             f"another step in the {role}'s part": step_of(role),
-            f"no manifest of the {role}": lambda f, role=role: remove(f / part.format(role) / "manifest.json"),
+            f"no manifest of the {role}": lambda f, role=role: remove(
+                f / part.format(role) / "manifest.json"
+            ),
             f"a broken manifest of the {role}": write(part.format(role) + "/manifest.json", "{"),
-            f"a manifest of the {role} that is a list": write(part.format(role) + "/manifest.json", "[1]"),
-            f"an empty manifest over an empty part of the {role}": functools.partial(emptied, role=role),
+            f"a manifest of the {role} that is a list": write(
+                part.format(role) + "/manifest.json", "[1]"
+            ),
+            f"an empty manifest over an empty part of the {role}": functools.partial(
+                emptied, role=role
+            ),
             f"a cut file of the {role}": lambda f, role=role: os.truncate(shard(f, role), 100),
-            f"a flipped bit of the {role}": lambda f, role=role: flip(shard(f, role), random_.randrange(1000)),
+            f"a flipped bit of the {role}": lambda f, role=role: flip(
+                shard(f, role), random_.randrange(1000)
+            ),
             f"a lost file of the {role}": lambda f, role=role: remove(shard(f, role)),
             f"a torn last line of the {role}": edit(metrics.format(role), lambda text: text[:-20]),
         }
@@ -416,8 +562,12 @@ def damages(random_: random.Random) -> Iterator[Attack]:
         "a folder for config.toml": to_folder("run/config.toml"),
         "a broken config.toml": write("run/config.toml", "steps = \n"),
         "a config.toml of no text": write("run/config.toml", b"\xff\xfe\0"),
-        "a config.toml of another run": edit("run/config.toml", lambda text: text.replace(b"seed = 0", b"seed = 5")),
-        "changed data": edit("data.jsonl", lambda text: text.replace(b"answer", b"answer", 1).replace(b'"2"', b'"3"')),
+        "a config.toml of another run": edit(
+            "run/config.toml", lambda text: text.replace(b"seed = 0", b"seed = 5")
+        ),
+        "changed data": edit(
+            "data.jsonl", lambda text: text.replace(b"answer", b"answer", 1).replace(b'"2"', b'"3"')
+        ),
         "a changed reward": edit("reward.py", lambda text: text.replace(b"% 3", b"% 2")),
         "a changed model": lambda f: (remove(f / "model"), build_tiny(f / "model", seed=1)),
         "the data gone": lambda f: remove(f / "data.jsonl"),
@@ -458,7 +608,13 @@ def damages(random_: random.Random) -> Iterator[Attack]:
             ("export", ["run"]),
             ("plan", ["run"]),
         ):
-            yield Attack(f"{' '.join([command, *argv])} with {name}", argv, EITHER, command, do=copied(2, harm))
+            yield Attack(
+                f"{' '.join([command, *argv])} with {name}",
+                argv,
+                EITHER,
+                command,
+                do=copied(2, harm),
+            )
 
 
 def remove(path: Path) -> None:
@@ -477,7 +633,9 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
     launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
     for name in (*launched, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         for value in ("", "x", "-1", "1e3", None):
-            env = {key: text for key, text in (launched | {name: value}).items() if text is not None}
+            env = {
+                key: text for key, text in (launched | {name: value}).items() if text is not None
+            }
             wants = (
                 FINE
                 if (name, value) == ("RANK", None)
@@ -485,8 +643,18 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
                 if name == "MASTER_ADDR" or value is None
                 else REFUSED
             )
-            wants = REFUSED if value is None and name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") else wants
-            yield Attack(f"{name}={value}", dry, wants, do=copied(0), inside=functools.partial(os.environ.update, env))
+            wants = (
+                REFUSED
+                if value is None and name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                else wants
+            )
+            yield Attack(
+                f"{name}={value}",
+                dry,
+                wants,
+                do=copied(0),
+                inside=functools.partial(os.environ.update, env),
+            )
     yield Attack("RANK beyond WORLD_SIZE", dry, REFUSED, do=copied(0),
                  inside=functools.partial(os.environ.update, launched | {"RANK": "1"}))  # fmt: skip
 
@@ -504,27 +672,57 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
     run = [*BASE, "--run-dir=run", "--steps=2"]
     for command, argv in (("train", ["--help"]), ("train", dry), ("report", ["run"]), ("report", ["--help"]),
                           *((name, ["--help"]) for name in ("export", "plan", "bench", "prepare"))):  # fmt: skip
-        yield Attack(f"nobody reads {command} {argv[0]}", argv, {141}, command, do=copied(3), inside=no_reader)
-        yield Attack(f"ascii for {command} {argv[0]}", argv, FINE, command, do=copied(3), inside=ascii_screen)
+        yield Attack(
+            f"nobody reads {command} {argv[0]}",
+            argv,
+            {141},
+            command,
+            do=copied(3),
+            inside=no_reader,
+        )
+        yield Attack(
+            f"ascii for {command} {argv[0]}", argv, FINE, command, do=copied(3), inside=ascii_screen
+        )
     yield Attack("nobody reads a run", run, {2, 141}, do=copied(0), inside=no_reader)
     yield Attack("a full disk under the screen", run, REFUSED, do=copied(0), inside=full_screen)
-    yield Attack("ascii for an error", [*BASE, "--data.files=é.jsonl"], REFUSED, do=copied(0), inside=ascii_screen)
+    yield Attack(
+        "ascii for an error",
+        [*BASE, "--data.files=é.jsonl"],
+        REFUSED,
+        do=copied(0),
+        inside=ascii_screen,
+    )
     failing = score("raise ValueError('é\\ud800')")
     yield Attack("ascii for a failing reward", run, REFUSED, do=failing, inside=ascii_screen)
     for kilobytes in (1, 10, 100, 400):
         limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024 * kilobytes, -1))
-        for command, argv in (("train", [*RESUME, "--run-dir=new"]), ("export", ["run"]), ("report", ["run"])):
+        for command, argv in (
+            ("train", [*RESUME, "--run-dir=new"]),
+            ("export", ["run"]),
+            ("report", ["run"]),
+        ):
             yield Attack(f"{command} onto a disk of {kilobytes} KB", argv, EITHER, command, do=copied(3), inside=limit,
                          crash="could not be written; earlier ones are whole")  # fmt: skip
     for ranks in (1, 7, 100_000):
         size = ["--rollout.batch-size=200000", "--placement.mode=auto", f"--world-size={ranks}"]
         yield Attack(f"a dry run of {ranks} ranks", [*dry, *size], FINE, do=copied(0))
-    yield Attack("chunks beyond all rows", [*run, "--rollout.chunks=2000000000"], FINE, do=copied(0))
+    yield Attack(
+        "chunks beyond all rows", [*run, "--rollout.chunks=2000000000"], FINE, do=copied(0)
+    )
     for text in ("[" * 10**5, '{"a": ' * 10**5, '{"a": "\\ud800"}', "\x7f", "{}\0"):
-        yield Attack(f"chat_kwargs {text[:20]!a}", [*dry, f"--data.chat-kwargs={text}"], REFUSED, do=copied(0))
+        yield Attack(
+            f"chat_kwargs {text[:20]!a}",
+            [*dry, f"--data.chat-kwargs={text}"],
+            REFUSED,
+            do=copied(0),
+        )
     name = "--log.name=\x7f\x1b[2J\r\n"
     yield Attack(
-        "a text of control characters", [*run, name], FINE, do=copied(0), check=lambda f, said: kept(f, [*run, name])
+        "a text of control characters",
+        [*run, name],
+        FINE,
+        do=copied(0),
+        check=lambda f, said: kept(f, [*run, name]),
     )
 
 
@@ -535,21 +733,41 @@ def kept(folder: Path, argv: list[str]) -> str:
 
 def signals(random_: random.Random) -> Iterator[Attack]:
     """Signals at any moment of a run, or of another command."""
-    ends = {"SIGINT": {130}, "SIGTERM": {75, -15}, "SIGUSR1": {75}, "SIGHUP": {-1}, "SIGPIPE": {0}, "SIGWINCH": {0}}
-    moments = {"at once": "^", "at the start": "placement", "in step 1": r"\[actor\]  step    1", "later": "step    3 "}
+    ends = {
+        "SIGINT": {130},
+        "SIGTERM": {75, -15},
+        "SIGUSR1": {75},
+        "SIGHUP": {-1},
+        "SIGPIPE": {0},
+        "SIGWINCH": {0},
+    }
+    moments = {
+        "at once": "^",
+        "at the start": "placement",
+        "in step 1": r"\[actor\]  step    1",
+        "later": "step    3 ",
+    }
     for moment, text in moments.items():
         for name, wants in ends.items():
 
             def outside(pid: int, out: Path, text: str = text, name: str = name) -> None:
                 until = time.monotonic() + LIMIT
-                while time.monotonic() < until and not re.search(text, out.read_text() if out.exists() else "", re.M):
+                while time.monotonic() < until and not re.search(
+                    text, out.read_text() if out.exists() else "", re.M
+                ):
                     time.sleep(0.01)
                 time.sleep(random_.random() / 10)
                 os.kill(pid, getattr(signal, name))
 
             steps = 6 if wants == {0} else 400
             early = {-2, -15, -10, 0, 1} if moment == "at once" else set()
-            argv = [*BASE, "--run-dir=run", f"--steps={steps}", "--checkpoint.every=1", "--checkpoint.keep=1"]
+            argv = [
+                *BASE,
+                "--run-dir=run",
+                f"--steps={steps}",
+                "--checkpoint.every=1",
+                "--checkpoint.keep=1",
+            ]
             yield Attack(f"{name} {moment}", argv, wants | early, do=copied(0), outside=outside)
 
 
@@ -557,17 +775,22 @@ KINDS = (flags, paths, data, rewards, damages, surroundings, signals)
 
 
 def draw(count: int, seed: int) -> list[Attack]:
-    """So many attacks, of all kinds alike as far as there are; of what a kind has, chosen by the seed."""
+    """So many attacks, of all kinds alike as far as there are; of what a kind has, chosen by the
+    seed."""
     drawn = []
     for kind in KINDS:
         own = random.Random(f"{kind.__name__}/{seed}")
         found = [attack for attack, _ in zip(kind(own), range(300), strict=False)]
         own.shuffle(found)
         drawn.append(found)
-    return [attack for turn in range(300) for found in drawn for attack in found[turn : turn + 1]][:count]
+    return [attack for turn in range(300) for found in drawn for attack in found[turn : turn + 1]][
+        :count
+    ]
 
 
-def run_all(count: int, seed: int, only: str = "", chosen: slice = slice(None), *, tell: bool = True) -> list[str]:
+def run_all(
+    count: int, seed: int, only: str = "", chosen: slice = slice(None), *, tell: bool = True
+) -> list[str]:
     """Runs the attacks; what failed."""
     failed, began = [], time.monotonic()
     for number, attack in list(enumerate(draw(count, seed)))[chosen]:
@@ -578,7 +801,10 @@ def run_all(count: int, seed: int, only: str = "", chosen: slice = slice(None), 
             wrong = trouble(attack, Path(folder), (count, seed, number))
         failed += [f"{attack.name}: {wrong}"] if wrong else []
         if tell:
-            print(f"{number:>4} {attack.name}: {wrong or f'ok, {time.monotonic() - start:.1f} s'}", flush=True)
+            print(
+                f"{number:>4} {attack.name}: {wrong or f'ok, {time.monotonic() - start:.1f} s'}",
+                flush=True,
+            )
     while MADE:
         shutil.rmtree(MADE.popitem()[1])
     if tell:
@@ -588,7 +814,9 @@ def run_all(count: int, seed: int, only: str = "", chosen: slice = slice(None), 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")

@@ -2,10 +2,11 @@
 
     python tests/helpers/campaign.py [--seed 1] [--count 150]
 
-A configuration has a seed that says all of it: the options of the algorithm, and two runs with them. The first one runs
-without a stop. The second has another placement, other sets and other options that must change no result; it may be
-stopped in a random step, by SIGTERM or a crash, and goes on under a third placement. Then the metrics of all steps, the
-last checkpoint's state and the weights of both are compared.
+A configuration has a seed that says all of it: the options of the algorithm, and two runs with
+them. The first one runs without a stop. The second has another placement, other sets and other
+options that must change no result; it may be stopped in a random step, by SIGTERM or a crash, and
+goes on under a third placement. Then the metrics of all steps, the last checkpoint's state and the
+weights of both are compared.
 """
 
 import argparse
@@ -45,24 +46,57 @@ FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpo
     log.validate-temperature=0.8"""
 # options of the algorithm: of each kind a configuration has one or none
 ALGORITHM = [
-    ["ppo.kl-coef=0.05", "ppo.kl-coef=0.05 ppo.kl-kind=abs", "ppo.kl-coef=0.1 ppo.kl-target=0.002 ppo.kl-horizon=60"],
+    [
+        "ppo.kl-coef=0.05",
+        "ppo.kl-coef=0.05 ppo.kl-kind=abs",
+        "ppo.kl-coef=0.1 ppo.kl-target=0.002 ppo.kl-horizon=60",
+    ],
     ["ppo.kl-loss-coef=0.1", "ppo.kl-loss-coef=0.1 ppo.kl-loss-kind=k2"],
     ["ppo.lam=1", "ppo.lam=adaptive ppo.lam-alpha=0.3", "ppo.lam-value=1", "ppo.gamma=0.97"],
     ["ppo.epochs=2", "ppo.epochs=2 ppo.value-epochs=1", "ppo.value-epochs=2"],
-    ["ppo.mini-batches=2", "ppo.mini-batches=3 ppo.value-mini-batches=1", "ppo.value-mini-batches=4"],
-    ["ppo.clip-mode=mask", "ppo.dual-clip=1.5", "ppo.clip-low=0.05 ppo.clip-high=0.1", "ppo.value-clip=None"],
+    [
+        "ppo.mini-batches=2",
+        "ppo.mini-batches=3 ppo.value-mini-batches=1",
+        "ppo.value-mini-batches=4",
+    ],
+    [
+        "ppo.clip-mode=mask",
+        "ppo.dual-clip=1.5",
+        "ppo.clip-low=0.05 ppo.clip-high=0.1",
+        "ppo.value-clip=None",
+    ],
     ["ppo.aggregate=seq_mean_token_sum", "ppo.aggregate=seq_mean_token_mean"],
-    ["ppo.importance=token ppo.old-logprobs=trainer", "ppo.importance=sequence", "ppo.old-logprobs=engine"],
+    [
+        "ppo.importance=token ppo.old-logprobs=trainer",
+        "ppo.importance=sequence",
+        "ppo.old-logprobs=engine",
+    ],
     ["ppo.mask-truncated", "ppo.baseline=none", "ppo.no-whiten", "ppo.entropy-coef=0.01"],
-    ["ppo.critic-warmup=1", "value.pretrain-steps=2 value.pretrain-epochs=2", "value.pretrain-steps=3"],
+    [
+        "ppo.critic-warmup=1",
+        "value.pretrain-steps=2 value.pretrain-epochs=2",
+        "value.pretrain-steps=3",
+    ],
     ["value.ensemble=2", "value.layers=1", "value.freeze=attention", "policy.freeze=embeddings"],
     ["rollout.samples=2", "rollout.samples=3"],
     ["rollout.window=3", "rollout.window=4", "rollout.window=6"],
-    ["rollout.lengths=MIXED", "rollout.lengths=MIXED", "rollout.lengths=LONG", "rollout.temperature=0.7"],
+    [
+        "rollout.lengths=MIXED",
+        "rollout.lengths=MIXED",
+        "rollout.lengths=LONG",
+        "rollout.temperature=0.7",
+    ],
     ["policy.optim.schedule=linear policy.optim.warmup-steps=2", "value.optim.schedule=cosine"],
     ["reward.normalize=running", "reward.missing-eos-penalty=0.2", "reward.overlong-tokens=3"],
-    ["reward.model=REWARD", "reward.model=REWARD reward.function=none", "reward.model=REWARD reward.model-weight=0.5"],
-    ["log.validate-every=2 reward.validation=exact_match", "log.validate-every=3 reward.validation=SCORE"],
+    [
+        "reward.model=REWARD",
+        "reward.model=REWARD reward.function=none",
+        "reward.model=REWARD reward.model-weight=0.5",
+    ],
+    [
+        "log.validate-every=2 reward.validation=exact_match",
+        "log.validate-every=3 reward.validation=SCORE",
+    ],
 ]
 # options of a run that change no result
 FREE = [
@@ -71,10 +105,20 @@ FREE = [
     ["compute.micro-batch-tokens=24", "compute.micro-batch-tokens=90"],
     ["rollout.chunks=1", "rollout.chunks=2", "engine.max-rows=3"],
     ["policy.offload=all", "value.offload=all", "policy.offload=optimizer value.offload=optimizer"],
-    ["reference.offload", "reward.model-offload", "placement.barrier", "placement.reference=critic"],
+    [
+        "reference.offload",
+        "reward.model-offload",
+        "placement.barrier",
+        "placement.reference=critic",
+    ],
     ["fsdp.shard-size=1", "fsdp.shard-size=2"],
 ]
-MOMENTS = {"rollout": Actor.generate, "score": Critic.submit, "gae": Critic.advantages, "update": Actor.update}
+MOMENTS = {
+    "rollout": Actor.generate,
+    "score": Critic.submit,
+    "gae": Critic.advantages,
+    "update": Actor.update,
+}
 SCORE = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 37 / 37
@@ -83,8 +127,9 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: options of the algorithm; ranks and flags of the first run, of the second, and of what goes on
-    with it. The second is ended in a step at one of `MOMENTS` by a rank: by SIGTERM, by a crash, or not (`none`)."""
+    """A configuration: options of the algorithm; ranks and flags of the first run, of the second,
+    and of what goes on with it. The second is ended in a step at one of `MOMENTS` by a rank: by
+    SIGTERM, by a crash, or not (`none`)."""
 
     options: list[str]
     runs: list[tuple[int, list[str]]]
@@ -95,11 +140,15 @@ class Case:
 
 
 def inputs(folder: Path) -> dict[str, str]:
-    """Models with four heads, a reward function, lengths of responses: their names in the options -> their paths."""
+    """Models with four heads, a reward function, lengths of responses: their names in the options
+    -> their paths."""
     config = model_config()
     config.num_attention_heads = config.num_key_value_heads = 4
     torch.manual_seed(7)
-    for name, kind, labels in (("POLICY", LlamaForCausalLM, 2), ("REWARD", LlamaForSequenceClassification, 1)):
+    for name, kind, labels in (
+        ("POLICY", LlamaForCausalLM, 2),
+        ("REWARD", LlamaForSequenceClassification, 1),
+    ):
         config.num_labels = labels
         kind(config).save_pretrained(folder / name)
         build_tokenizer().save_pretrained(folder / name)
@@ -119,7 +168,9 @@ def command(flags: list[str], paths: dict[str, str]) -> list[str]:
 
 def some(draw: random.Random, kinds: list[list[str]], part: float) -> list[str]:
     """Of this part of the kinds one option each, as flags."""
-    return [f"--{word}" for kind in kinds if draw.random() < part for word in draw.choice(kind).split()]
+    return [
+        f"--{word}" for kind in kinds if draw.random() < part for word in draw.choice(kind).split()
+    ]
 
 
 def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
@@ -130,7 +181,9 @@ def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
         check_sets(config, placement, local_world=world)
     except UserError:
         return False
-    return not (placement.colocated and (config.placement.barrier or config.placement.reference == "critic"))
+    return not (
+        placement.colocated and (config.placement.barrier or config.placement.reference == "critic")
+    )
 
 
 def drawn(seed: int, paths: dict[str, str]) -> Case:
@@ -141,18 +194,30 @@ def drawn(seed: int, paths: dict[str, str]) -> Case:
     runs = [(1, some(draw, FREE[:3], 0.3))] * (draw.random() < 0.7)  # one rank is the quickest
     while len(runs) < 3:
         world = draw.choice([2, 2, 3, 4])
-        flags = [draw.choice(["--placement.mode=colocated", f"--placement.actor={draw.randrange(1, world)}"])]
+        flags = [
+            draw.choice(
+                ["--placement.mode=colocated", f"--placement.actor={draw.randrange(1, world)}"]
+            )
+        ]
         for model in ("fsdp", "value", "reference", "reward"):
             flags += [f"--{model}.tensor-parallel={draw.choice([1, 2, 4])}"] * (draw.random() < 0.5)
         flags += some(draw, FREE, 0.3)
         if allowed(world, [*options, *flags], paths):
             runs.append((world, flags))
     stop = draw.choice(["none", "SIGTERM", "SIGTERM", "crash"])
-    return Case(options, runs, stop, draw.randint(2, STEPS), draw.randrange(runs[1][0]), draw.choice([*MOMENTS]))
+    return Case(
+        options,
+        runs,
+        stop,
+        draw.randint(2, STEPS),
+        draw.randrange(runs[1][0]),
+        draw.choice([*MOMENTS]),
+    )
 
 
 def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> int:
-    """A rank of a run, which a case may end early. The weights that its group has in the end are saved."""
+    """A rank of a run, which a case may end early. The weights that its group has in the end are
+    saved."""
     screen = os.open(folder / "screen.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
@@ -166,7 +231,9 @@ def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> in
                 os._exit(CRASHED) if case.stop == "crash" else os.kill(os.getpid(), signal.SIGTERM)
             return former(self, step, *args)
 
-        setattr(Actor if former.__qualname__.startswith("Actor") else Critic, former.__name__, ended)
+        setattr(
+            Actor if former.__qualname__.startswith("Actor") else Critic, former.__name__, ended
+        )
     return train.main(argv)
 
 
@@ -174,7 +241,10 @@ def save_when_closed(owner: Any, path: Path) -> None:
     close = owner.close
 
     def closed(self: Any) -> None:
-        held = [{name: w.clone() for name, w in learner.weights(torch.float32)} for learner in self.learners]
+        held = [
+            {name: w.clone() for name, w in learner.weights(torch.float32)}
+            for learner in self.learners
+        ]
         if self.group.is_first:
             torch.save(held, path)
         close(self)
@@ -211,46 +281,66 @@ def compare(first: Path, second: Path) -> None:
     for role in ROLES:
         due, got = (figures(path / "run", role) for path in (first, second))
         for record in (*due.values(), *got.values()):
-            record.pop("actor/ref_kl", None)  # told where the reference is; critic/ref_kl is told everywhere
+            record.pop(
+                "actor/ref_kl", None
+            )  # told where the reference is; critic/ref_kl is told everywhere
         assert_same(got, due)
-        states = [checkpoint.step_folder(path / "run", STEPS) / role / "state.json" for path in (first, second)]
+        states = [
+            checkpoint.step_folder(path / "run", STEPS) / role / "state.json"
+            for path in (first, second)
+        ]
         due, got = (list(numbers(json.loads(path.read_text()))) for path in states)
         assert got == pytest.approx(due, rel=1e-4, abs=1e-5), f"{role}/state.json"
     for name in ("Actor.pt", "Critic.pt"):
         for due, got in zip(*(torch.load(path / name) for path in (first, second)), strict=True):
             for weight, value in due.items():
-                torch.testing.assert_close(got[weight], value, rtol=0, atol=2e-5, msg=f"{name} {weight}")
+                torch.testing.assert_close(
+                    got[weight], value, rtol=0, atol=2e-5, msg=f"{name} {weight}"
+                )
 
 
 def numbers(value: Any) -> Iterator[float]:
     """All numbers of a JSON file."""
     if isinstance(value, int | float):
         yield float(value)
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from numbers(part)
 
 
 def run_all(first: int, count: int) -> list[int]:
-    """Plays the cases of these seeds and prints a line for each. Returns the seeds of those with a fault."""
+    """Plays the cases of these seeds and prints a line for each. Returns the seeds of those with a
+    fault."""
     wrong, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         paths = inputs(Path(root))
         for seed in range(first, first + count):
             start, case, folder = time.monotonic(), drawn(seed, paths), Path(root) / str(seed)
-            said = f"seed {seed}, ranks {' '.join(str(world) for world, _ in case.runs)}, {case.stop}"
+            said = (
+                f"seed {seed}, ranks {' '.join(str(world) for world, _ in case.runs)}, {case.stop}"
+            )
             try:
                 play(case, paths, folder)
                 print(f"{said}: ok, {time.monotonic() - start:.1f} s", flush=True)
             except Exception as error:
                 wrong.append(seed)
-                screens = [path.read_text(errors="replace")[-2000:] for path in folder.glob("*/screen.txt")]
-                print(*screens, f"{said}: {type(error).__name__}: {error}", case, sep="\n", flush=True)
-    print(f"{count} configurations, {len(wrong)} with a fault {wrong or ''}; {time.monotonic() - began:.0f} s in all")
+                screens = [
+                    path.read_text(errors="replace")[-2000:] for path in folder.glob("*/screen.txt")
+                ]
+                print(
+                    *screens, f"{said}: {type(error).__name__}: {error}", case, sep="\n", flush=True
+                )
+    print(
+        f"{count} configurations, {len(wrong)} with a fault {wrong or ''}; {time.monotonic() - began:.0f} s in all"
+    )
     return wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=150)
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The one place that says which GPUs the tests see: none of the machine's, but for `python -m pytest -m gpu`."""
+"""The one place that says which GPUs the tests see: none of the machine's, but for `python -m
+pytest -m gpu`."""
 
 import os
 import re
@@ -10,8 +11,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose(markers: str) -> None:
-    """Hides the GPUs from this process and from all that it starts, unless `-m` (`markers`) asks for their tests. Comes
-    before anything asks torch for GPUs: what the driver has told once stays."""
+    """Hides the GPUs from this process and from all that it starts, unless `-m` (`markers`) asks
+    for their tests. Comes before anything asks torch for GPUs: what the driver has told once
+    stays."""
     if not re.search(r"(?<!not )\bgpu\b", markers):
         os.environ[VISIBLE] = ""
 
@@ -25,11 +27,14 @@ def gpus() -> int:
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """For tests with so many GPUs; elsewhere they are skipped."""
-    return pytest.mark.skipif(gpus() < count, reason=f"needs {count} GPU{'s' * (count > 1)}: python -m pytest -m gpu")
+    return pytest.mark.skipif(
+        gpus() < count, reason=f"needs {count} GPU{'s' * (count > 1)}: python -m pytest -m gpu"
+    )
 
 
 def needs(module: str, extra: str) -> pytest.MarkDecorator:
-    """For tests of an optional package, by the name that is imported and the extra that installs it."""
+    """For tests of an optional package, by the name that is imported and the extra that installs
+    it."""
     missing = f"{module} is not installed: pip install -e '.[{extra}]'"
     return pytest.mark.skipif(find_spec(module) is None, reason=missing)
 

@@ -1,14 +1,17 @@
-"""Faults, injected into whole jobs: does the job end in time and say why, and does it go on as if nothing had been?
+"""Faults, injected into whole jobs: does the job end in time and say why, and does it go on as if
+nothing had been?
 
     python tests/helpers/faults.py [--count 200] [--seed 0]
 
-Each injection picks a placement, a rank, a step, a moment and a kind of fault from the seed. The job runs under torch's
-elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs may restart by themselves
-(--max-restarts), the others are started again by hand. What is checked of each:
+Each injection picks a placement, a rank, a step, a moment and a kind of fault from the seed. The
+job runs under torch's elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs
+may restart by themselves (--max-restarts), the others are started again by hand. What is checked of
+each:
 
 * the job ended in time, with the cause among the last lines that it printed;
 * no process of it is left;
-* every checkpoint that counted before counts still and is whole (but for those that were to be removed);
+* every checkpoint that counted before counts still and is whole (but for those that were to be
+  removed);
 * after the resume, the metrics of all steps are those of the run without a fault, bit by bit.
 """
 
@@ -42,7 +45,13 @@ from splitppo.run import saver as saving
 from splitppo.run.metrics import ColumnLog
 
 STEPS, TIMEOUT, LIMIT = 4, 5, 30
-FLAGS = [f"--steps={STEPS}", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.01", "--seed=3"]
+FLAGS = [
+    f"--steps={STEPS}",
+    "--rollout.batch-size=8",
+    "--ppo.mini-batches=2",
+    "--ppo.kl-coef=0.01",
+    "--seed=3",
+]
 FLAGS += ["--log.validate-every=0", "--ppo.epochs=1", "--checkpoint.every=1", "--checkpoint.keep=2"]
 FLAGS += [f"--timeout={TIMEOUT}"]
 PLACEMENTS: dict[str, tuple[int, list[str]]] = {
@@ -52,10 +61,28 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "colocated": (2, ["--placement.mode=colocated"]),
     "2+1 with windows": (3, ["--placement.actor=2", "--rollout.window=4"]),
     # ranks that share the policy's layers, and own the same rows
-    "2+1 set": (3, ["--placement.actor=2", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]),
-    "colocated set": (2, ["--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]),
+    "2+1 set": (
+        3,
+        ["--placement.actor=2", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"],
+    ),
+    "colocated set": (
+        2,
+        ["--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"],
+    ),
 }
-MOMENTS = ("rollout", "exchange", "clear", "copy", "logprobs", "gae", "update", "save", "write", "commit", "line")
+MOMENTS = (
+    "rollout",
+    "exchange",
+    "clear",
+    "copy",
+    "logprobs",
+    "gae",
+    "update",
+    "save",
+    "write",
+    "commit",
+    "line",
+)
 KINDS = ("raise", "kill", "stop", "exit", "memory", "sigterm", "sigusr1", "disk", "nan")
 WIRE = ("exchange", "clear", "copy")
 WRITING = ("save", "write", "commit")
@@ -86,7 +113,9 @@ class Fault:
 
     def __str__(self) -> str:
         again = ", restarts by itself" if self.restarts else ""
-        return f"{self.placement} rank {self.rank} step {self.step} {self.moment}: {self.kind}{again}"
+        return (
+            f"{self.placement} rank {self.rank} step {self.step} {self.moment}: {self.kind}{again}"
+        )
 
 
 def draw(count: int, seed: int) -> list[Fault]:
@@ -103,14 +132,24 @@ def draw(count: int, seed: int) -> list[Fault]:
         colocated = placement.startswith("colocated")
         actors = world if colocated else int(placement[0])
         plays = {"actor", "critic"} if colocated else {"actor" if rank < actors else "critic"}
-        if (moment in ("rollout", "logprobs") and "actor" not in plays) or (moment == "gae" and "critic" not in plays):
+        if (moment in ("rollout", "logprobs") and "actor" not in plays) or (
+            moment == "gae" and "critic" not in plays
+        ):
             continue
-        if moment in WIRE and (colocated or (placement, rank) == ("2+1 set", 1)):  # a set's first rank speaks for it
+        if moment in WIRE and (
+            colocated or (placement, rank) == ("2+1 set", 1)
+        ):  # a set's first rank speaks for it
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing
-        # what is asked of a thread that writes must not be asked of the main one: it would end the job as it should not
-        if kind in ("nan", "sigterm", "sigusr1") and moment not in ("rollout", *WIRE, "logprobs", "gae"):
+        # what is asked of a thread that writes must not be asked of the main one: it would end the
+        # job as it should not
+        if kind in ("nan", "sigterm", "sigusr1") and moment not in (
+            "rollout",
+            *WIRE,
+            "logprobs",
+            "gae",
+        ):
             continue
         restarts = kind not in ("sigterm", "sigusr1") and random_.random() < 0.5
         step = random_.randint(2, STEPS - 1)
@@ -136,14 +175,22 @@ def happen(kind: str, learner: Learner | None) -> None:
     if kind == "nan" and learner is not None:
         with torch.no_grad():
             learner.optimizer.param_groups[0]["params"][0].fill_(float("nan"))
-    numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1}
+    numbers = {
+        "kill": signal.SIGKILL,
+        "stop": signal.SIGSTOP,
+        "sigterm": signal.SIGTERM,
+        "sigusr1": signal.SIGUSR1,
+    }
     if kind in numbers:
         os.kill(me, numbers[kind])
 
 
 def inject(fault: Fault) -> None:
     """Arms this process, if it is the rank and this is the first start."""
-    if int(os.environ["RANK"]) != fault.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if (
+        int(os.environ["RANK"]) != fault.rank
+        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    ):
         return
     left = [1]  # it happens once
     learners: list[Learner] = []
@@ -200,7 +247,11 @@ def inject(fault: Fault) -> None:
     elif fault.moment == "save":
         before(saving.Saver, "begin", lambda self, step, *_: step)
     elif fault.moment == "write":
-        before(saving.dcp, "save", lambda _, storage_writer, **__: step_of_part(Path(storage_writer.path)))
+        before(
+            saving.dcp,
+            "save",
+            lambda _, storage_writer, **__: step_of_part(Path(storage_writer.path)),
+        )
     elif fault.moment == "commit":
         before(Path, "rename", lambda self, to: step_of_part(self))
     elif fault.moment == "line":
@@ -216,7 +267,9 @@ def rank_main(fault: Fault | None, run_dir: str) -> int:
     """One rank, forked by the agent."""
     if fault:
         inject(fault)
-    return train.main([*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"])
+    return train.main(
+        [*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"]
+    )
 
 
 def figures(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -225,7 +278,11 @@ def figures(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
     for role in checkpoint.ROLES:
         for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines():
             record = json.loads(line)
-            told = {k: v for k, v in record.items() if not k.startswith(("timing_s", "perf", "spans", "time"))}
+            told = {
+                k: v
+                for k, v in record.items()
+                if not k.startswith(("timing_s", "perf", "spans", "time"))
+            }
             found[role, record["step"]] = told
     return found
 
@@ -250,7 +307,8 @@ def due_figures(placement: str, folder: Path) -> dict[tuple[str, int], dict[str,
 
 
 def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
-    """Injects a fault: what went wrong that should not have, "" if nothing, and the seconds that the job took."""
+    """Injects a fault: what went wrong that should not have, "" if nothing, and the seconds that
+    the job took."""
     due = due_figures(fault.placement, folder)
     run_dir, out = folder / uuid.uuid4().hex, folder / "out.log"
     status, took, job = run_job(fault, run_dir, out)
@@ -265,7 +323,9 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
     if fault.restarts and status:
         wrong.append("did not go on by itself")
     told = said[said.index("\n", said.index("step")) if "step" in said else 0 :]
-    if not re.search(SAID[fault.kind].replace("RANK", str(fault.rank)), told if fault.restarts else told[-6000:]):
+    if not re.search(
+        SAID[fault.kind].replace("RANK", str(fault.rank)), told if fault.restarts else told[-6000:]
+    ):
         wrong.append("did not say why")
     if fault.kind in ("sigterm", "sigusr1") and f"exitcode: {RESUMABLE}" not in re.sub(
         r"exitcode +:", "exitcode:", said
@@ -274,12 +334,16 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
     if left := job.left():
         wrong.append(f"left behind: {left}")
     whole = checkpoint.complete(run_dir)
-    wrong += [f"{folder.name} is damaged: {d}" for folder in whole if (d := checkpoint.damage(folder))]
+    wrong += [
+        f"{folder.name} is damaged: {d}" for folder in whole if (d := checkpoint.damage(folder))
+    ]
     newest = max([checkpoint.step_of(folder) for folder in whole], default=0)
     if newest < fault.step - 2:
         wrong.append(f"only step {newest} is left")
     if not fault.restarts:
-        status, _, _ = run_job(Fault(fault.placement, 0, STEPS + 9, "rollout", "raise", False), run_dir, out)
+        status, _, _ = run_job(
+            Fault(fault.placement, 0, STEPS + 9, "rollout", "raise", False), run_dir, out
+        )
         if status:
             wrong.append(f"the resume failed: {out.read_text(errors='replace')[-1500:]}")
     if not wrong and (found := figures(run_dir)) != due:
@@ -289,7 +353,9 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

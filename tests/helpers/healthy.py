@@ -1,7 +1,9 @@
-"""Records the figures of 21 healthy runs: `python tests/helpers/healthy.py`, some 10 minutes on two cores.
+"""Records the figures of 21 healthy runs: `python tests/helpers/healthy.py`, some 10 minutes on two
+cores.
 
-They are in tests/run/healthy.json: a list of runs, each with its flags and, by role, the values of each metric that
-the notices read: a list with a value a step, or one for all. tests/run/test_notices.py plays them again.
+They are in tests/run/healthy.json: a list of runs, each with its flags and, by role, the values of
+each metric that the notices read: a list with a value a step, or one for all.
+tests/run/test_notices.py plays them again.
 """
 
 import json
@@ -22,7 +24,9 @@ METRICS = {
         "critic/vf_explained_var", "critic/kl_row", "critic/reward_failures",
     ),
 }  # fmt: skip
-ADDITION = "--data.task=addition --rollout.max-new-tokens=4 --reward.missing-eos-penalty=0.5 --steps=40"
+ADDITION = (
+    "--data.task=addition --rollout.max-new-tokens=4 --reward.missing-eos-penalty=0.5 --steps=40"
+)
 RUNS = [  # ranks and flags
     (2, ""),
     (2, "--seed=1"),
@@ -44,7 +48,8 @@ RUNS = [  # ranks and flags
     (1, f"--seed=17 {ADDITION}"),
     (1, f"--seed=18 {ADDITION} --log.validate-every=5 --rollout.batch-size=64"),
     (1, "--seed=19 --reward.normalize=running --ppo.epochs=3 --steps=40"),
-    # after `python configs/smollm2/prepare_smollm2.py`; two minutes a step where the cores are shared
+    # after `python configs/smollm2/prepare_smollm2.py`; two minutes a step where the cores are
+    # shared
     (2, "--config=configs/smollm2/addition.toml --steps=10"),
 ]
 
@@ -52,7 +57,13 @@ RUNS = [  # ranks and flags
 def record(ranks: int, flags: str) -> dict[str, Any]:
     """Trains, and returns the flags and the figures; None where a step has none."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+        ]
         command += ["-m", "splitppo.train", f"--run-dir={folder}/run", *flags.split()]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = {"ranks": ranks, "flags": flags}
@@ -80,12 +91,18 @@ def column(values: Any) -> Any:
 def table(runs: list[dict[str, Any]]) -> str:
     """JSON, a line for each run."""
     for run in runs:
-        run |= {role: {name: column(values) for name, values in run[role].items()} for role in METRICS}
+        run |= {
+            role: {name: column(values) for name, values in run[role].items()} for role in METRICS
+        }
     return "[\n" + ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs) + "\n]\n"
 
 
 def main() -> None:
-    known = {(run["ranks"], run["flags"]): run for run in json.loads(PATH.read_text())} if PATH.exists() else {}
+    known = (
+        {(run["ranks"], run["flags"]): run for run in json.loads(PATH.read_text())}
+        if PATH.exists()
+        else {}
+    )
     for number, run in enumerate(RUNS, 1):
         if run not in known:
             print(f"run {number} of {len(RUNS)}: {run}", flush=True)

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network, host-name and mount namespaces, joined by a cable. Needs root."""
+"""Two hosts on one machine: network, host-name and mount namespaces, joined by a cable. Needs
+root."""
 
 import ctypes
 import os
@@ -42,11 +43,17 @@ class Host:
         self.inside = ["nsenter", "--net", "--uts", "--mount", f"--target={pid}"]
 
     def __call__(self, *command: str) -> None:
-        subprocess.run([*self.inside, *command], check=True, capture_output=True, env=os.environ | {"PATH": PATH})
+        subprocess.run(
+            [*self.inside, *command],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"PATH": PATH},
+        )
 
 
 def enter(pid: int) -> None:
-    """This process, of one thread, goes to the host of another one. (os.setns is new in Python 3.12.)"""
+    """This process, of one thread, goes to the host of another one. (os.setns is new in Python
+    3.12.)"""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
     for kind in ("net", "uts", "mnt"):
         with open(f"/proc/{pid}/ns/{kind}") as namespace:
@@ -57,19 +64,29 @@ def enter(pid: int) -> None:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """The hosts east and west. Each knows its own name by a loopback address, as Debian sets it up."""
-    holders = [subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"]) for _ in NAMES]
+    """The hosts east and west. Each knows its own name by a loopback address, as Debian sets it
+    up."""
+    holders = [
+        subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
+        for _ in NAMES
+    ]
     try:
         for holder in holders:
             while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
                 time.sleep(0.01)
         first, second = (holder.pid for holder in holders)
         cable = [shutil.which("ip", path=PATH) or "ip", "link", "add", "cable", "netns", str(first)]
-        subprocess.run([*cable, "type", "veth", "peer", "name", "cable", "netns", str(second)], check=True)
+        subprocess.run(
+            [*cable, "type", "veth", "peer", "name", "cable", "netns", str(second)], check=True
+        )
         hosts = [Host(name, holder.pid) for name, holder in zip(NAMES, holders, strict=True)]
         for host in hosts:
-            others = "".join(f"{address} {name}\n" for name, address in NAMES.items() if name != host.name)
-            (folder / f"{host.name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}")
+            others = "".join(
+                f"{address} {name}\n" for name, address in NAMES.items() if name != host.name
+            )
+            (folder / f"{host.name}.hosts").write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}"
+            )
             host("mount", "--bind", str(folder / f"{host.name}.hosts"), "/etc/hosts")
             host("hostname", host.name)
             host("ip", "link", "set", "lo", "up")

@@ -1,4 +1,5 @@
-"""A small Hugging Face hub: a local server of the part of its API that huggingface_hub uses, which counts requests."""
+"""A small Hugging Face hub: a local server of the part of its API that huggingface_hub uses, which
+counts requests."""
 
 import base64
 import hashlib
@@ -46,7 +47,9 @@ class Hub:
         self.slow, self.status = 0.0, 0
         self.requests: Counter[tuple[str, str]] = Counter()
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
@@ -55,7 +58,9 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
-    def push(self, repo: str, files: Mapping[str, bytes], *, kind: str = "model", revision: str = "main") -> str:
+    def push(
+        self, repo: str, files: Mapping[str, bytes], *, kind: str = "model", revision: str = "main"
+    ) -> str:
         """Makes a commit of these files, and puts a branch at it. Returns the commit."""
         commit = hashlib.sha1(
             json.dumps({k: hashlib.sha1(v).hexdigest() for k, v in files.items()}).encode()
@@ -118,14 +123,28 @@ class _Handler(BaseHTTPRequestHandler):
             status = 409 if ("model", repo) in hub.repos else 200
             if status == 200:
                 hub.push(repo, {})
-                hub.private |= {repo} if asked.get("private") or asked.get("visibility") == "private" else set()
+                hub.private |= (
+                    {repo}
+                    if asked.get("private") or asked.get("visibility") == "private"
+                    else set()
+                )
             answer = {"url": f"{hub.endpoint}/{repo}"}
         elif what == "preupload":
             given = [file["path"] for file in json.loads(body)["files"]]
-            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in given]}
+            answer = {
+                "files": [
+                    {"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in given
+                ]
+            }
         elif what == "commit":
-            lines = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
-            commit = hub.push(repo, {line["path"]: base64.b64decode(line["content"]) for line in lines})
+            lines = [
+                line["value"]
+                for line in map(json.loads, body.splitlines())
+                if line["key"] == "file"
+            ]
+            commit = hub.push(
+                repo, {line["path"]: base64.b64decode(line["content"]) for line in lines}
+            )
             answer = {"commitUrl": f"{hub.endpoint}/{repo}/commit/{commit}", "commitOid": commit}
         self._send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
@@ -138,9 +157,18 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.status:
             self._send(hub.status, b"{}")
         elif match := FILE.fullmatch(url.path):
-            self._file("dataset" if match[1] else "model", match[2], unquote(match[3]), unquote(match[4]))
+            self._file(
+                "dataset" if match[1] else "model", match[2], unquote(match[3]), unquote(match[4])
+            )
         elif match := ROUTE.fullmatch(url.path):
-            self._about(KINDS[match[1]], match[2], unquote(match[4] or "main"), match[3], match[5], parse_qs(url.query))
+            self._about(
+                KINDS[match[1]],
+                match[2],
+                unquote(match[4] or "main"),
+                match[3],
+                match[5],
+                parse_qs(url.query),
+            )
         else:
             self._send(404, b"{}")
 
@@ -157,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
             return ""
         return commit
 
-    def _about(self, kind: str, repo: str, revision: str, what: str, folder: str | None, query: dict) -> None:
+    def _about(
+        self, kind: str, repo: str, revision: str, what: str, folder: str | None, query: dict
+    ) -> None:
         if not (commit := self._commit(kind, repo, revision)):
             return
         files = self.hub.repos[kind, repo][commit]
@@ -169,9 +199,17 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             deep = query.get("recursive", ["false"])[0].lower() == "true"
             shown = [file for file in inside if deep or "/" not in file.removeprefix(prefix)]
-            folders = {prefix + file.removeprefix(prefix).split("/")[0] for file in inside} - {*shown}
-            answer: Any = [{"type": "file", "path": file, **self._blob(file, files[file])} for file in shown]
-            answer += [] if deep else [{"type": "directory", "path": name, "oid": "0" * 40} for name in folders]
+            folders = {prefix + file.removeprefix(prefix).split("/")[0] for file in inside} - {
+                *shown
+            }
+            answer: Any = [
+                {"type": "file", "path": file, **self._blob(file, files[file])} for file in shown
+            ]
+            answer += (
+                []
+                if deep
+                else [{"type": "directory", "path": name, "oid": "0" * 40} for name in folders]
+            )
         else:
             names = [{"rfilename": file} for file in files]
             answer = {
@@ -186,9 +224,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _blob(self, file: str, data: bytes) -> dict[str, Any]:
         """As git keeps it: large files by LFS."""
-        about: dict[str, Any] = {"size": len(data), "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
+        about: dict[str, Any] = {
+            "size": len(data),
+            "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+        }
         if file.endswith((".safetensors", ".parquet")):
-            about["lfs"] = {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
+            about["lfs"] = {
+                "size": len(data),
+                "oid": hashlib.sha256(data).hexdigest(),
+                "pointerSize": 130,
+            }
         return about
 
     def _file(self, kind: str, repo: str, revision: str, file: str) -> None:
@@ -208,12 +253,17 @@ class _Handler(BaseHTTPRequestHandler):
             if self.command == "GET" and file in self.hub.broken:
                 data = data[: len(data) // 2]
             asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-            start, end = int(asked[1]) if asked else 0, len(data) // 2 if file in self.hub.cut else len(data)
+            start, end = (
+                int(asked[1]) if asked else 0,
+                len(data) // 2 if file in self.hub.cut else len(data),
+            )
             if asked:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             self._send(206 if asked else 200, data[start:end], headers, length=len(data) - start)
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str] | None = None, length: int = -1) -> None:
+    def _send(
+        self, status: int, data: bytes, headers: Mapping[str, str] | None = None, length: int = -1
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)

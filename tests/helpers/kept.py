@@ -1,7 +1,7 @@
 """What each process of the tests would work out anew for each run: once for all here.
 
-tyro takes 40 ms to make the flags of the settings, and the tests read 1,500 command lines. Trying whether the embedded
-model runs on packed rows takes 30 ms for each of a run's models.
+tyro takes 40 ms to make the flags of the settings, and the tests read 1,500 command lines. Trying
+whether the embedded model runs on packed rows takes 30 ms for each of a run's models.
 """
 
 from typing import Any

@@ -1,7 +1,9 @@
-"""Mutation testing of the pure rooms: `python tests/helpers/mutate.py [ROOM ...]`. How to read it: CONTRIBUTING.md.
+"""Mutation testing of the pure rooms: `python tests/helpers/mutate.py [ROOM ...]`. How to read it:
+CONTRIBUTING.md.
 
-mutmut (its settings: pyproject.toml) changes one place of a function at a time and runs the tests that call it. Below
-the table stands each change that no test noticed, unless tests/helpers/survivors.txt knows it.
+mutmut (its settings: pyproject.toml) changes one place of a function at a time and runs the tests
+that call it. Below the table stands each change that no test noticed, unless
+tests/helpers/survivors.txt knows it.
 """
 
 import json
@@ -14,14 +16,28 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("algo", "placement", "models.runner", "rewards.shaping", "run.metrics", "tools.cost", "validation")
-ROOMS = {place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")}  # name -> module in the package
+PLACES = (
+    "algo",
+    "placement",
+    "models.runner",
+    "rewards.shaping",
+    "run.metrics",
+    "tools.cost",
+    "validation",
+)
+ROOMS = {
+    place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")
+}  # name -> module in the package
 KNOWN = ROOT / "tests" / "helpers" / "survivors.txt"
-KILLED, SURVIVED = (1, 3, 24, -24, 36, 152, 255), (0, 5, 33)  # by a test, or by its time; no test noticed, or calls it
+KILLED, SURVIVED = (
+    (1, 3, 24, -24, 36, 152, 255),
+    (0, 5, 33),
+)  # by a test, or by its time; no test noticed, or calls it
 
 
 def mutmut(arguments: list[str]) -> None:
-    """mutmut's command, which passes functions with decorators over; those under torch.no_grad() are half of algo."""
+    """mutmut's command, which passes functions with decorators over; those under torch.no_grad()
+    are half of algo."""
     import libcst as cst  # pyright: ignore[reportMissingImports]
     from mutmut.__main__ import cli  # pyright: ignore[reportMissingImports]
     from mutmut.mutation.file_mutation import MutationVisitor  # pyright: ignore[reportMissingImports]
@@ -30,7 +46,9 @@ def mutmut(arguments: list[str]) -> None:
 
     def skips_others(self: Any, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef) and node.decorators:
-            names = [cst.Module([]).code_for_node(decorator.decorator) for decorator in node.decorators]
+            names = [
+                cst.Module([]).code_for_node(decorator.decorator) for decorator in node.decorators
+            ]
             if names == ["torch.no_grad()"]:
                 return False
         return skips(self, node)
@@ -68,7 +86,12 @@ def report(rooms: list[str]) -> int:
             if status not in SURVIVED:
                 counts["killed" if status in KILLED else "unclear"] += 1
                 continue
-            function = name.split("__mutmut")[0].replace("x_", "", 1).replace("xǁ", "", 1).replace("ǁ", ".")
+            function = (
+                name.split("__mutmut")[0]
+                .replace("x_", "", 1)
+                .replace("xǁ", "", 1)
+                .replace("ǁ", ".")
+            )
             line = "{}: {} -> {}".format(function[function.index(f"{room}.") :], *changed(name))
             if line in known or any(rule.fullmatch(line) for rule in rules):
                 counts["known"] += 1
@@ -76,7 +99,9 @@ def report(rooms: list[str]) -> int:
                 counts["new"] += 1
                 new.append(f"{line}    (mutmut show {name})")
         score = counts["killed"] / max(1, len(found))
-        print(f"{room:<12}{len(found):>8}{counts['killed']:>8}{counts['known']:>8}{counts['new']:>6}{score:>7.1%}")
+        print(
+            f"{room:<12}{len(found):>8}{counts['killed']:>8}{counts['known']:>8}{counts['new']:>6}{score:>7.1%}"
+        )
     print("\n".join(["", *new]))
     return len(new)
 
@@ -84,7 +109,9 @@ def report(rooms: list[str]) -> int:
 def main() -> int:
     rooms = sys.argv[1:] or list(ROOMS)
     os.chdir(ROOT)
-    shutil.rmtree(ROOT / "mutants", ignore_errors=True)  # what it remembers of a test is as old as the test's name
+    shutil.rmtree(
+        ROOT / "mutants", ignore_errors=True
+    )  # what it remembers of a test is as old as the test's name
     if pid := os.fork():  # mutmut imports, forks and exits as it likes
         if os.waitpid(pid, 0)[1]:
             return 2

@@ -1,4 +1,5 @@
-"""What a run's memory is at its peak, phase by phase, as the allocator counts it; and what was estimated beforehand."""
+"""What a run's memory is at its peak, phase by phase, as the allocator counts it; and what was
+estimated beforehand."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -16,7 +17,11 @@ from splitppo.models.offload import Offloaded
 from splitppo.run import memory
 from splitppo.run.resolve import Resolved
 
-VERBS = {"actor logprobs": (Actor, "logprobs"), "actor update": (Actor, "update"), "critic update": (Critic, "update")}
+VERBS = {
+    "actor logprobs": (Actor, "logprobs"),
+    "actor update": (Actor, "update"),
+    "critic update": (Critic, "update"),
+}
 VERBS |= {"critic score": (Critic, "score")}
 
 
@@ -28,7 +33,11 @@ def live_bytes() -> int:
 
     wanted = subclasses(Offloaded) | subclasses(torch.Tensor) - subclasses(DTensor)
     gc.unfreeze()
-    objects, storages, waiting = [found for found in gc.get_objects() if type(found) in wanted], {}, set()
+    objects, storages, waiting = (
+        [found for found in gc.get_objects() if type(found) in wanted],
+        {},
+        set(),
+    )
     gc.freeze()
     for found in objects:
         if isinstance(found, Offloaded):
@@ -41,7 +50,8 @@ def live_bytes() -> int:
 
 @contextmanager
 def counted(found: Callable[[int], object], others: int = 0) -> Iterator[None]:
-    """Calls `found` with the highest number of bytes that were allocated in the block, less those of `others`."""
+    """Calls `found` with the highest number of bytes that were allocated in the block, less those
+    of `others`."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         yield
@@ -52,7 +62,11 @@ def counted(found: Callable[[int], object], others: int = 0) -> Iterator[None]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield
     results: Any = profiler.profiler
-    events = [(e.start_ns(), e.nbytes()) for e in results.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        (e.start_ns(), e.nbytes())
+        for e in results.kineto_results.events()
+        if e.name() == "[memory]"
+    ]
     now = most = 0
     for _, size in sorted(events, key=lambda event: event[0]):
         now += size
@@ -61,7 +75,8 @@ def counted(found: Callable[[int], object], others: int = 0) -> Iterator[None]:
 
 
 def count_peaks(peaks: dict[str, list[int]]) -> None:
-    """Each call of a verb but the first one adds its peak to its phase's; what is there already does not count."""
+    """Each call of a verb but the first one adds its peak to its phase's; what is there already
+    does not count."""
     others = 0 if torch.cuda.is_available() else live_bytes()
     for phase, (owner, name) in VERBS.items():
         plain = getattr(owner, name)
@@ -77,7 +92,8 @@ def count_peaks(peaks: dict[str, list[int]]) -> None:
 
 
 def estimated(resolved: Resolved, total: float = memory.GPU) -> dict[str, float]:
-    """Of the trainer's own process, as PyTorch's allocator counts: without the engine's process and CUDA."""
+    """Of the trainer's own process, as PyTorch's allocator counts: without the engine's process and
+    CUDA."""
     outside = (memory.VLLM, "CUDA")
     return {
         phase: sum(size for part, size in parts.items() if not part.startswith(outside))

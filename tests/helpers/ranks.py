@@ -1,4 +1,5 @@
-"""Runs a function on several ranks: fresh processes that see torchrun's variables, or threads of this process."""
+"""Runs a function on several ranks: fresh processes that see torchrun's variables, or threads of
+this process."""
 
 import contextlib
 import faulthandler
@@ -26,10 +27,10 @@ from devices import gpus
 
 from splitppo.job.collectives import Group
 
-# Ranks are forked by a server that has imported what takes long and runs nothing. A fork of the tests' own process has
-# its locks and process groups without the threads that serve them and can wait for these for ever: a rank forked while
-# the store's thread greets another one never gets to the store. CUDA can't be forked at all: with GPUs in sight, each
-# rank is a new interpreter.
+# Ranks are forked by a server that has imported what takes long and runs nothing. A fork of the
+# tests' own process has its locks and process groups without the threads that serve them and can
+# wait for these for ever: a rank forked while the store's thread greets another one never gets to
+# the store. CUDA can't be forked at all: with GPUs in sight, each rank is a new interpreter.
 START = "spawn" if gpus() else "forkserver"
 FRESH: Any = multiprocessing.get_context(START)
 IMPORTS = [
@@ -47,8 +48,11 @@ FRESH.set_forkserver_preload(IMPORTS)
 
 
 def fresh_process(target: Callable[..., object], *args: Any) -> Any:
-    """Starts a process that is forked by the server (with GPUs, a new one); the first one starts the server."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Starts a process that is forked by the server (with GPUs, a new one); the first one starts
+    the server."""
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     with mock.patch.dict(os.environ, PYTHONPATH=path):
         process = FRESH.Process(target=target, args=args)
         process.start()
@@ -61,11 +65,14 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, local_world: int = 0) -> list:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, local_world: int = 0
+) -> list:
     """`function(rank, *args)` on each of `world` ranks; their results in order of ranks.
 
-    The function is one of a module's own: it reaches the ranks by its name. A rank that raises fails the call with its
-    traceback, at once: the others are killed. Where the time is over, the error says what each rank was at.
+    The function is one of a module's own: it reaches the ranks by its name. A rank that raises
+    fails the call with its traceback, at once: the others are killed. Where the time is over, the
+    error says what each rank was at.
     """
     # as under torchrun, the store is the launcher's and outlives each rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -84,7 +91,9 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             files = _Files([1, 2, stacks[rank].fileno()])
-            process = fresh_process(_child, rank, environ, files, theirs, 0.9 * timeout, function, args)
+            process = fresh_process(
+                _child, rank, environ, files, theirs, 0.9 * timeout, function, args
+            )
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -97,7 +106,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 class _Files:
-    """Open files of this process, for another one. (A test may have turned standard output to a file of its own.)"""
+    """Open files of this process, for another one. (A test may have turned standard output to a
+    file of its own.)"""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
@@ -132,7 +142,13 @@ def _collect(pipes: list, processes: list, deadline: float, stacks: list) -> lis
 
 
 def _child(
-    rank: int, environ: dict, files: _Files, pipe: Any, patience: float, function: Callable, args: tuple
+    rank: int,
+    environ: dict,
+    files: _Files,
+    pipe: Any,
+    patience: float,
+    function: Callable,
+    args: tuple,
 ) -> None:
     out, err, stack = files.numbers
     os.dup2(out, 1)
@@ -178,7 +194,9 @@ class ThreadGroup:
 
 
 # A `Group` of one rank, as far as what only gathers and exchanges asks.
-ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list)
+ALONE: Any = SimpleNamespace(
+    dp_rank=0, dp_size=1, all_gather=lambda value: [value], all_to_all=list
+)
 
 
 class ThreadMesh:
@@ -188,9 +206,13 @@ class ThreadMesh:
         at: the rank's place along each axis: `rows`, `tensor`, or between them also `sequence`.
     """
 
-    def __init__(self, shape: tuple[int, ...], at: tuple[int, ...], groups: list[ThreadGroup]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], at: tuple[int, ...], groups: list[ThreadGroup]
+    ) -> None:
         self.shape, self.at, self.groups = shape, at, groups
-        self.mesh_dim_names = ("rows", "sequence", "tensor") if len(shape) > 2 else ("rows", "tensor")[: len(shape)]
+        self.mesh_dim_names = (
+            ("rows", "sequence", "tensor") if len(shape) > 2 else ("rows", "tensor")[: len(shape)]
+        )
 
     def get_local_rank(self, axis: str) -> int:
         return self.at[self.mesh_dim_names.index(axis)]
@@ -203,8 +225,8 @@ class ThreadMesh:
 
 
 def thread_groups(*shape: int) -> tuple[list[Group], Callable[[], None]]:
-    """The ranks of a mesh of this shape, the last axis running fastest, each as a `Group` for a thread; and what frees
-    all of them from waiting. They work under `thread_collectives`."""
+    """The ranks of a mesh of this shape, the last axis running fastest, each as a `Group` for a
+    thread; and what frees all of them from waiting. They work under `thread_collectives`."""
     lines: dict[tuple, _Line] = {}
     found = []
     for at in itertools.product(*map(range, shape)):
@@ -230,34 +252,53 @@ def thread_collectives() -> Any:
     def gather_tensors(found: torch.Tensor, part: torch.Tensor, group: ThreadGroup) -> None:
         parts = group.exchange(part)
         if len({(one.dtype, one.shape) for one in parts}) != 1:
-            raise ValueError(f"tensors to gather must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}")
+            raise ValueError(
+                f"tensors to gather must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}"
+            )
         found.copy_(torch.cat(parts))
 
     def reduce(values: torch.Tensor, op: Any, group: ThreadGroup) -> None:
         parts = group.exchange(values.clone())
         if len({(one.dtype, one.shape) for one in parts}) != 1:
-            raise ValueError(f"tensors to reduce must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}")
-        values.copy_(torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0))
+            raise ValueError(
+                f"tensors to reduce must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}"
+            )
+        values.copy_(
+            torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0)
+        )
 
     def to_all(
-        found: torch.Tensor, sent: torch.Tensor, due: Any = None, sizes: Any = None, *, group: ThreadGroup
+        found: torch.Tensor,
+        sent: torch.Tensor,
+        due: Any = None,
+        sizes: Any = None,
+        *,
+        group: ThreadGroup,
     ) -> None:
         ranks = len(group.line.shown)
-        parts = [given[group.rank] for given in group.exchange(sent.split(sizes or [len(sent) // ranks] * ranks))]
+        parts = [
+            given[group.rank]
+            for given in group.exchange(sent.split(sizes or [len(sent) // ranks] * ranks))
+        ]
         if due and [len(part) for part in parts] != due:
             raise ValueError(f"{due} elements are due, {[len(part) for part in parts]} come")
         found.copy_(torch.cat(parts))
 
-    patches = {"all_gather_object": gather_objects, "all_gather_into_tensor": gather_tensors, "all_reduce": reduce}
+    patches = {
+        "all_gather_object": gather_objects,
+        "all_gather_into_tensor": gather_tensors,
+        "all_reduce": reduce,
+    }
     patches["all_to_all_single"] = to_all
     return mock.patch.multiple(dist, get_world_size=lambda group: len(group.line.shown), **patches)
 
 
 def run_threads(world: int | tuple[int, ...], function: Callable[..., Any], *args: Any) -> list:
-    """`function(group, *args)` on each of `world` ranks that are threads; their results in order of ranks.
+    """`function(group, *args)` on each of `world` ranks that are threads; their results in order of
+    ranks.
 
-    In milliseconds where `run_ranks` takes seconds. The ranks share all that a process has, and may gather from each
-    other, sum and take the maximum, no more.
+    In milliseconds where `run_ranks` takes seconds. The ranks share all that a process has, and may
+    gather from each other, sum and take the maximum, no more.
 
     Args:
         world: the number of data-parallel ranks, or the shape of a mesh of several axes.
@@ -269,7 +310,9 @@ def run_threads(world: int | tuple[int, ...], function: Callable[..., Any], *arg
     def rank_thread(rank: int, group: Group) -> None:
         try:
             results[rank] = function(group, *args)
-        except BaseException as error:  # raised to the caller; the other ranks would wait for this one
+        except (
+            BaseException
+        ) as error:  # raised to the caller; the other ranks would wait for this one
             errors.append(error)
             abort()
 

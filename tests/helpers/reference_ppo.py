@@ -1,9 +1,10 @@
-"""PPO on one process, written from the papers and nothing else: the yardstick of the trainer's whole program.
+"""PPO on one process, written from the papers and nothing else: the yardstick of the trainer's
+whole program.
 
-It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one backward pass.
-Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016 (GAE), Ye et al. 2020 (dual clip),
-Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW); of critics: VC-PPO (2503.01491), VAPO (2504.05118),
-AsyPPO (2510.01656), SAO (2607.07508).
+It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one
+backward pass. Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016
+(GAE), Ye et al. 2020 (dual clip), Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW);
+of critics: VC-PPO (2503.01491), VAPO (2504.05118), AsyPPO (2510.01656), SAO (2607.07508).
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,9 @@ class Row:
 @dataclass(frozen=True)
 class Step:
     rows: list[Row]
-    mini_batches: list[list[int]]  # indices into rows, in the order of the optimizer's steps; the same each epoch
+    mini_batches: list[
+        list[int]
+    ]  # indices into rows, in the order of the optimizer's steps; the same each epoch
     value_mini_batches: list[list[int]]
 
 
@@ -79,7 +82,9 @@ class Hyper:
 
 @dataclass
 class StepResult:
-    policy_losses: list[float]  # one entry an optimizer step; gradient norms are those before clipping
+    policy_losses: list[
+        float
+    ]  # one entry an optimizer step; gradient norms are those before clipping
     value_losses: list[float]  # of several value models: those of the first come first
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
@@ -88,7 +93,8 @@ class StepResult:
 
 
 def run(model: Any, row: Row) -> Tensor:
-    """The model's outputs at the position before each response token: the state that the action was chosen in."""
+    """The model's outputs at the position before each response token: the state that the action was
+    chosen in."""
     tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
     first = len(row.prompt) - 1
     return model(input_ids=tokens[None]).logits[0, first : first + len(row.response)]
@@ -113,7 +119,8 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
 
 def advantages_of(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """A_t = sum over l >= 0 of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}), with V = 0 after the end."""
+    """A_t = sum over l >= 0 of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}), with V = 0
+    after the end."""
     after = torch.cat([values[1:], values.new_zeros(1)])
     delta = rewards + gamma * after - values
     weights = (gamma * lam) ** torch.arange(len(delta), dtype=delta.dtype, device=delta.device)
@@ -131,7 +138,10 @@ def aggregate(losses: list[Tensor], how: str) -> Tensor:
     """One number from a mini-batch's token losses, one tensor a row."""
     if how == "token_mean":
         return torch.cat(losses).mean()
-    rows = {"seq_mean_token_sum": [x.sum() for x in losses], "seq_mean_token_mean": [x.mean() for x in losses]}[how]
+    rows = {
+        "seq_mean_token_sum": [x.sum() for x in losses],
+        "seq_mean_token_mean": [x.mean() for x in losses],
+    }[how]
     return torch.stack(rows).mean()
 
 
@@ -139,7 +149,9 @@ def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
     ratio = torch.exp(bounded(logp - old))
     if h.clip_mode == "mask":  # SAO, eq. 3
         inside = [1 - h.clip_low < r < 1 + h.clip_high for r in ratio.tolist()]
-        return torch.stack([-r * a if keep else r * 0 for r, a, keep in zip(ratio, adv, inside, strict=True)])
+        return torch.stack(
+            [-r * a if keep else r * 0 for r, a, keep in zip(ratio, adv, inside, strict=True)]
+        )
     objective = torch.minimum(ratio * adv, torch.clip(ratio, 1 - h.clip_low, 1 + h.clip_high) * adv)
     if h.dual_clip is not None:
         objective = torch.where(adv < 0, torch.maximum(objective, h.dual_clip * adv), objective)
@@ -149,12 +161,15 @@ def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
 def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     errors = (v - target) ** 2
     if h.value_clip is not None:
-        errors = torch.maximum(errors, (old + torch.clip(v - old, -h.value_clip, h.value_clip) - target) ** 2)
+        errors = torch.maximum(
+            errors, (old + torch.clip(v - old, -h.value_clip, h.value_clip) - target) ** 2
+        )
     return errors / 2
 
 
 def learning_rate(number: int, count: int, h: Hyper) -> float:
-    """Of step `number` of the `count` steps from the policy's first update to the run's last step."""
+    """Of step `number` of the `count` steps from the policy's first update to the run's last
+    step."""
     if number <= h.warmup_steps:
         return h.policy_lr * number / h.warmup_steps
     top = max(1, h.warmup_steps)
@@ -190,12 +205,17 @@ def descend(model: Any, optimizer: torch.optim.AdamW, loss: Tensor, h: Hyper) ->
 def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     """min(trainer's / engine's probability, cap) of each token, or of the response as a whole."""
     log = old - engine
-    kinds = {"off": torch.zeros_like(log), "token": log, "sequence": log.sum() * torch.ones_like(log)}
+    kinds = {
+        "off": torch.zeros_like(log),
+        "token": log,
+        "sequence": log.sum() * torch.ones_like(log),
+    }
     return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
 
 
 def own_rows(rows: list[int], model: int, models: int, samples: int) -> list[int]:
-    """AsyPPO: the rows of a mini-batch that a value model learns from. Row r is response r % samples of its prompt."""
+    """AsyPPO: the rows of a mini-batch that a value model learns from. Row r is response r %
+    samples of its prompt."""
     if samples >= models:
         return [row for row in rows if row % samples % models == model]
     return [row for row in rows if row // samples % models == model]
@@ -229,10 +249,14 @@ def ppo_step(
             lam = lambda_of(row, h)
             nothing = torch.zeros_like(old_values[i])
             estimates = {"value": (old_values[i], lam), "none": (nothing, 1.0)}
-            adv.append(advantages_of(rewards, estimates[h.baseline][0], h.gamma, estimates[h.baseline][1]))
+            adv.append(
+                advantages_of(rewards, estimates[h.baseline][0], h.gamma, estimates[h.baseline][1])
+            )
             lam_value = lam if h.lam_value is None else h.lam_value
             lam_value = 1.0 if pretrains else lam_value
-            returns.append(advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i])
+            returns.append(
+                advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i]
+            )
         if h.baseline == "none":
             adv = [a - torch.cat(adv).mean() for a in adv]
         if h.whiten:
@@ -240,9 +264,16 @@ def ppo_step(
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
 
-    weights = [truncated_weights(o, torch.tensor(row.engine), h) for o, row in zip(old, step.rows, strict=True)]
+    weights = [
+        truncated_weights(o, torch.tensor(row.engine), h)
+        for o, row in zip(old, step.rows, strict=True)
+    ]
     targets, guesses = torch.cat(returns), torch.cat(old_values)
-    explained = 1 - (targets - guesses).var().item() / targets.var().item() if targets.var() > 1e-12 else 0.0
+    explained = (
+        1 - (targets - guesses).var().item() / targets.var().item()
+        if targets.var() > 1e-12
+        else 0.0
+    )
     result = StepResult([], [], [], [], sum(kls) / len(kls), explained)
     for rows in step.mini_batches * h.epochs if learns else []:
         token_losses = []
@@ -260,7 +291,9 @@ def ppo_step(
         for rows in step.value_mini_batches * epochs:
             rows = own_rows(kept(rows, step, h), model, len(value_models), h.samples)
             before = by_model[model]
-            value_losses = [value_loss(run(value, step.rows[i])[:, 0], before[i], returns[i], h) for i in rows]
+            value_losses = [
+                value_loss(run(value, step.rows[i])[:, 0], before[i], returns[i], h) for i in rows
+            ]
             if not value_losses:
                 continue
             loss = aggregate(value_losses, h.aggregate)
@@ -270,19 +303,29 @@ def ppo_step(
 
 
 def windows(
-    policy: Any, streams: list[list[Row]], cuts: Iterable[tuple[list[list[int]], list[list[int]]]], size: int, h: Hyper
+    policy: Any,
+    streams: list[list[Row]],
+    cuts: Iterable[tuple[list[list[int]], list[list[int]]]],
+    size: int,
+    h: Hyper,
 ) -> Iterator[Step]:
-    """The steps of a run in which each slot samples `size` tokens a step: a row that ends is followed at once by its
-    slot's next one, a row that has not ended goes on in the next step, and a row is trained on in the step it ends.
+    """The steps of a run in which each slot samples `size` tokens a step: a row that ends is
+    followed at once by its slot's next one, a row that has not ended goes on in the next step, and
+    a row is trained on in the step it ends.
 
     A step is made when it is asked for, so what samples is the policy as it is then.
 
     Args:
-        streams: the rows of each slot, whole, in order; those that never end in the run are left out.
+        streams: the rows of each slot, whole, in order; those that never end in the run are left
+            out.
         cuts: for each step, the slots of the policy's mini-batches and of the value model's.
     """
-    place = [(0, 0) for _ in streams]  # of each slot: which row of its stream is open, and how many tokens it has
-    sampled: list[list[float]] = [[] for _ in streams]  # log-probs of the open rows, by the policies that sampled them
+    place = [
+        (0, 0) for _ in streams
+    ]  # of each slot: which row of its stream is open, and how many tokens it has
+    sampled: list[list[float]] = [
+        [] for _ in streams
+    ]  # log-probs of the open rows, by the policies that sampled them
     for cut, value_cut in cuts:
         ended: list[tuple[int, Row]] = []
         for slot, stream in enumerate(streams):
@@ -312,8 +355,8 @@ def reference_ppo(
 ) -> list[StepResult]:
     """Train `policy` and `values` in place on given rollouts, one result a step.
 
-    `policy`, `reference`: Hugging Face causal language models; `values`: token classification models with one label.
-    Rows need a prompt and a response of at least one token each.
+    `policy`, `reference`: Hugging Face causal language models; `values`: token classification
+    models with one label. Rows need a prompt and a response of at least one token each.
     """
     for model in (policy, reference, *values):
         model.eval()  # no dropout
@@ -332,10 +375,14 @@ def reference_ppo(
         for group in optimizers[0].param_groups:
             group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
         phase: Any = {"learns": learns, "pretrains": pretrains}
-        results.append(ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase))
+        results.append(
+            ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase)
+        )
         stale = 0 if results[-1].explained > best else stale + 1
         best = max(best, results[-1].explained)
-        pretrains = pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
+        pretrains = (
+            pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
+        )
         if waited == number - 1 and not results[-1].policy_losses:
             waited = number
         if hyper.kl_target is not None and learns:  # Ziegler et al. 2019, section 2.2

@@ -22,7 +22,13 @@ from splitppo import train
 from splitppo.run import checkpoint
 
 MARK = "SPLITPPO_TEST_JOB"  # variable by which the processes of a job are known
-SMALL = ["--steps=4", "--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--ppo.kl-coef=0.01"]
+SMALL = [
+    "--steps=4",
+    "--rollout.batch-size=12",
+    "--ppo.mini-batches=2",
+    "--log.validate-every=2",
+    "--ppo.kl-coef=0.01",
+]
 
 
 def main_rank(rank: int, argv: list[str]) -> int:
@@ -33,20 +39,30 @@ def main_rank(rank: int, argv: list[str]) -> int:
 
 
 def records(run_dir: Path, role: str) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "metrics" / f"{role}.jsonl").read_text().splitlines()
+    ]
 
 
 def figures(run_dir: Path, role: str) -> dict[int, dict]:
     """step -> what doesn't depend on the clock."""
     clock = ("time", "spans")
     return {
-        record["step"]: {k: v for k, v in record.items() if k not in clock and not k.startswith(("timing_s", "perf"))}
+        record["step"]: {
+            k: v
+            for k, v in record.items()
+            if k not in clock and not k.startswith(("timing_s", "perf"))
+        }
         for record in records(run_dir, role)
     }
 
 
-def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
-    """A folder that `make` fills, and the JSON that it returns, made by the first of the tests' workers that asks."""
+def once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]
+) -> tuple[Path, Any]:
+    """A folder that `make` fills, and the JSON that it returns, made by the first of the tests'
+    workers that asks."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, found = base / name, base / f"{name}.json"
@@ -59,8 +75,8 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Pa
 
 
 class Torchrun:
-    """A job as torchrun runs it: torch's elastic agent in a process of its own. All of it is forked, the ranks too, so
-    that nothing is imported anew.
+    """A job as torchrun runs it: torch's elastic agent in a process of its own. All of it is
+    forked, the ranks too, so that nothing is imported anew.
 
     Args:
         main: what each rank runs, with `args`; its ranks end with the status that it returns.
@@ -69,8 +85,8 @@ class Torchrun:
         rendezvous: torchrun's arguments of several nodes.
         host: a process whose host (hosts.py) this is on.
         env: environment variables beside this process's own.
-        anew: torchrun and its ranks are started by their command lines after all; `args` are then those of
-            splitppo.train.
+        anew: torchrun and its ranks are started by their command lines after all; `args` are then
+            those of splitppo.train.
 
     Attributes:
         pid: the agent's.
@@ -82,9 +98,16 @@ class Torchrun:
     ) -> None:  # fmt: skip
         self.out, self.mark = out, uuid.uuid4().hex
         rendezvous = rendezvous or ("--rdzv_endpoint=127.0.0.1:0", f"--rdzv_id={self.mark}")
-        line = [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--rdzv_backend=c10d", *rendezvous]
+        line = [
+            f"--nproc_per_node={ranks}",
+            f"--max-restarts={restarts}",
+            "--rdzv_backend=c10d",
+            *rendezvous,
+        ]
         env = {**os.environ, **(env or {}), MARK: self.mark}
-        self._process = fresh_process(_agent, line, None if anew else main, args, str(out), host, env)
+        self._process = fresh_process(
+            _agent, line, None if anew else main, args, str(out), host, env
+        )
         self.pid = self._process.pid or 0
 
     @property
@@ -105,7 +128,9 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in ascending order."""
-        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False).stdout
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False
+        ).stdout
         return sorted(map(int, found.split()))
 
     def left(self) -> list[str]:
@@ -123,7 +148,12 @@ class Torchrun:
 
 
 def _agent(
-    line: list[str], main: Callable[..., int | None] | None, args: tuple, out: str, host: int, env: dict[str, str]
+    line: list[str],
+    main: Callable[..., int | None] | None,
+    args: tuple,
+    out: str,
+    host: int,
+    env: dict[str, str],
 ) -> None:
     os.setsid()
     os.environ.clear()
@@ -131,11 +161,22 @@ def _agent(
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a test's may be others
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1),
+        os.fdopen(2, "w", buffering=1),
+    )  # a test's may be others
     if host:
         enter(host)
     if main is None:
-        command = [sys.executable, "-m", "torch.distributed.run", *line, "-m", "splitppo.train", *args[0]]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *line,
+            "-m",
+            "splitppo.train",
+            *args[0],
+        ]
         os.execve(sys.executable, command, env)
     try:
         forking_torchrun(line, main, *args)
@@ -146,7 +187,8 @@ def _agent(
 
 
 def forking_torchrun(line: list[str], main: Callable[..., int | None], *args: Any) -> None:
-    """torchrun with these arguments, but its ranks are forks of this process, which has imported what takes long."""
+    """torchrun with these arguments, but its ranks are forks of this process, which has imported
+    what takes long."""
     config, *_ = config_from_args(parse_args([*line, "none"]))
     config.start_method = "fork" if START == "forkserver" else START
     elastic_launch(config, _forked_rank)(main, *args)
@@ -164,14 +206,24 @@ def _forked_rank(main: Callable[..., int | None], *args: Any) -> None:
 def assert_same(got: dict[int, dict], due: dict[int, dict]) -> None:
     assert got.keys() == due.keys()
     for step, record in due.items():
-        assert got[step].keys() == record.keys(), f"step {step}: {sorted(got[step].keys() ^ record.keys())}"
+        assert got[step].keys() == record.keys(), (
+            f"step {step}: {sorted(got[step].keys() ^ record.keys())}"
+        )
         for name, value in record.items():
             if name == "slots":
                 assert got[step][name] == value, f"step {step} {name}"
                 continue
-            flat = [value] if isinstance(value, float | int) else [v for figure in value for v in figure.values()]
+            flat = (
+                [value]
+                if isinstance(value, float | int)
+                else [v for figure in value for v in figure.values()]
+            )
             seen = got[step][name]
-            seen = [seen] if isinstance(seen, float | int) else [v for figure in seen for v in figure.values()]
+            seen = (
+                [seen]
+                if isinstance(seen, float | int)
+                else [v for figure in seen for v in figure.values()]
+            )
             # explained variance is a ratio of variances, of a few tokens perhaps
             apart = 2e-4 if "explained" in name else 1e-5
             assert seen == pytest.approx(flat, rel=1e-4, abs=apart), f"step {step} {name}"
@@ -184,7 +236,9 @@ def made_up(run_dir: Path, step: int, roles: Sequence[str] = checkpoint.ROLES) -
         part.mkdir(parents=True)
         for name in (".metadata", "__0_0.distcp", "state.json"):
             (part / name).write_text("{}")
-        checkpoint.write_manifest(part, step, {path.name: checkpoint.measure(path) for path in part.iterdir()})
+        checkpoint.write_manifest(
+            part, step, {path.name: checkpoint.measure(path) for path in part.iterdir()}
+        )
     return checkpoint.step_folder(run_dir, step)
 
 

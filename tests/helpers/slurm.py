@@ -1,4 +1,5 @@
-"""A Slurm of two nodes on one machine: real daemons, in a mount namespace of their own, where the nodes' names resolve.
+"""A Slurm of two nodes on one machine: real daemons, in a mount namespace of their own, where the
+nodes' names resolve.
 
 Needs root, and Debian's slurm-wlm and munge.
 """
@@ -52,7 +53,8 @@ PartitionName=all Nodes=n0,n1 Default=YES MaxTime=60 State=UP PriorityTier=1 Gra
 PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 """
 
-# torchrun with the arguments that the launch scripts give it, but its ranks are forked: nothing is imported anew
+# torchrun with the arguments that the launch scripts give it, but its ranks are forked: nothing is
+# imported anew
 FORKING = """#!{python}
 import sys
 sys.path.insert(0, "{helpers}")
@@ -78,7 +80,8 @@ class Cluster:
         inside: what precedes a command to run it in the cluster's namespace.
 
     Attributes:
-        forking: a folder with a torchrun that forks its ranks; what comes first in the PATH is used.
+        forking: a folder with a torchrun that forks its ranks; what comes first in the PATH is
+            used.
     """
 
     def __init__(self, folder: Path, inside: Sequence[str]):
@@ -88,12 +91,20 @@ class Cluster:
         script = self.forking / "torchrun"
         script.write_text(FORKING.format(python=sys.executable, helpers=Path(__file__).parent))
         script.chmod(0o755)
-        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{TORCHRUN}:{PATH}"}
+        self.env = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{TORCHRUN}:{PATH}",
+        }
 
     def __call__(self, *command: str, **extra: str) -> str:
         """What a command prints; one that fails is an error with what it said."""
         done = subprocess.run(
-            [*self.inside, *command], env=self.env | extra, capture_output=True, text=True, timeout=60, check=False
+            [*self.inside, *command],
+            env=self.env | extra,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
@@ -101,7 +112,11 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol says of a job."""
-        return dict(item.split("=", 1) for item in self("scontrol", "show", "job", number).split() if "=" in item)
+        return dict(
+            item.split("=", 1)
+            for item in self("scontrol", "show", "job", number).split()
+            if "=" in item
+        )
 
     def cancel_all(self) -> None:
         """Ends all jobs."""
@@ -126,23 +141,38 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     # the hosts file of its namespace
     (folder / "hosts").write_text("127.0.0.1 localhost n0 n1\n")
     ports = {name: free_port() for name in ("ctld", "n0", "n1")}
-    first = free_port() - 20000  # several of these may run at once, and a job's number says which port it meets at
-    (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=socket.gethostname(), first=first, **ports))
+    first = (
+        free_port() - 20000
+    )  # several of these may run at once, and a job's number says which port it meets at
+    (folder / "slurm.conf").write_text(
+        CONF.format(folder=folder, host=socket.gethostname(), first=first, **ports)
+    )
     # what jobs ask for; any two devices pass for GPUs
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    holder = subprocess.Popen(["unshare", "--mount", "sleep", "infinity"], env=os.environ | {"PATH": PATH})
+    holder = subprocess.Popen(
+        ["unshare", "--mount", "sleep", "infinity"], env=os.environ | {"PATH": PATH}
+    )
     try:
-        _until(lambda: Path(f"/proc/{holder.pid}/comm").read_text().strip() == "sleep", "unshare did not start")
+        _until(
+            lambda: Path(f"/proc/{holder.pid}/comm").read_text().strip() == "sleep",
+            "unshare did not start",
+        )
         slurm = Cluster(folder, ["nsenter", "--mount", f"--target={holder.pid}"])
         slurm("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
-        files = {name: f"--{name}={folder}/munge.{name}" for name in ("socket", "log-file", "pid-file", "seed-file")}
+        files = {
+            name: f"--{name}={folder}/munge.{name}"
+            for name in ("socket", "log-file", "pid-file", "seed-file")
+        }
         slurm("munged", "--force", f"--key-file={folder}/munge.key", *files.values())
         slurm("slurmctld")
         for node in ("n0", "n1"):
             slurm("unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}")
-        _until(lambda: slurm("sinfo", "-h", "-o", "%t %D").split() == ["idle", "2"], "the nodes do not come up")
+        _until(
+            lambda: slurm("sinfo", "-h", "-o", "%t %D").split() == ["idle", "2"],
+            "the nodes do not come up",
+        )
         yield slurm
         slurm.cancel_all()
     finally:

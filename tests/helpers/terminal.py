@@ -24,7 +24,8 @@ from splitppo import train
 
 
 class Terminal:
-    """`splitppo WORDS...` as a user types it. The process is forked, its ranks too, so that nothing is imported anew.
+    """`splitppo WORDS...` as a user types it. The process is forked, its ranks too, so that nothing
+    is imported anew.
 
     Args:
         before: called in the process before the command.
@@ -39,14 +40,18 @@ class Terminal:
         self._master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
         env = {**os.environ, **(env or {})}
-        self.process = fresh_process(_type, os.ttyname(self._slave), list(words), str(folder), env, before, anew)
+        self.process = fresh_process(
+            _type, os.ttyname(self._slave), list(words), str(folder), env, before, anew
+        )
 
     def until(self, pattern: str, limit: float = 60) -> None:
         """Waits until the screen has shown the pattern."""
         end = time.monotonic() + limit
         while not re.search(pattern, self.said):
             assert time.monotonic() < end, f"{pattern} did not come:\n{self.said}"
-            assert self._read() or self.process.exitcode is None, f"ended without {pattern}:\n{self.said}"
+            assert self._read() or self.process.exitcode is None, (
+                f"ended without {pattern}:\n{self.said}"
+            )
 
     def type(self, keys: bytes) -> None:
         os.write(self._master, keys)
@@ -94,7 +99,9 @@ class Terminal:
         return [line for line in rows if line.strip()]
 
 
-def _type(tty: str, words: list[str], folder: str, env: dict[str, str], before: Any, anew: bool) -> None:
+def _type(
+    tty: str, words: list[str], folder: str, env: dict[str, str], before: Any, anew: bool
+) -> None:
     os.setsid()
     screen = os.open(tty, os.O_RDWR)  # becomes the terminal of this session: Ctrl-C is a signal
     for number in (0, 1, 2):

@@ -1,4 +1,5 @@
-"""Imported by the server that ranks are forked from (ranks.py): what each of them would work out anew, once for all."""
+"""Imported by the server that ranks are forked from (ranks.py): what each of them would work out
+anew, once for all."""
 
 import gc
 

@@ -1,4 +1,5 @@
-"""A group whose mesh has more axes than `rows`: ranks along them are a set that works on the same rows."""
+"""A group whose mesh has more axes than `rows`: ranks along them are a set that works on the same
+rows."""
 
 import math
 
@@ -12,10 +13,12 @@ from splitppo.job.collectives import Group
 
 
 def asked(group: Group) -> dict:
-    """What each method gives; every number differs by data-parallel rank, and what only maxima see by place in the
-    set, too."""
+    """What each method gives; every number differs by data-parallel rank, and what only maxima see
+    by place in the set, too."""
     place = group.set_rank
-    rows = torch.tensor([1.0, 2.0, 6.0][: 1 + group.dp_rank])  # of the data-parallel rank, so of all its set
+    rows = torch.tensor(
+        [1.0, 2.0, 6.0][: 1 + group.dp_rank]
+    )  # of the data-parallel rank, so of all its set
     (whole,) = group.all_moments([moments(rows)])
     group.barrier()
     return {
@@ -27,7 +30,9 @@ def asked(group: Group) -> dict:
         "max": group.all_max([group.dp_rank, place, -5]),
         "gathered": group.all_gather(("row", group.dp_rank)),
         "moments": whole,
-        "ids": group.broadcast(torch.arange(3) + 10 * group.dp_rank if group.speaks else None, torch.int64),
+        "ids": group.broadcast(
+            torch.arange(3) + 10 * group.dp_rank if group.speaks else None, torch.int64
+        ),
         "floats": group.broadcast(torch.tensor([0.5]) if group.speaks else None, torch.float32),
         "nothing": group.broadcast(torch.zeros(0) if group.speaks else None, torch.float32),
         "of first": group.of_first(lambda: (place, 10 * group.dp_rank)),
@@ -85,5 +90,7 @@ def test_a_real_mesh_of_processes_does_the_same_in_any_order_of_its_axes():
 
 
 def test_an_alone_group_talks_to_nobody():
-    (found,) = run_threads(1, lambda group: (group.all_sum(torch.ones(2)).tolist(), group.all_max([3]), group.speaks))
+    (found,) = run_threads(
+        1, lambda group: (group.all_sum(torch.ones(2)).tolist(), group.all_max([3]), group.speaks)
+    )
     assert found == ([1.0, 1.0], [3], True)

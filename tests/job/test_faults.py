@@ -1,4 +1,5 @@
-"""Faults: what clusters do to jobs, injected into whole runs (tests/helpers/faults.py), and numbers gone bad."""
+"""Faults: what clusters do to jobs, injected into whole runs (tests/helpers/faults.py), and numbers
+gone bad."""
 
 import json
 import os
@@ -48,18 +49,29 @@ def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number):
-    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank, whose end torchrun takes for a
-    failure: the restarted ranks must not go on."""
+    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank, whose end
+    torchrun takes for a failure: the restarted ranks must not go on."""
     run_dir = tmp_path / "run"
-    argv = [*SMALL, "--steps=40", "--ppo.epochs=1", "--log.validate-every=0", f"--run-dir={run_dir}"]
+    argv = [
+        *SMALL,
+        "--steps=40",
+        "--ppo.epochs=1",
+        "--log.validate-every=0",
+        f"--run-dir={run_dir}",
+    ]
     job = Torchrun(2, train.main, argv, out=tmp_path / "out", restarts=1)
     lines = run_dir / "metrics" / "actor.jsonl"
     deadline = time.monotonic() + 200
-    while not (lines.is_file() and len(lines.read_text().splitlines()) >= 3) and time.monotonic() < deadline:
+    while (
+        not (lines.is_file() and len(lines.read_text().splitlines()) >= 3)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     os.kill(job.pid if number == signal.SIGTERM else job.ranks()[-1], number)
     assert job.wait(200) not in (0, 124)
-    assert re.search(rf"stopped by {number.name} to rank \d: step_\d+ is saved", job.said()), job.said()
+    assert re.search(rf"stopped by {number.name} to rank \d: step_\d+ is saved", job.said()), (
+        job.said()
+    )
     assert ("a stop was requested before this restart" in job.said()) == (number == signal.SIGUSR1)
     (saved,) = names(run_dir)
     step = int(saved.removeprefix("step_"))
@@ -95,7 +107,10 @@ def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, caps
 
     signals = object.__new__(stopping.StopSignals)
     good = Path("runs/mine/checkpoints/step_000002")
-    status: Any = {"dead_rank": lambda: "actor rank 1", "suspended_ranks": lambda: "actor rank 0 is suspended"}
+    status: Any = {
+        "dead_rank": lambda: "actor rank 1",
+        "suspended_ranks": lambda: "actor rank 0 is suspended",
+    }
     runtime: Any = {"status": SimpleNamespace(**status, request_stop=print)}
     runtime |= {"work_done": threading.Event(), "last_checkpoint": lambda: good}
     signals.runtime = cast(Any, SimpleNamespace(**runtime))
@@ -119,14 +134,19 @@ def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, caps
 @pytest.mark.parametrize("first", [True, False])
 def test_an_error_of_a_wait_names_the_suspended_ranks_and_all_phases(capsys, error, phases, first):
     status = SimpleNamespace(dead_rank=lambda: None, phases=lambda: "rank 1 in 'update'")
-    status.suspended_ranks, status.describe = lambda: "rank 1 is suspended", lambda rank: f"rank {rank}"
+    status.suspended_ranks, status.describe = (
+        lambda: "rank 1 is suspended",
+        lambda rank: f"rank {rank}",
+    )
 
     def failed() -> bool:
         status.suspended_ranks = lambda: pytest.fail("asked after the suspended ranks were resumed")
         return first
 
     status.report_failure = failed
-    runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
+    runtime = cast(
+        Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None))
+    )
     assert report_failure(error, runtime, Launch(rank=0, world=2)) == 1
     said = capsys.readouterr().err
     assert "rank 1 is suspended" in said
@@ -138,14 +158,21 @@ def test_an_error_of_a_wait_names_the_suspended_ranks_and_all_phases(capsys, err
 def test_a_killed_rank_is_named_although_its_connections_close_before_it_ends():
     states = iter([None, None, "critic rank 1"])
     status = SimpleNamespace(dead_rank=lambda: next(states), phases=str, suspended_ranks=str)
-    runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
-    assert causes_of(RuntimeError("Connection closed by peer [::1]:5"), runtime)[0] == f"critic rank 1 {DIED}"
+    runtime = cast(
+        Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None))
+    )
+    assert (
+        causes_of(RuntimeError("Connection closed by peer [::1]:5"), runtime)[0]
+        == f"critic rank 1 {DIED}"
+    )
 
 
 def test_the_error_that_follows_from_a_killed_rank_is_a_line(capsys):
     status = SimpleNamespace(dead_rank=lambda: "critic rank 1", report_failure=lambda: True)
     status.phases, status.suspended_ranks = str, str
-    runtime = cast(Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None)))
+    runtime = cast(
+        Any, SimpleNamespace(status=status, heartbeat=SimpleNamespace(lost_host=lambda: None))
+    )
     error = RuntimeError("Connection closed by peer [::1]:5")
     error.add_note("the last good checkpoint is RUN")
     assert report_failure(error, runtime, Launch(rank=0, world=2)) == 1
@@ -160,7 +187,9 @@ def test_torchrun_shows_the_users_error_in_its_own_form(tmp_path, monkeypatch):
     record_error(UserError("steps=0 must be at least 1"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert isinstance(failure.message, dict)  # torchrun warns of any other
-    assert "traceback : steps=0 must be at least 1\n" in str(ChildFailedError("ranks", {0: failure}))
+    assert "traceback : steps=0 must be at least 1\n" in str(
+        ChildFailedError("ranks", {0: failure})
+    )
 
 
 def bad_gradients_rank(rank: int, folder: Path) -> int:
@@ -182,7 +211,10 @@ def test_gradients_that_stay_bad_end_the_run_with_the_last_good_checkpoint(tmp_p
     said = capfd.readouterr()
     assert "no gradient of the critic's last 3 steps was finite" in said.err
     assert "the last good checkpoint is" in said.err
-    records = [json.loads(line) for line in (tmp_path / "run/metrics/critic.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "run/metrics/critic.jsonl").read_text().splitlines()
+    ]
     assert [record["critic/skipped"] for record in records] == [0, 2, 2, 2]
 
 
@@ -198,7 +230,9 @@ def bad_weights_rank(rank: int, folder: Path) -> int:
     made = faults.Learner.__init__
     faults.Learner.__init__ = lambda self, *a, **k: (made(self, *a, **k), learners.append(self))[0]
     ColumnLog.finish = spoiling
-    return train.main([*SMALL, f"--run-dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"])
+    return train.main(
+        [*SMALL, f"--run-dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"]
+    )
 
 
 def test_bad_weights_are_neither_saved_nor_given_to_the_engine(tmp_path, capfd):
@@ -237,4 +271,6 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
         # a thread that writes comes and goes
         assert min(step[i] for step in late) <= max(step[i] for step in early), name
     assert min(step[2] for step in late) < 1.02 * max(step[2] for step in early)
-    assert max(step[3] for step in seen) <= 4  # two that are kept, one before it is removed, one being written
+    assert (
+        max(step[3] for step in seen) <= 4
+    )  # two that are kept, one before it is removed, one being written

@@ -19,7 +19,12 @@ from splitppo.config.cli import parse
 from splitppo.config.rules import check
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--checkpoint.every=2"]
+ARGV = [
+    "--rollout.batch-size=12",
+    "--ppo.mini-batches=2",
+    "--log.validate-every=0",
+    "--checkpoint.every=2",
+]
 FOUR = [*ARGV, "--placement.actor=2"]  # as many of four ranks on one node as on two
 
 
@@ -38,10 +43,19 @@ def no_job_is_left(request):
         request.getfixturevalue("cluster").cancel_all()
 
 
-def submit(cluster: slurm.Cluster, folder: Path, *argv: str, script: str = "multi_node.sh", **options: str) -> str:
+def submit(
+    cluster: slurm.Cluster, folder: Path, *argv: str, script: str = "multi_node.sh", **options: str
+) -> str:
     """Submits a job of two ranks a node; its number."""
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = ["sbatch", "--parsable", f"--chdir={folder}", "--gpus-per-node=2", *given, str(LAUNCH / script)]
+    command = [
+        "sbatch",
+        "--parsable",
+        f"--chdir={folder}",
+        "--gpus-per-node=2",
+        *given,
+        str(LAUNCH / script),
+    ]
     path = f"{cluster.forking}:{cluster.env['PATH']}"
     return cluster(*command, *FOUR, *argv, PYTHONPATH=str(LAUNCH.parent), PATH=path).strip()
 
@@ -57,15 +71,26 @@ def processes_of(run: str) -> dict[int, int]:
     """Of torchruns and ranks: process id -> its parent's."""
     command = ["pgrep", "-f", rf"bin/torchrun --local-addr .*{run}"]
     found = map(int, subprocess.run(command, capture_output=True, text=True).stdout.split())
-    return {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    return {
+        pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in found
+    }
 
 
 @pytest.mark.slurm
 def test_two_nodes_are_as_one(cluster, tmp_path):
     """by_node; per_node is in the test below."""
     (tmp_path / "preset.toml").write_text('[placement]\nmode = "by_node"\n')
-    command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--gpus-per-node=2", str(LAUNCH / "multi_node.sh")]
-    job = cluster(*command, "preset.toml", *FOUR, "--steps=4", PYTHONPATH=str(LAUNCH.parent)).strip()
+    command = [
+        "sbatch",
+        "--parsable",
+        f"--chdir={tmp_path}",
+        "--gpus-per-node=2",
+        str(LAUNCH / "multi_node.sh"),
+    ]
+    job = cluster(
+        *command, "preset.toml", *FOUR, "--steps=4", PYTHONPATH=str(LAUNCH.parent)
+    ).strip()
     ended = cluster.wait(job, "COMPLETED", "FAILED")
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert ended["JobState"] == "COMPLETED", log
@@ -96,8 +121,11 @@ def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
     ended = cluster.wait(job, "COMPLETED", "FAILED", limit=40)
     assert ended["JobState"] == "FAILED"
     assert time.monotonic() - began < 30
-    # torchrun of the rank's node says so, or the ranks do, if the other node has ended the job by then
-    assert re.search("Signal 9|died without an error message", (tmp_path / f"slurm-{job}.log").read_text())
+    # torchrun of the rank's node says so, or the ranks do, if the other node has ended the job by
+    # then
+    assert re.search(
+        "Signal 9|died without an error message", (tmp_path / f"slurm-{job}.log").read_text()
+    )
     assert processes_of(f"slurm-{job}") == {}
 
 
@@ -107,9 +135,18 @@ def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_pat
     run = tmp_path / "runs" / f"slurm-{job}"
     until_step(run, 3)
     # another job, of a partition that goes before, wants the nodes
-    cluster("sbatch", "--partition=first", "--nodes=2", f"--chdir={tmp_path}", "--gpus-per-node=2", "--wrap=true")
+    cluster(
+        "sbatch",
+        "--partition=first",
+        "--nodes=2",
+        f"--chdir={tmp_path}",
+        "--gpus-per-node=2",
+        "--wrap=true",
+    )
     while cluster.job(job)["Restarts"] != "1":
-        assert cluster.job(job)["JobState"] not in ("FAILED", "COMPLETED"), (tmp_path / f"slurm-{job}.log").read_text()
+        assert cluster.job(job)["JobState"] not in ("FAILED", "COMPLETED"), (
+            tmp_path / f"slurm-{job}.log"
+        ).read_text()
         time.sleep(0.2)
     saved = names(run)
     ended = cluster.wait(job, "COMPLETED", "FAILED")
@@ -128,7 +165,12 @@ def test_one_machine_without_slurm(tmp_path):
     """The run is told to end through the script, as Slurm would."""
     (tmp_path / "preset.toml").write_text("steps = 500\n")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"RANKS_PER_NODE": "2", "PATH": path, "PYTHONPATH": str(LAUNCH.parent), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "RANKS_PER_NODE": "2",
+        "PATH": path,
+        "PYTHONPATH": str(LAUNCH.parent),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [LAUNCH / "single_node.sh", "preset.toml", *ARGV, "--run-dir=run"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
@@ -139,13 +181,18 @@ def test_one_machine_without_slurm(tmp_path):
     finally:
         process.kill()
     said = (tmp_path / "log").read_text()
-    assert said.startswith("torchrun --standalone --nproc_per_node 2 -m splitppo.train --config preset.toml ")
+    assert said.startswith(
+        "torchrun --standalone --nproc_per_node 2 -m splitppo.train --config preset.toml "
+    )
     (saved,) = re.findall(r"stopped by SIGUSR1 to rank \d: (step_\d+) is saved", said)
     assert names(tmp_path / "run")[-1] == saved
 
 
-def calls_of(script: list[str], folder: Path, programs: dict[str, str], **env: str) -> list[list[str]]:
-    """The words of each call of a script to one of `programs`, which print the given text in place of their work."""
+def calls_of(
+    script: list[str], folder: Path, programs: dict[str, str], **env: str
+) -> list[list[str]]:
+    """The words of each call of a script to one of `programs`, which print the given text in place
+    of their work."""
     for name, says in programs.items():
         note = f'printf "%s\\n" {name} "$@" "" >> "$CALLS"'
         (folder / name).write_text(f"#!/usr/bin/env bash\n{note}\necho {says}\n")
@@ -160,10 +207,21 @@ def test_a_container_on_every_node(image: str, tmp_path: Path) -> None:
     """With pyxis, srun itself starts the image; its flags are the only change."""
     folder = tmp_path / "a b"
     folder.mkdir()
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n0",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
     script = ["bash", str(LAUNCH / "multi_node.sh"), "p.toml", "--steps=3"]
-    _, (_, *words) = calls_of(script, folder, {"scontrol": "n0", "srun": ""}, **env, CONTAINER=image)
-    flags = [f"--container-image={image}", f"--container-mounts={folder}:{folder}", f"--container-workdir={folder}"]
+    _, (_, *words) = calls_of(
+        script, folder, {"scontrol": "n0", "srun": ""}, **env, CONTAINER=image
+    )
+    flags = [
+        f"--container-image={image}",
+        f"--container-mounts={folder}:{folder}",
+        f"--container-workdir={folder}",
+    ]
     assert [word for word in words if word.startswith("--container")] == (flags if image else [])
     words = [word for word in words if word not in flags]
     assert words[:3] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "bash"]
@@ -175,11 +233,18 @@ def test_skypilot_and_kubernetes_start_the_trainer(tmp_path: Path) -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
-    env = task["envs"] | {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    env = task["envs"] | {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
     env["SKYPILOT_NODE_IPS"] = "10.0.0.1\n10.0.0.2"
     (sky,) = calls_of(["bash", "-euc", task["run"]], tmp_path, {"torchrun": ""}, **env)
     runtime, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    assert job["spec"]["runtimeRef"] == {
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
     for command in (sky, job["spec"]["trainer"]["command"]):
         assert command[0] == "torchrun"
         given = get_args_parser().parse_args(command[1:])
@@ -188,9 +253,16 @@ def test_skypilot_and_kubernetes_start_the_trainer(tmp_path: Path) -> None:
         check(config)
         assert (config.placement.actor or 0) + (config.placement.critic or 0) == 8
     given = get_args_parser().parse_args(sky[1:])
-    assert (given.nnodes, given.node_rank, given.nproc_per_node, given.master_addr) == ("2", 1, "8", "10.0.0.1")
+    assert (given.nnodes, given.node_rank, given.nproc_per_node, given.master_addr) == (
+        "2",
+        1,
+        "8",
+        "10.0.0.1",
+    )
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in LAUNCH.iterdir() if path.name != "compare.sh"))
+@pytest.mark.parametrize(
+    "file", sorted(path.name for path in LAUNCH.iterdir() if path.name != "compare.sh")
+)
 def test_the_files_are_short(file: str) -> None:
     assert len((LAUNCH / file).read_text().splitlines()) <= 40

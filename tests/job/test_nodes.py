@@ -1,6 +1,8 @@
-"""The nodes of a job: whether they are alike, the interface between them, restarts, and heartbeats between hosts.
+"""The nodes of a job: whether they are alike, the interface between them, restarts, and heartbeats
+between hosts.
 
-The tests with two hosts (tests/helpers/hosts.py) run torchrun once on each, with the arguments that its users give.
+The tests with two hosts (tests/helpers/hosts.py) run torchrun once on each, with the arguments that
+its users give.
 """
 
 import contextlib
@@ -36,12 +38,20 @@ SHORT = timedelta(seconds=10)
 
 
 def peer(host: str, machine: str = "", master: str = "10.0.0.1") -> Peer:
-    return Peer(host=host, device="cuda:0", pid=1, network=machine or host, machine=machine or host, master=master)
+    return Peer(
+        host=host,
+        device="cuda:0",
+        pid=1,
+        network=machine or host,
+        machine=machine or host,
+        master=master,
+    )
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """n0's view of two hosts; a thread sends n1's heartbeats: (what ended n0's rank, its Heartbeat, n1's stop)."""
+    """n0's view of two hosts; a thread sends n1's heartbeats: (what ended n0's rank, its Heartbeat,
+    n1's stop)."""
     stop, ended = threading.Event(), []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     store = dist.HashStore()
@@ -95,7 +105,9 @@ def test_a_lost_store_ends_the_rank_and_its_torchrun(watched):
     assert torchrun == os.getppid()
 
 
-def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_notices_one_that_dies_later(monkeypatch):
+def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_notices_one_that_dies_later(
+    monkeypatch,
+):
     """The watching thread, period by period; the clock goes on as given between two of them."""
     clock, ended, store = types.SimpleNamespace(now=100.0), [], dist.HashStore()
     monkeypatch.setattr(heartbeat, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
@@ -123,7 +135,9 @@ def test_a_rank_that_was_suspended_takes_no_host_for_dead_and_notices_one_that_d
 def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "n7")
     Launch(rank=0, world=6, local_world=3, nodes=2).check_nodes()
-    with pytest.raises(UserError, match="6 ranks on 2 nodes, 4 of them on n7: all nodes need the same number"):
+    with pytest.raises(
+        UserError, match="6 ranks on 2 nodes, 4 of them on n7: all nodes need the same number"
+    ):
         Launch(rank=0, world=6, local_world=4, nodes=2).check_nodes()
 
 
@@ -132,8 +146,13 @@ def test_nodes_with_gpus_must_have_the_same_vllm(monkeypatch):
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28))
     monkeypatch.setattr(nodes, "installed", lambda package: {"vllm": "0.26.0"}.get(package, "1"))
     first = facts_of(parse([]))
-    with pytest.raises(UserError, match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; install the same"):
-        check_alike(first, first | {"vLLM": "not installed"}, [peer("n0"), peer("n0"), peer("n1")], 2)
+    with pytest.raises(
+        UserError,
+        match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; install the same",
+    ):
+        check_alike(
+            first, first | {"vLLM": "not installed"}, [peer("n0"), peer("n0"), peer("n1")], 2
+        )
 
 
 def test_what_differs_is_named_with_the_hosts():
@@ -141,16 +160,24 @@ def test_what_differs_is_named_with_the_hosts():
     assert {"torch", "splitppo", "transformers", "--seed"} < first.keys()
     peers = [peer("n0"), peer("n0"), peer("n1")]
     check_alike(first, facts_of(parse(["--seed=3", "--run-dir=elsewhere"])), peers, 2)
-    with pytest.raises(UserError, match=r"nodes differ in --seed: 3 on n0 \(rank 0\), 4 on n1 \(rank 2\); give all"):
+    with pytest.raises(
+        UserError, match=r"nodes differ in --seed: 3 on n0 \(rank 0\), 4 on n1 \(rank 2\); give all"
+    ):
         check_alike(first, facts_of(parse(["--seed=4"])), peers, 2)
-    with pytest.raises(UserError, match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; install the same"):
+    with pytest.raises(
+        UserError,
+        match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; install the same",
+    ):
         check_alike(first, first | {"torch": "1.0"}, peers, 2)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("eth9", r"=eth9 on n1 .* does not lead to .*, n0; set it to .* one of lo \(127\.0\.0\.1\)"),
+        (
+            "eth9",
+            r"=eth9 on n1 .* does not lead to .*, n0; set it to .* one of lo \(127\.0\.0\.1\)",
+        ),
         ("lo", r"GLOO_SOCKET_IFNAME=lo on n1 \(rank 1\) does not lead to the other nodes, n0; "),
         ("", ""),
     ],
@@ -179,7 +206,8 @@ def test_this_machine_has_a_loopback():
 
 
 def test_all_ranks_of_a_start_get_the_same_restart_count():
-    """Also after a start that some ranks never reached, although torchrun's own count differs by node."""
+    """Also after a start that some ranks never reached, although torchrun's own count differs by
+    node."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def client() -> dist.TCPStore:
@@ -210,7 +238,12 @@ def test_what_ranks_have_gathered_leaves_the_store():
 
     def play(rank: int, found: list[list[str]]) -> None:
         ours: Any = object.__new__(Runtime)
-        ours.launch, ours.store, ours.timeout, ours.gathered = Launch(rank=rank, world=2), store, 20.0, []
+        ours.launch, ours.store, ours.timeout, ours.gathered = (
+            Launch(rank=rank, world=2),
+            store,
+            20.0,
+            [],
+        )
         for step in range(4):
             found.append(ours.all_gather(f"step {step}", f"{step}/{rank}"))
 
@@ -230,7 +263,12 @@ def absent_rank(rank: int) -> str:
         return ""
     runtime.STARTUP_LIMIT = 2.0
     try:
-        Runtime(Launch(0, 2, 0, 2), place(PlacementConfig(), world=2, local_world=2), torch.device("cpu"), 2.0)
+        Runtime(
+            Launch(0, 2, 0, 2),
+            place(PlacementConfig(), world=2, local_world=2),
+            torch.device("cpu"),
+            2.0,
+        )
     except RuntimeError as error:
         return str(error)
     return "it came"
@@ -238,12 +276,17 @@ def absent_rank(rank: int) -> str:
 
 def test_a_rank_that_does_not_start_is_named():
     said = run_ranks(2, absent_rank)[0]
-    assert re.fullmatch(r"rank 0 on .* waited 2 s for ranks \[1\], which did not start; those that did: 0 on .*", said)
+    assert re.fullmatch(
+        r"rank 0 on .* waited 2 s for ranks \[1\], which did not start; those that did: 0 on .*",
+        said,
+    )
 
 
 def unlike_rank(rank: int, run_dir: str) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = train.main([*ARGV, "--steps=1", f"--run-dir={run_dir}", f"--seed={5 if rank else 0}"])
+        status = train.main(
+            [*ARGV, "--steps=1", f"--run-dir={run_dir}", f"--seed={5 if rank else 0}"]
+        )
     return status, said.getvalue()
 
 
@@ -252,7 +295,8 @@ def test_other_settings_on_one_rank_end_the_run_before_it_begins(tmp_path):
     assert [status for status, _ in both] == [2, 2]
     for _, said in both:
         assert re.search(
-            r"^error: nodes differ in --seed: 0 on .* \(rank 0\), 5 on .* \(rank 1\); give all nodes", said
+            r"^error: nodes differ in --seed: 0 on .* \(rank 0\), 5 on .* \(rank 1\); give all nodes",
+            said,
         )
 
 
@@ -267,8 +311,11 @@ def pair(tmp_path):
         yield both
 
 
-def start(pair, folder: Path, *argv: str, restarts: int = 0, **env: str) -> tuple[Torchrun, Torchrun]:
-    """The job on both, two ranks each, the rendezvous at the first host; `env` is for the second alone."""
+def start(
+    pair, folder: Path, *argv: str, restarts: int = 0, **env: str
+) -> tuple[Torchrun, Torchrun]:
+    """The job on both, two ranks each, the rendezvous at the first host; `env` is for the second
+    alone."""
 
     def begin(host: hosts.Host, env: dict[str, str]) -> Torchrun:
         line = ("--nnodes=2", "--rdzv_id=job", "--rdzv_endpoint=east:29501")
@@ -300,17 +347,27 @@ def test_a_cut_cable_ends_both_sides_in_time_with_the_host_named(pair, tmp_path)
     for job in jobs:
         job.wait(0)
     # the rendezvous, and so the store, is on one of them
-    said = [re.search(r"(no heartbeat of|the job's store on) (east|west)", job.said()) for job in jobs]
-    assert [found and found[2] for found in said] == ["west", "east"], jobs[0].said() + jobs[1].said()
+    said = [
+        re.search(r"(no heartbeat of|the job's store on) (east|west)", job.said()) for job in jobs
+    ]
+    assert [found and found[2] for found in said] == ["west", "east"], (
+        jobs[0].said() + jobs[1].said()
+    )
 
 
 @pytest.mark.hosts
 def test_a_wrong_interface_is_explained(pair, tmp_path):
-    jobs = start(pair, tmp_path, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo")
+    jobs = start(
+        pair, tmp_path, "--steps=2", f"--run-dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="lo"
+    )
     assert 0 not in ended(jobs)
     due = "error: GLOO_SOCKET_IFNAME=lo on west (rank 2) does not lead to the other nodes, east; "
     for job in jobs:
-        assert due + "set it to the interface of their network, one of lo (127.0.0.1), cable (10.77.0.2)" in job.said()
+        assert (
+            due
+            + "set it to the interface of their network, one of lo (127.0.0.1), cable (10.77.0.2)"
+            in job.said()
+        )
 
 
 REWARD = """
@@ -326,15 +383,22 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.hosts
 def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
-    """Each host knows itself by a loopback address; the interface between them is found all the same."""
+    """Each host knows itself by a loopback address; the interface between them is found all the
+    same."""
     (tmp_path / "reward.py").write_text(REWARD)
-    argv = ["--steps=3", f"--reward.function={tmp_path / 'reward.py'}:score", "--checkpoint.every=1"]
+    argv = [
+        "--steps=3",
+        f"--reward.function={tmp_path / 'reward.py'}:score",
+        "--checkpoint.every=1",
+    ]
     argv += ["--timeout=30", "--placement.actor=2"]  # as many of four ranks on one host as on two
     # the second start resumes, whatever --resume says
     flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
     jobs = start(pair, tmp_path, *argv, *flags, restarts=2)
     assert ended(jobs) == [0, 0], jobs[0].said() + jobs[1].said()
     assert (tmp_path / "seen").exists()
-    run_ranks(4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"])
+    run_ranks(
+        4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"]
+    )
     for role in ("actor", "critic"):
         assert figures(tmp_path / "run", role) == figures(tmp_path / "whole", role)

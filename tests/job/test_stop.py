@@ -1,4 +1,5 @@
-"""A requested stop: all ranks end with the same step, also where no row makes one of them wait for another."""
+"""A requested stop: all ranks end with the same step, also where no row makes one of them wait for
+another."""
 
 import os
 import signal
@@ -34,7 +35,8 @@ def statuses(timeout: float = 20.0) -> list[Status]:
 
 
 def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
-    """Steps without rows: nothing but the answer makes the critic rank wait for the actor rank, or the other way."""
+    """Steps without rows: nothing but the answer makes the critic rank wait for the actor rank, or
+    the other way."""
     both, saved, asked = statuses(), {"actor": [], "critic": []}, threading.Event()
 
     def play(role: Any, status: Status) -> None:
@@ -63,7 +65,10 @@ def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
 
 
 def test_a_wait_for_an_answer_that_does_not_come_names_the_rank():
-    with pytest.raises(WireError, match=r"step 1: critic rank 1 .* waited 0.02 s until actor rank 0 .*raise --timeout"):
+    with pytest.raises(
+        WireError,
+        match=r"step 1: critic rank 1 .* waited 0.02 s until actor rank 0 .*raise --timeout",
+    ):
         statuses(timeout=0.02)[1].stopped_by(1)
 
 
@@ -83,8 +88,17 @@ def late_answer_rank(rank: int, argv: list[str]) -> int:
 
 def test_a_run_that_stops_in_a_step_without_rows_saves_one_checkpoint(tmp_path: Path):
     (tmp_path / "lengths").write_text("9")
-    argv = ["--rollout.window=2", f"--rollout.lengths={tmp_path / 'lengths'}", "--rollout.batch-size=2"]
-    argv += ["--rollout.max-new-tokens=9", "--ppo.mini-batches=1", "--log.validate-every=0", "--placement.actor=1"]
+    argv = [
+        "--rollout.window=2",
+        f"--rollout.lengths={tmp_path / 'lengths'}",
+        "--rollout.batch-size=2",
+    ]
+    argv += [
+        "--rollout.max-new-tokens=9",
+        "--ppo.mini-batches=1",
+        "--log.validate-every=0",
+        "--placement.actor=1",
+    ]
     argv += ["--steps=9", "--timeout=20", f"--run-dir={tmp_path / 'run'}"]
     assert run_ranks(2, late_answer_rank, argv) == [75, 75]
     assert names(tmp_path / "run") == ["step_000002"]

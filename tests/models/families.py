@@ -1,7 +1,7 @@
 """Writes docs/families.md: python tests/models/families.py > docs/families.md
 
-For each configuration of test_families.py, the trial that every run makes of its models: with random weights it must
-give transformers' own outputs, on packed rows or on padded ones.
+For each configuration of test_families.py, the trial that every run makes of its models: with
+random weights it must give transformers' own outputs, on packed rows or on padded ones.
 """
 
 import sys
@@ -44,7 +44,10 @@ def main() -> None:
     print(HEAD)
     for name, (kind, settings, _) in PLAIN.items():
         config = configured(kind, settings)
-        print(f"| {name} | `{kind}` | {found(config, 'policy')} | {found(config, 'value')} |", flush=True)
+        print(
+            f"| {name} | `{kind}` | {found(config, 'policy')} | {found(config, 'value')} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Rows move inside a group once their lengths are known: all of them, whole, with what belongs to them, and evenly."""
+"""Rows move inside a group once their lengths are known: all of them, whole, with what belongs to
+them, and evenly."""
 
 import random
 from dataclasses import replace
@@ -44,7 +45,14 @@ def runner_of(group: Group) -> Runner:
 
 def balance_rank(group, count=ROWS, cuts=3):
     world, rank = group.dp_size, group.dp_rank
-    owned = own(seed=0, step=1, batch_size=count, samples=1, mini_batches=cuts, sizes={"actor": world, "critic": world})
+    owned = own(
+        seed=0,
+        step=1,
+        batch_size=count,
+        samples=1,
+        mini_batches=cuts,
+        sizes={"actor": world, "critic": world},
+    )
     mine = owned.slots("actor", rank)
     rollout = Rollout([sample(row) for part in mine for row in part])
     trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
@@ -59,7 +67,9 @@ def balance_rank(group, count=ROWS, cuts=3):
 
 def test_rows_are_spread_evenly_and_keep_what_is_theirs():
     parts = run_threads(3, balance_rank)
-    owned = own(seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, sizes={"actor": 1, "critic": 1})
+    owned = own(
+        seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, sizes={"actor": 1, "critic": 1}
+    )
     uneven = []
     for index, rows in enumerate(owned.slots("actor", 0)):
         together = sorted(row for part in parts for row in part[0][index])
@@ -80,7 +90,10 @@ def test_ranks_without_rows_take_part():
     """Two rows for three ranks: one has none before, and one has none after."""
     parts = run_threads(3, balance_rank, 2, 1)
     assert sorted(len(held) for _, held, *_ in parts) == [0, 1, 1]
-    assert sorted((row for _, held, *_ in parts for row in held), key=lambda row: row.row) == [sample(0), sample(1)]
+    assert sorted((row for _, held, *_ in parts for row in held), key=lambda row: row.row) == [
+        sample(0),
+        sample(1),
+    ]
     for _, held, per_row, _, _ in parts:
         assert per_row["old"] == [(sampled(row) / 7).tolist() for row in held]
 
@@ -104,14 +117,19 @@ def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
 
 @pytest.mark.parametrize("room", [0, 30, 60])
 def test_a_heap_finds_the_bins_that_a_scan_finds(room):
-    """Each item, the dearest first, goes to the cheapest bin with room for it; of equal bins and items, the first."""
+    """Each item, the dearest first, goes to the cheapest bin with room for it; of equal bins and
+    items, the first."""
     for seed in range(50):
         drawn = random.Random(seed)
         sizes = [drawn.randint(1, 20) for _ in range(drawn.randint(0, 30))]
         costs = [size * (1 + size / 100) for size in sizes]
         bins: list[list[int]] | None = [[] for _ in range(5)]
         for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-            fit = [bin for bin in bins if not room or not bin or sum(sizes[j] for j in [*bin, i]) <= room]
+            fit = [
+                bin
+                for bin in bins
+                if not room or not bin or sum(sizes[j] for j in [*bin, i]) <= room
+            ]
             if not fit:
                 bins = None
                 break

@@ -22,10 +22,19 @@ def values() -> list[torch.Tensor]:
 def quality_rank(group: Group) -> dict:
     rows = HELD[group.dp_rank]
     samples = [
-        Sample(row, [1], list(range(LENGTHS[row])), [0.0] * LENGTHS[row], end="limit" if row == CUT else "eos")
+        Sample(
+            row,
+            [1],
+            list(range(LENGTHS[row])),
+            [0.0] * LENGTHS[row],
+            end="limit" if row == CUT else "eos",
+        )
         for row in rows
     ]
-    held, scores = torch.cat([values()[row] for row in rows]), torch.tensor([SCORES[row] for row in rows])
+    held, scores = (
+        torch.cat([values()[row] for row in rows]),
+        torch.tensor([SCORES[row] for row in rows]),
+    )
     return quality(Rollout(samples), held, scores, GAMMA, group)
 
 

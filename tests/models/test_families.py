@@ -1,4 +1,5 @@
-"""Model folders of many families, plain and odd: read, run and trained as transformers does it, or refused."""
+"""Model folders of many families, plain and odd: read, run and trained as transformers does it, or
+refused."""
 
 import json
 from collections.abc import Callable
@@ -47,11 +48,20 @@ SIZE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 HALF: dict[str, Any] = {"num_key_value_heads": 4}
-LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "rope_theta": 1e4,
+}
 WITHIN: dict[str, Any] = {"rope_parameters": LONG, "max_position_embeddings": 128}
 WITHIN |= {"original_max_position_embeddings": 64}
 BEYOND = WITHIN | {"original_max_position_embeddings": 16}
-CAPS: dict[str, Any] = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 10.0, "sliding_window": 4}
+CAPS: dict[str, Any] = {
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 10.0,
+    "sliding_window": 4,
+}
 # name -> (type, settings beside SIZE, whether rows must be packed)
 PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}, True),
@@ -59,21 +69,41 @@ PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "mistral's window": ("mistral", {"sliding_window": 4}, True),
     "ministral": ("ministral", {"sliding_window": 4}, True),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, True),
-    "qwen2's window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, True),
+    "qwen2's window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        True,
+    ),
     "qwen3": ("qwen3", {}, True),
-    "qwen3.5, hybrid": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, False),
+    "qwen3.5, hybrid": (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention", "full_attention"]},
+        False,
+    ),
     "gemma": ("gemma", {}, True),
     "gemma2's caps": ("gemma2", CAPS, False),
-    "gemma3": ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
     "phi": ("phi", HALF, True),
     "phi3": ("phi3", HALF, True),
     "phi3, longrope within": ("phi3", HALF | WITHIN, True),
     "gpt2": ("gpt2", {}, True),
     "gpt-neox, head renamed": ("gpt_neox", {}, True),
-    "gpt-neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 4}, False),
+    "gpt-neo": (
+        "gpt_neo",
+        {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+        False,
+    ),
     "gptj": ("gptj", {"rotary_dim": 8}, False),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, True),
-    "opt, projected": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}, True),
+    "opt, projected": (
+        "opt",
+        {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        True,
+    ),
     "bloom": ("bloom", {}, False),
     "falcon": ("falcon", {}, False),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, False),
@@ -82,26 +112,52 @@ PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}, True),
     "olmo": ("olmo", {}, True),
     "olmo2": ("olmo2", {}, True),
-    "olmo3": ("olmo3", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, True),
-    "granite": ("granite", {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, True),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
+    "granite": (
+        "granite",
+        {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+        True,
+    ),
     "cohere, tied": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}, True),
     "cohere, untied": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": False}, True),
-    "cohere2": ("cohere2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
     "glm4": ("glm4", {"pad_token_id": 0}, True),
     "helium": ("helium", {}, True),
     "apertus, with buffers": ("apertus", {}, True),
     "arcee": ("arcee", {}, True),
-    "exaone4": ("exaone4", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
     "hunyuan": ("hunyuan_v1_dense", {}, True),
     "seed-oss": ("seed_oss", {}, True),
-    "lfm2, hybrid": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}, False),
+    "lfm2, hybrid": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+        False,
+    ),
     "nanochat": ("nanochat", {}, True),
 }
 
 
 def configured(kind: str, settings: dict[str, Any]) -> Any:
     make: Any = CONFIG_MAPPING[kind]
-    return make(**{name: value for name, value in (SIZE | settings).items() if kind != "falcon" or name != "head_dim"})
+    return make(
+        **{
+            name: value
+            for name, value in (SIZE | settings).items()
+            if kind != "falcon" or name != "head_dim"
+        }
+    )
 
 
 @torch.no_grad()
@@ -112,7 +168,9 @@ def written(folder: Path, config: Any) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, nn.Parameter):
             noise = torch.randn_like(tensor)
-            tensor.copy_(noise * tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else tensor + 0.1 * noise)
+            tensor.copy_(
+                noise * tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else tensor + 0.1 * noise
+            )
         elif name in model.state_dict():
             tensor.mul_(1.1)  # what is made anew in place of being read shows
     model.save_pretrained(folder)
@@ -124,7 +182,10 @@ def rows() -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     cut = [(3, 5), (1, 9), (6, 1)]
     ids = [torch.randint(2, VOCABULARY, (p + r,), generator=generator).tolist() for p, r in cut]
-    return [Sample(i, row[:p], row[p:], [], "eos") for i, (row, (p, _)) in enumerate(zip(ids, cut, strict=True))]
+    return [
+        Sample(i, row[:p], row[p:], [], "eos")
+        for i, (row, (p, _)) in enumerate(zip(ids, cut, strict=True))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +196,8 @@ def mesh():
 
 
 def check_rows(folder: Path, plain: Any, mesh: Any, *, packs: bool) -> None:
-    """Holds log-probs and values of the folder's models, padded and packed, against the library's row by row."""
+    """Holds log-probs and values of the folder's models, padded and packed, against the library's
+    row by row."""
     head = nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
     for kind in ("policy", "value"):
         for packed in (False, True)[: 1 + packs]:
@@ -146,23 +208,37 @@ def check_rows(folder: Path, plain: Any, mesh: Any, *, packs: bool) -> None:
             if kind == "policy":
                 got = PolicyOutputs(0.7, VOCABULARY)(model, batch, entropy=False)[0]
             else:
-                drawn = {name: parameter.full_tensor() for name, parameter in model.score.named_parameters()}
+                drawn = {
+                    name: parameter.full_tensor()
+                    for name, parameter in model.score.named_parameters()
+                }
                 head.load_state_dict(drawn)
                 got = value_outputs(model, batch)
                 assert head.weight.any()
             for i, sample in enumerate(rows()):
                 ids, n = sample.ids[None].long(), len(sample.response)
                 if kind == "policy":
-                    logp = (plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1] / 0.7).log_softmax(-1)
+                    logp = (
+                        plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1] / 0.7
+                    ).log_softmax(-1)
                     due = logp.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
                 else:
-                    due = head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
+                    due = head(plain.base_model(input_ids=ids, use_cache=False)[0])[
+                        0, -n - 1 : -1, 0
+                    ]
                 torch.testing.assert_close(got[i, :n], due, rtol=1e-4, atol=1e-4)
                 assert not got[i, n:].any()
 
 
 def preflown(folder: Path, *more: str) -> None:
-    config = parse([f"--policy.path={folder}", "--rollout.max-prompt-tokens=8", "--rollout.max-new-tokens=24", *more])
+    config = parse(
+        [
+            f"--policy.path={folder}",
+            "--rollout.max-prompt-tokens=8",
+            "--rollout.max-new-tokens=24",
+            *more,
+        ]
+    )
     preflight(resolve(config, place(config.placement, world=1, local_world=1), 1, CPU, probe=True))
 
 
@@ -200,18 +276,25 @@ def configure(folder: Path, **settings: Any) -> None:
 
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> None:
-    """As the published FP8 models are: matrices of layers in blocks, each with the inverse of its scale."""
+    """As the published FP8 models are: matrices of layers in blocks, each with the inverse of its
+    scale."""
     for name in [name for name in weights if name.endswith("_proj.weight")]:
         blocks = weights[name].view(2, weights[name].shape[0] // 2, 2, weights[name].shape[1] // 2)
         scale = blocks.abs().amax(dim=(1, 3)) / 448
         weights[f"{name}_scale_inv"] = scale
-        weights[name] = (blocks / scale[:, None, :, None]).view_as(weights[name]).to(torch.float8_e4m3fn)
+        weights[name] = (
+            (blocks / scale[:, None, :, None]).view_as(weights[name]).to(torch.float8_e4m3fn)
+        )
 
 
 def dequantized(weights: dict[str, torch.Tensor]) -> None:
     for name in [name for name in weights if name.endswith("_scale_inv")]:
         main, scale = name.removesuffix("_scale_inv"), weights.pop(name)
-        blocks = weights[main].float().view(2, weights[main].shape[0] // 2, 2, weights[main].shape[1] // 2)
+        blocks = (
+            weights[main]
+            .float()
+            .view(2, weights[main].shape[0] // 2, 2, weights[main].shape[1] // 2)
+        )
         weights[main] = (blocks * scale[:, None, :, None]).view(weights[main].shape)
 
 
@@ -220,7 +303,9 @@ def test_fp8_is_read_as_the_floats_that_it_stands_for(mesh: Any, tmp_path: Path)
         written(folder, configured("qwen3", {}))
         edited(folder, in_fp8)
     edited(tmp_path / "plain", dequantized)
-    configure(tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    configure(
+        tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}
+    )
     preflown(tmp_path / "fp8")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
     check_rows(tmp_path / "fp8", plain, mesh, packs=True)
@@ -240,9 +325,13 @@ def test_a_value_model_is_written_and_read_again(kind: str, mesh: Any, tmp_path:
     again = build(read_config(str(tmp_path / "value")), "value")
     fill(again, str(tmp_path / "value"), device=CPU)
     batch = micro_batch(rows(), CPU)
-    torch.testing.assert_close(value_outputs(again, batch), value_outputs(value, batch), rtol=0, atol=0)
+    torch.testing.assert_close(
+        value_outputs(again, batch), value_outputs(value, batch), rtol=0, atol=0
+    )
     if kind != "olmo":
-        loaded: Any = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", dtype=torch.float32).eval()
+        loaded: Any = AutoModelForTokenClassification.from_pretrained(
+            tmp_path / "value", dtype=torch.float32
+        ).eval()
         ids = batch.inputs["input_ids"][:1]
         due = cast(Any, whole).score(plain.base_model(input_ids=ids)[0])
         torch.testing.assert_close(loaded(input_ids=ids).logits, due)
@@ -282,7 +371,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_is_refused_in_a_line_by_the_dry_run_too(name: str, tmp_path: Path) -> None:
+def test_what_would_be_wrong_is_refused_in_a_line_by_the_dry_run_too(
+    name: str, tmp_path: Path
+) -> None:
     kind, settings, change, says = REFUSED[name]
     if change or kind == "phi3":
         written(tmp_path, configured(kind, settings))
@@ -292,7 +383,12 @@ def test_what_would_be_wrong_is_refused_in_a_line_by_the_dry_run_too(name: str, 
         build_tokenizer().save_pretrained(tmp_path)
     if change:
         change(tmp_path)
-    argv = [f"--policy.path={tmp_path}", "--rollout.max-prompt-tokens=8", "--rollout.max-new-tokens=24", "--dry-run"]
+    argv = [
+        f"--policy.path={tmp_path}",
+        "--rollout.max-prompt-tokens=8",
+        "--rollout.max-new-tokens=24",
+        "--dry-run",
+    ]
     with pytest.raises(UserError, match=says) as refused:
         dry_run(parse(argv), Launch())
     assert "\n" not in str(refused.value)
@@ -321,7 +417,9 @@ def figures_of_runs(rank: int, folders: list[Path], out: Path) -> None:
 SOME = ("gpt-neox, head renamed", "gemma2's caps", "apertus, with buffers", "qwen3.5, hybrid")
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param(tuple(PLAIN), marks=pytest.mark.families)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(tuple(PLAIN), marks=pytest.mark.families)], ids=["some", "all"]
+)
 def test_a_family_trains_alike_split_and_colocated(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = []
     for number, (kind, settings, _) in enumerate(PLAIN[name] for name in names):
@@ -332,10 +430,16 @@ def test_a_family_trains_alike_split_and_colocated(names: tuple[str, ...], tmp_p
         for role, loss in (("actor", "actor/pg_loss"), ("critic", "critic/vf_loss")):
             runs = [tmp_path / "runs" / folder.name / mode for mode in ("per_node", "colocated")]
             split, colocated = (
-                [json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+                [
+                    json.loads(line)
+                    for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()
+                ]
                 for run in runs
             )
             for one, other in zip(split, colocated, strict=True):
                 for figure in (loss, f"{role}/grad_norm"):
-                    assert one[figure] == pytest.approx(other[figure], rel=1e-4, abs=1e-5), (name, figure)
+                    assert one[figure] == pytest.approx(other[figure], rel=1e-4, abs=1e-5), (
+                        name,
+                        figure,
+                    )
             assert len(split) == 2

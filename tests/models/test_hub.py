@@ -32,7 +32,12 @@ from splitppo.run.folder import inputs_of
 from splitppo.run.resolve import pin
 from splitppo.tools import export
 
-SMALL = ["--steps=2", "--rollout.batch-size=4", "--rollout.max-new-tokens=4", "--ppo.mini-batches=1"]
+SMALL = [
+    "--steps=2",
+    "--rollout.batch-size=4",
+    "--rollout.max-new-tokens=4",
+    "--ppo.mini-batches=1",
+]
 OTHERS = {
     "README.md": b"#",
     "own.py": b"",
@@ -93,28 +98,45 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     found.use(monkeypatch, cache)
     for name in (ERROR_FILE, "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None))  # before it goes on with a file
+    monkeypatch.setattr(
+        file_download, "time", SimpleNamespace(sleep=lambda _: None)
+    )  # before it goes on with a file
     yield found
     found.close()
 
 
 def own_code(files: dict[str, bytes]) -> dict[str, bytes]:
     """The same model, as code of its own."""
-    config = json.loads(files["config.json"]) | {"model_type": "own", "architectures": ["OwnForCausalLM"]}
-    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config = json.loads(files["config.json"]) | {
+        "model_type": "own",
+        "architectures": ["OwnForCausalLM"],
+    }
+    config["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForCausalLM": "own.OwnForCausalLM",
+    }
     return files | {"config.json": json.dumps(config).encode(), "own.py": OWN.encode()}
 
 
 def left(cache: Path) -> list[str]:
     """What of a repository lies in the cache, but for the blobs of whole files."""
-    found = [path.relative_to(cache) for path in cache.glob("*--*/**/*") if path.is_file() or path.is_symlink()]
+    found = [
+        path.relative_to(cache)
+        for path in cache.glob("*--*/**/*")
+        if path.is_file() or path.is_symlink()
+    ]
     return [str(path) for path in found if path.parts[1] != "blobs" or path.suffix]
 
 
-def test_a_name_is_a_folder_of_the_cache_with_what_a_run_reads_and_fetched_once(hub, cache, files, capfd):
+def test_a_name_is_a_folder_of_the_cache_with_what_a_run_reads_and_fetched_once(
+    hub, cache, files, capfd
+):
     commit = hub.push("acme/tiny", files | OTHERS)
     name, path = find("policy.path", "acme/tiny")
-    assert (name, path) == (f"acme/tiny@{commit}", str(cache / "models--acme--tiny" / "snapshots" / commit))
+    assert (name, path) == (
+        f"acme/tiny@{commit}",
+        str(cache / "models--acme--tiny" / "snapshots" / commit),
+    )
     assert contents(Path(path)) == files
     assert hub.gets() == dict.fromkeys(files, 1)
     said = capfd.readouterr().err
@@ -123,7 +145,9 @@ def test_a_name_is_a_folder_of_the_cache_with_what_a_run_reads_and_fetched_once(
     assert "5 files" in said
     assert [find("value.path", given) for given in ("acme/tiny", name)] == [(name, path)] * 2
     assert hub.gets() == dict.fromkeys(files, 1)
-    assert [ref.read_text() for ref in (cache / "models--acme--tiny" / "refs").iterdir()] == [commit]
+    assert [ref.read_text() for ref in (cache / "models--acme--tiny" / "refs").iterdir()] == [
+        commit
+    ]
     assert "fetch" not in capfd.readouterr().err
 
 
@@ -140,8 +164,14 @@ def test_shards_at_a_revision(hub, files, shards, folder):
 
 
 def test_a_file_of_a_data_set(hub, cache):
-    main = hub.push("acme/qa", {"main/train.jsonl": b"1", "main/test.jsonl": b"2", "a.jsonl": b"3"}, kind="dataset")
-    other = hub.push("acme/qa", {"x/0.jsonl": b"4"}, kind="dataset", revision="refs/convert/parquet")
+    main = hub.push(
+        "acme/qa",
+        {"main/train.jsonl": b"1", "main/test.jsonl": b"2", "a.jsonl": b"3"},
+        kind="dataset",
+    )
+    other = hub.push(
+        "acme/qa", {"x/0.jsonl": b"4"}, kind="dataset", revision="refs/convert/parquet"
+    )
     snapshots = cache / "datasets--acme--qa" / "snapshots"
     for given, commit, file, data in (
         ("acme/qa/main/test.jsonl", main, "main/test.jsonl", b"2"),
@@ -159,7 +189,11 @@ def test_a_file_of_a_data_set(hub, cache):
 def test_what_is_no_hub_name_stays_as_it_is(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "acme" / "tiny").mkdir(parents=True)
-    for setting, name in (("policy.path", "tiny"), ("policy.path", "acme/tiny"), ("data.files", "acme/none.jsonl")):
+    for setting, name in (
+        ("policy.path", "tiny"),
+        ("policy.path", "acme/tiny"),
+        ("data.files", "acme/none.jsonl"),
+    ):
         assert find(setting, name) == (name, name)
     for setting, name in (
         ("policy.path", "none"), ("value.path", "./acme/none"), ("reward.model", "/acme/none"),
@@ -261,7 +295,9 @@ FAULTS: dict[str, tuple[str, Callable[[Hub], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failure_is_one_line_and_leaves_nothing_half_written(fault, hub, cache, files, monkeypatch):
+def test_a_failure_is_one_line_and_leaves_nothing_half_written(
+    fault, hub, cache, files, monkeypatch
+):
     name, begin, words = FAULTS[fault]
     hub.push("acme/tiny", files)
     hub.push("acme/qa", {"main/a.jsonl": b"1"}, kind="dataset")
@@ -328,9 +364,19 @@ def test_a_cache_for_reading_only(hub, cache, files, monkeypatch):
     assert find("policy.path", "acme/tiny") == found == (f"acme/tiny@{commit}", found[1])
 
 
-def test_a_run_that_goes_on_keeps_its_commits_and_other_nodes_must_have_the_same(hub, files, shards, tmp_path):
-    given = ["--policy.path=acme/tiny", "--data.files", "hf://datasets/acme/qa/a.jsonl", f"--run-dir={tmp_path}"]
-    model, data = hub.push("acme/tiny", files), hub.push("acme/qa", {"a.jsonl": b"1"}, kind="dataset")
+def test_a_run_that_goes_on_keeps_its_commits_and_other_nodes_must_have_the_same(
+    hub, files, shards, tmp_path
+):
+    given = [
+        "--policy.path=acme/tiny",
+        "--data.files",
+        "hf://datasets/acme/qa/a.jsonl",
+        f"--run-dir={tmp_path}",
+    ]
+    model, data = (
+        hub.push("acme/tiny", files),
+        hub.push("acme/qa", {"a.jsonl": b"1"}, kind="dataset"),
+    )
     config, local = pin(parse(given))
     assert config.policy.path == f"acme/tiny@{model}"
     assert config.data.files == (f"hf://datasets/acme/qa@{data}/a.jsonl",)
@@ -339,17 +385,24 @@ def test_a_run_that_goes_on_keeps_its_commits_and_other_nodes_must_have_the_same
     hub.push("acme/tiny", shards)
     hub.push("acme/qa", {"a.jsonl": b"2"}, kind="dataset")
     assert pin(parse(given)) == (config, local)
-    assert pin(parse([*given, "--policy.path=acme/tiny@main"]))[0].policy.path != config.policy.path, "it was asked for"
+    assert (
+        pin(parse([*given, "--policy.path=acme/tiny@main"]))[0].policy.path != config.policy.path
+    ), "it was asked for"
     moved, _ = pin(parse([*given, "--resume=never"]))
     assert moved.policy.path != config.policy.path
     assert moved.data.files != config.data.files
     facts = [facts_of(each) for each in (config, moved)]
-    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"--policy.path", "--data.files"}
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {
+        "--policy.path",
+        "--data.files",
+    }
 
 
 def test_models_that_are_not_loaded_are_not_fetched(hub, files):
     hub.push("acme/tiny", files)
-    config, local = pin(parse(["--reference.path=acme/none", "--value.path=acme/tiny", "--ppo.kl-coef=0"]))
+    config, local = pin(
+        parse(["--reference.path=acme/none", "--value.path=acme/tiny", "--ppo.kl-coef=0"])
+    )
     assert config.reference.path == "acme/none"
     assert list(local) == [config.value.path]
 
@@ -360,13 +413,19 @@ def test_inputs_do_not_depend_on_where_the_cache_lies(hub, cache, files, monkeyp
     found = []
     for place in ("cache", "elsewhere"):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / place))
-        config, local = pin(parse(["--policy.path=acme/tiny", "--data.files", "hf://datasets/acme/qa/a.jsonl"]))
-        found.append(inputs_of(config, {"policy": config.policy.path, "value": config.policy.path}, local))
+        config, local = pin(
+            parse(["--policy.path=acme/tiny", "--data.files", "hf://datasets/acme/qa/a.jsonl"])
+        )
+        found.append(
+            inputs_of(config, {"policy": config.policy.path, "value": config.policy.path}, local)
+        )
     assert found[0] == found[1]
     assert {name.partition(" ")[0] for name in found[0]} == {"policy.path", "data.files"}
     assert len(found[0]) == len(files) + 1
     (cache / "other").mkdir()
-    plain = inputs_of(parse(["--policy.path=cache/other"]), {"policy": str(cache), "value": "tiny"}, {})
+    plain = inputs_of(
+        parse(["--policy.path=cache/other"]), {"policy": str(cache), "value": "tiny"}, {}
+    )
     assert not plain
 
 
@@ -375,8 +434,17 @@ def test_dry_run_by_name(hub, files, capfd):
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(4)]
     text = "\n".join(map(json.dumps, rows)).encode()
     data = hub.push("acme/qa", {"main/train.jsonl": text}, kind="dataset")
-    argv = ["--policy.path=acme/tiny", "--data.files=hf://datasets/acme/qa/main/train.jsonl", "--dry-run"]
-    argv += ["--data.answer-key=answer", "--log.validate-every=0", "--reward.function=exact_match", *SMALL]
+    argv = [
+        "--policy.path=acme/tiny",
+        "--data.files=hf://datasets/acme/qa/main/train.jsonl",
+        "--dry-run",
+    ]
+    argv += [
+        "--data.answer-key=answer",
+        "--log.validate-every=0",
+        "--reward.function=exact_match",
+        *SMALL,
+    ]
     assert train.main(argv) == 0
     out = capfd.readouterr().out
     assert f'path = "acme/tiny@{model}"' in out
@@ -395,7 +463,9 @@ def test_a_models_own_code_does_not_run_unless_it_may(files, tmp_path, monkeypat
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
     given = own_code(files)
     known = files | {"own.py": given["own.py"]}
-    config = json.loads(files["config.json"]) | {"auto_map": json.loads(given["config.json"])["auto_map"]}
+    config = json.loads(files["config.json"]) | {
+        "auto_map": json.loads(given["config.json"])["auto_map"]
+    }
     known["config.json"] = json.dumps(config).encode()
     for name, content in {"own": given, "known": known}.items():
         (tmp_path / name).mkdir()
@@ -405,7 +475,9 @@ def test_a_models_own_code_does_not_run_unless_it_may(files, tmp_path, monkeypat
         read_config(str(tmp_path / "own"))
     model: Any = build(read_config(str(tmp_path / "known")), "policy")
     assert type(model.causal) is LlamaForCausalLM
-    tokens = json.loads(files["tokenizer_config.json"]) | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    tokens = json.loads(files["tokenizer_config.json"]) | {
+        "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    }
     tokens["tokenizer_class"] = "OwnTokenizer"
     (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(tokens))
     with pytest.raises(UserError, match="trust-remote-code"):
@@ -420,11 +492,23 @@ def train_on_rank(rank: int, endpoint: str, cache: str, modules: str, argv: list
     return train.main(argv)
 
 
-def test_two_ranks_train_a_model_with_code_of_its_own_by_name(hub, cache, files, tmp_path, monkeypatch):
+def test_two_ranks_train_a_model_with_code_of_its_own_by_name(
+    hub, cache, files, tmp_path, monkeypatch
+):
     start(monkeypatch, tmp_path / "attempt_0")
     commit = hub.push("acme/own", own_code(files))
-    argv = ["--policy.path=acme/own", "--policy.trust-remote-code", f"--run-dir={tmp_path / 'run'}", *SMALL]
-    argv += ["--engine.kind=hf", "--checkpoint.every=2", "--ppo.kl-coef=0.01", "--log.validate-every=0"]
+    argv = [
+        "--policy.path=acme/own",
+        "--policy.trust-remote-code",
+        f"--run-dir={tmp_path / 'run'}",
+        *SMALL,
+    ]
+    argv += [
+        "--engine.kind=hf",
+        "--checkpoint.every=2",
+        "--ppo.kl-coef=0.01",
+        "--log.validate-every=0",
+    ]
     arguments = hub.endpoint, str(cache), str(tmp_path / "modules"), argv
     assert run_ranks(2, train_on_rank, *arguments) == [0, 0]
     assert hub.gets() == dict.fromkeys([*files, "own.py"], 1)
@@ -439,4 +523,6 @@ def test_two_ranks_train_a_model_with_code_of_its_own_by_name(hub, cache, files,
     for kind in ("policy", "value"):
         assert (out / kind / "own.py").read_text() == OWN
         assert f"acme/own@{commit}" in (out / kind / "README.md").read_text()
-        check_folder(read_config(str(out / kind), own_code=True), str(out / kind), kind, random_init=False)  # type: ignore
+        check_folder(
+            read_config(str(out / kind), own_code=True), str(out / kind), kind, random_init=False
+        )  # type: ignore

@@ -1,4 +1,5 @@
-"""Families of Hugging Face models, tiny and random: built on meta, sharded, filled, and equal to the library's own."""
+"""Families of Hugging Face models, tiny and random: built on meta, sharded, filled, and equal to
+the library's own."""
 
 import copy
 from typing import Any, cast
@@ -43,7 +44,15 @@ SIZE: dict[str, Any] = {
 FAMILIES = {
     "llama": LlamaConfig(**SIZE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZE, sliding_window=4),
-    "gpt2": GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
+    "gpt2": GPT2Config(
+        vocab_size=50,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
 }
 
 
@@ -58,7 +67,10 @@ def rows():
     generator = torch.Generator().manual_seed(0)
     cut = [(3, 5), (1, 9), (6, 1)]
     draw = [
-        (torch.randint(1, 50, (p,), generator=generator), torch.randint(1, 50, (r,), generator=generator))
+        (
+            torch.randint(1, 50, (p,), generator=generator),
+            torch.randint(1, 50, (r,), generator=generator),
+        )
         for p, r in cut
     ]
     return [Sample(i, p.tolist(), r.tolist(), [], "eos") for i, (p, r) in enumerate(draw)]
@@ -73,7 +85,9 @@ def test_a_model_leaves_no_trace_in_the_configuration_it_is_built_from():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_value_model_starts_with_a_reward_models_head_whatever_its_family_calls_it(family, mesh, tmp_path):
+def test_a_value_model_starts_with_a_reward_models_head_whatever_its_family_calls_it(
+    family, mesh, tmp_path
+):
     config = copy.deepcopy(FAMILIES[family])
     config.num_labels = 1
     reward = AutoModelForSequenceClassification.from_config(config)
@@ -103,7 +117,9 @@ def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
     among = gradients(rows(), [0.0, 1.0, 0.0], packed=True)
     for name, gradient in alone.items():
         # some of a tensor's figures are sums of others that cancel, and as uncertain as these
-        torch.testing.assert_close(among[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            among[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 class Louder(LlamaForCausalLM):
@@ -117,7 +133,9 @@ class Louder(LlamaForCausalLM):
 
 def test_what_a_model_does_after_its_output_layer_is_done_to_a_piece_at_a_time(monkeypatch):
     monkeypatch.setattr(heads, "LOGIT_PIECE", 4)
-    causal: Any = Louder(LlamaConfig(**SIZE, tie_word_embeddings=True, initializer_range=0.5)).eval()
+    causal: Any = Louder(
+        LlamaConfig(**SIZE, tie_word_embeddings=True, initializer_range=0.5)
+    ).eval()
     causal.model.loudness = 3.0
     model, seen = PolicyModel(causal), []
     assert model.state_dict().keys() == causal.state_dict().keys()
@@ -128,7 +146,12 @@ def test_what_a_model_does_after_its_output_layer_is_done_to_a_piece_at_a_time(m
     for sample, found in zip(rows(), logprobs, strict=True):
         ids = sample.ids[None].long()
         start = len(sample.prompt) - 1
-        due = causal(ids).logits[0, start:-1].log_softmax(-1).gather(-1, ids[0, start + 1 :, None])[:, 0]
+        due = (
+            causal(ids)
+            .logits[0, start:-1]
+            .log_softmax(-1)
+            .gather(-1, ids[0, start + 1 :, None])[:, 0]
+        )
         torch.testing.assert_close(found[: len(due)], due)
 
 
@@ -140,7 +163,9 @@ def test_a_packed_batch_holds_the_rows_and_nothing_but_a_round_number_of_tokens(
     for sample, start in zip(samples, begins, strict=False):
         row = sample.ids.tolist()
         assert ids[start : start + len(row)].tolist() == row
-        assert batch.inputs["position_ids"][0, start : start + len(row)].tolist() == list(range(len(row)))
+        assert batch.inputs["position_ids"][0, start : start + len(row)].tolist() == list(
+            range(len(row))
+        )
     assert ids[batch.before + 1].tolist() == batch.responses.tolist()
 
 

@@ -33,7 +33,9 @@ KINDS = ("none", "optimizer", "all")
 
 def objective(model: Any, batch: Any, given: Any) -> Any:
     values = value_outputs(model, batch)
-    return algo.value_loss(values, given["old"], given["returns"], batch.mask, clip=None, aggregate="token_mean")
+    return algo.value_loss(
+        values, given["old"], given["returns"], batch.mask, clip=None, aggregate="token_mean"
+    )
 
 
 def outputs(model: Any, batch: Any) -> list:
@@ -53,34 +55,55 @@ def on_device(model: Any) -> int:
 
 
 def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
-    """Updates with each kind of offloading, and a checkpoint; what they give, and bytes on the device after each."""
+    """Updates with each kind of offloading, and a checkpoint; what they give, and bytes on the
+    device after each."""
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
     runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0)
     group, found, parts = runtime.groups["actor"], {}, []
-    rows = Rollout([Sample(row, [5, 6], [7 + row] * (3 + row), [0.0] * (3 + row), "eos") for row in (rank, rank + 2)])
+    rows = Rollout(
+        [
+            Sample(row, [5, 6], [7 + row] * (3 + row), [0.0] * (3 + row), "eos")
+            for row in (rank, rank + 2)
+        ]
+    )
     fields = {"old": torch.zeros(rows.tokens), "returns": torch.linspace(-1, 1, rows.tokens)}
     offload.PART, step = 2**14, torch.optim.AdamW.step  # several parts
 
     def noted(self: Any, *args: Any) -> Any:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         parts.append(sum(2 * local(p).nbytes for p in parameters))
         return step(self, *args)
 
-    setattr(torch.optim.AdamW, "step", noted)  # noqa: B010 -- a wrapper, not a method of ours
-    for kind, how, steps in (*((kind, kind, (1, 2, 3)) for kind in KINDS), ("resumed", "all", (3,))):
+    setattr(torch.optim.AdamW, "step", noted)  # noqa: B010
+    for kind, how, steps in (
+        *((kind, kind, (1, 2, 3)) for kind in KINDS),
+        ("resumed", "all", (3,)),
+    ):
         model, runner = make(group, runtime.shards["actor"])
         options: Any = {"steps": 4, "aggregate": "token_mean", "offload": how}
-        learner, sizes = Learner(model, runner, OptimConfig(lr=1e-2, weight_decay=0.1), **options), []
+        learner, sizes = (
+            Learner(model, runner, OptimConfig(lr=1e-2, weight_decay=0.1), **options),
+            [],
+        )
         sizes.append(on_device(model))
         if kind == "resumed":
-            saver.load([learner], folder / "checkpoints/step_000002/actor", lambda _: None, runtime.saving["actor"])
+            saver.load(
+                [learner],
+                folder / "checkpoints/step_000002/actor",
+                lambda _: None,
+                runtime.saving["actor"],
+            )
             sizes.append(on_device(model))
         for number in steps:
             values = learner.forward(rows, outputs, fields=1)[0]
             metrics = learner.update(rows, [rows.rows], fields, objective, step=number, epochs=1)
             sizes.append(on_device(model))
             if (kind, number) == ("all", 2):
-                writer = saver.Saver([learner], "actor", folder, runtime.saving["actor"], committed=lambda: None)
+                writer = saver.Saver(
+                    [learner], "actor", folder, runtime.saving["actor"], committed=lambda: None
+                )
                 writer.begin(2, {})
                 sizes.append(on_device(model))
                 writer.commit(2)
@@ -88,8 +111,15 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
                 runtime.barrier("written")
         weights = [tensor.clone() for _, tensor in learner.weights(torch.float32)]
         sizes.append(on_device(model))
-        state = [local(tensor) for p in model.parameters() for tensor in learner.state_of(p).values()]
-        found[kind] = {"bits": [values, *weights, *state], "metrics": metrics, "sizes": sizes, "parts": parts[:]}
+        state = [
+            local(tensor) for p in model.parameters() for tensor in learner.state_of(p).values()
+        ]
+        found[kind] = {
+            "bits": [values, *weights, *state],
+            "metrics": metrics,
+            "sizes": sizes,
+            "parts": parts[:],
+        }
         parts.clear()
     model, runner = make(group, runtime.shards["actor"])
     found["whole"], frozen, logs = on_device(model), Frozen(model, runner, offload=True), []
@@ -109,7 +139,10 @@ def test_offloading_changes_no_bit_and_frees_memory(tmp_path: Path) -> None:
         assert {*plain["sizes"], *found["optimizer"]["sizes"]} == {whole}
         assert {*found["all"]["sizes"], *found["resumed"]["sizes"]} == {0}
         assert len(plain["parts"]) == 3
-        for kind in ("optimizer", "all"):  # no more of AdamW's state at once than two parts with a tensor each
+        for kind in (
+            "optimizer",
+            "all",
+        ):  # no more of AdamW's state at once than two parts with a tensor each
             most = max(plain["parts"]) // 3
             assert len(found[kind]["parts"]) > 6
             assert sum(found[kind]["parts"]) == sum(plain["parts"])
@@ -119,7 +152,12 @@ def test_offloading_changes_no_bit_and_frees_memory(tmp_path: Path) -> None:
         assert left == 0
 
 
-SMALL = ["--steps=4", "--rollout.batch-size=8", "--rollout.max-new-tokens=6", "--ppo.mini-batches=2"]
+SMALL = [
+    "--steps=4",
+    "--rollout.batch-size=8",
+    "--rollout.max-new-tokens=6",
+    "--ppo.mini-batches=2",
+]
 SMALL += ["--ppo.kl-coef=0.01", "--placement.mode=colocated", "--checkpoint.every=2"]
 OFFLOAD = ["--policy.offload=all", "--value.offload=optimizer", "--reference.offload"]
 
@@ -132,7 +170,7 @@ def killed_rank(rank: int, argv: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return update(self, step, *args)
 
-    setattr(Critic, "update", kill)  # noqa: B010 -- a wrapper, not a method of ours
+    setattr(Critic, "update", kill)  # noqa: B010
     train.main(argv)
 
 

@@ -1,4 +1,5 @@
-"""Written models are read by transformers 4, too, and hold what training did not change as it was."""
+"""Written models are read by transformers 4, too, and hold what training did not change as it
+was."""
 
 import json
 import os
@@ -18,9 +19,17 @@ from splitppo.models.weights import fill, save
 
 IDS = torch.arange(2, 40)[None]
 TEXT = "What is 12 + 7?\n  19"
-LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3 |= {"original_max_position_embeddings": 16}
-LOCAL: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+LOCAL: dict[str, Any] = {
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 LOCAL["rope_parameters"] = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 9e3},
@@ -36,13 +45,25 @@ def rope(**settings: Any) -> dict[str, Any]:
 # name -> (type, settings beside SIZE, what only transformers 4 reads in config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", rope(rope_theta=1e6), {"rope_theta": 1e6}),
-    "qwen3, tied": ("qwen3", rope(rope_theta=5e6) | {"tie_word_embeddings": True}, {"rope_theta": 5e6}),
-    "llama3": ("llama", rope(rope_theta=5e5, **LLAMA3), {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "qwen3, tied": (
+        "qwen3",
+        rope(rope_theta=5e6) | {"tie_word_embeddings": True},
+        {"rope_theta": 5e6},
+    ),
+    "llama3": (
+        "llama",
+        rope(rope_theta=5e5, **LLAMA3),
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    ),
     "mistral": ("mistral", rope(rope_theta=2e6) | {"sliding_window": 4}, {"rope_theta": 2e6}),
     "gemma3": (
         "gemma3_text",
         LOCAL,
-        {"rope_theta": 1e6, "rope_local_base_freq": 9e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 9e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
     ),
     "phi3": (
         "phi3",
@@ -81,8 +102,8 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 def exported(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Writes FOLDER/start, as transformers 5 does, and from it FOLDER/policy and FOLDER/value. Returns what these
-    models computed."""
+    """Writes FOLDER/start, as transformers 5 does, and from it FOLDER/policy and FOLDER/value.
+    Returns what these models computed."""
     kind, settings, _ = FAMILIES[name]
     start = folder / "start"
     written(start, configured(kind, settings))
@@ -130,11 +151,26 @@ def test_what_training_did_not_change_stays_as_it_was(tmp_path: Path) -> None:
     written(start, configured("qwen2", rope(rope_theta=1e6)))
     given = json.loads((start / "config.json").read_text())
     del given["rope_parameters"], given["dtype"]
-    given |= {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16", "transformers_version": "4.51.0"}
-    given |= {"use_sliding_window": False, "sliding_window": 32, "do_sample": True, "note": "ours", "num_labels": 2}
+    given |= {
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+    }
+    given |= {
+        "use_sliding_window": False,
+        "sliding_window": 32,
+        "do_sample": True,
+        "note": "ours",
+        "num_labels": 2,
+    }
     (start / "config.json").write_text(json.dumps(given))
     settings = json.loads((start / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {}, "chat_template": "{{ 'é' }}"}
+    settings |= {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "extra_special_tokens": {},
+        "chat_template": "{{ 'é' }}",
+    }
     mine = {
         "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, separators=(",", ":")),
         "special_tokens_map.json": '{"eos_token": "<eos>"}',
@@ -149,7 +185,9 @@ def test_what_training_did_not_change_stays_as_it_was(tmp_path: Path) -> None:
     for part in ("policy", "value"):
         save(trained(start, part).to(torch.float16), tmp_path / part, start, start)
         found = json.loads((tmp_path / part / "config.json").read_text())
-        due = {name: value for name, value in given.items() if name != "num_labels"} | {"torch_dtype": "float16"}
+        due = {name: value for name, value in given.items() if name != "num_labels"} | {
+            "torch_dtype": "float16"
+        }
         if part == "value":
             due["architectures"] = ["Qwen2ForTokenClassification"]
         assert {name: value for name, value in found.items() if name in given} == due
@@ -167,7 +205,9 @@ def test_tokens_that_transformers_5_calls_extra_are_named_for_both(tmp_path: Pat
     tokenizer = AutoTokenizer.from_pretrained(start)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
     tokenizer.save_pretrained(start)
-    assert isinstance(json.loads((start / "tokenizer_config.json").read_text())["extra_special_tokens"], list)
+    assert isinstance(
+        json.loads((start / "tokenizer_config.json").read_text())["extra_special_tokens"], list
+    )
     save(trained(start, "policy"), tmp_path / "policy", start, start)
     settings = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
     assert settings["additional_special_tokens"] == ["<|turn|>"]
@@ -201,7 +241,9 @@ def test_transformers_4_computes_the_same_of_what_is_written(tmp_path: Path) -> 
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=1", "--target", str(older)]
     fetched = subprocess.run([*pip, "transformers==4.57.*"], capture_output=True, text=True)
     if fetched.returncode:
-        pytest.skip(f"PyPI does not give transformers 4.57: {fetched.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"PyPI does not give transformers 4.57: {fetched.stderr.strip().splitlines()[-1]}"
+        )
     due = {}
     for number, name in enumerate(FAMILIES):
         due[tmp_path / f"model_{number}"] = exported(tmp_path / f"model_{number}", name)

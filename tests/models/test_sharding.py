@@ -14,11 +14,17 @@ from splitppo.models.sharding import as_shard, local
 
 def described(rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-    gpus: Any = SimpleNamespace(device_type="cuda", mesh=torch.tensor([[0, 1]]), mesh_dim_names=("tensor", "shard"))
+    gpus: Any = SimpleNamespace(
+        device_type="cuda", mesh=torch.tensor([[0, 1]]), mesh_dim_names=("tensor", "shard")
+    )
     shard = torch.arange(6.0).view(2, 3)
     tensor = as_shard(shard, gpus, [Shard(0), Shard(0)], [4, 3])
     mesh = tensor.device_mesh
-    assert (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == ("cpu", [[0, 1]], ("tensor", "shard"))
+    assert (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (
+        "cpu",
+        [[0, 1]],
+        ("tensor", "shard"),
+    )
     assert as_shard(shard, mesh, [Shard(0), Shard(0)], [4, 3]).device_mesh is mesh
     assert (tensor.shape, tensor.stride()) == ((4, 3), (3, 1))
     assert local(tensor).data_ptr() == shard.data_ptr()

@@ -1,4 +1,5 @@
-"""Each model family of test_families.py whose layers are let in to be cut over two ranks computes the same."""
+"""Each model family of test_families.py whose layers are let in to be cut over two ranks computes
+the same."""
 
 import re
 from typing import Any
@@ -22,25 +23,34 @@ from splitppo.placement import place
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), [("hrm_text", {}), ("gemma3n_text", {"num_kv_shared_layers": 0, "num_hidden_layers": 2})]
+    ("kind", "settings"),
+    [("hrm_text", {}), ("gemma3n_text", {"num_kv_shared_layers": 0, "num_hidden_layers": 2})],
 )
 def test_layers_in_several_lists_are_refused_by_name(kind, settings):
-    with pytest.raises(UserError, match=f"policy.path=it .*: the plan of type '{kind}' cuts .*longest list of layers"):
+    with pytest.raises(
+        UserError,
+        match=f"policy.path=it .*: the plan of type '{kind}' cuts .*longest list of layers",
+    ):
         check_plan(configured(kind, settings), "policy", 2, "policy.path=it")
 
 
 @pytest.mark.families
 def test_every_family_that_is_let_in_is_the_same_in_a_set():
-    """Outputs and gradient norm of small copies with random weights; the others are refused by name."""
+    """Outputs and gradient norm of small copies with random weights; the others are refused by
+    name."""
     found = run_ranks(2, family_rank)[0]
     for name, numbers in found.items():
         if isinstance(numbers, str):
-            assert re.search(r"no plan for type|not in this version|does not speak of", numbers), name
+            assert re.search(r"no plan for type|not in this version|does not speak of", numbers), (
+                name
+            )
         else:
             (outs, norm), (due, due_norm) = numbers
             torch.testing.assert_close(outs, due, rtol=0, atol=1e-5, msg=name)
             assert norm == pytest.approx(due_norm, rel=1e-5), name
-    assert isinstance(found["apertus, with buffers"], str), "its MLP has weights that the plan does not name"
+    assert isinstance(found["apertus, with buffers"], str), (
+        "its MLP has weights that the plan does not name"
+    )
     assert sum(not isinstance(numbers, str) for numbers in found.values()) >= 24
 
 

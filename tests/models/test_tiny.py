@@ -40,7 +40,9 @@ def test_tokenizer_is_one_id_a_character_and_reversible(folder: Path) -> None:
     assert tokenizer.chat_template is None
 
 
-def test_special_tokens_vanish_from_decoded_text_and_unknown_characters_do_not(folder: Path) -> None:
+def test_special_tokens_vanish_from_decoded_text_and_unknown_characters_do_not(
+    folder: Path,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [*tokenizer("1é2")["input_ids"], tokenizer.pad_token_id, tokenizer.eos_token_id]
     assert len(ids) == 5
@@ -56,4 +58,6 @@ def test_weights_follow_from_the_seed_alone(folder: Path, tmp_path: Path) -> Non
     build_tiny(tmp_path / "other", seed=4)
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "same" / file.name).read_bytes(), file.name
-    assert (folder / "model.safetensors").read_bytes() != (tmp_path / "other" / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() != (
+        tmp_path / "other" / "model.safetensors"
+    ).read_bytes()

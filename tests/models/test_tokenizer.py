@@ -1,4 +1,5 @@
-"""The text of each token: the pieces give the whole, however the tokenizer cuts characters and words."""
+"""The text of each token: the pieces give the whole, however the tokenizer cuts characters and
+words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,13 @@ from splitppo.models.tokenizer import TEMPLATE, eos_ids, token_texts
 def bytes_tokenizer() -> Any:
     """A token for each byte, as GPT-2 writes it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner: Any = Tokenizer(models.BPE({"<eos>": 0} | {char: i for i, char in enumerate(alphabet, 1)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner: Any = Tokenizer(
+        models.BPE({"<eos>": 0} | {char: i for i, char in enumerate(alphabet, 1)}, [])
+    )
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 
@@ -36,12 +42,20 @@ HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     ("template", "named", "added"),
     [
         (HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}", "<|endoftext|>", "<|im_end|>"),
-        (HEAD + "{{ m.content }} <|im_end|>\n{% endfor %}<|im_start|>assistant\n", "<|endoftext|>", "<|im_end|>"),
+        (
+            HEAD + "{{ m.content }} <|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+            "<|endoftext|>",
+            "<|im_end|>",
+        ),
         (HEAD + "{{ m.content }}{% endfor %}{{ eos_token }}", "<|endoftext|>", None),
         (HEAD + "{{ m.content }}</answer><|im_end|>{% endfor %}", "<|im_end|>", None),
         (HEAD + "{{ m.content }}\n\n{% endfor %}", "<|endoftext|>", None),
         ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", None),
-        ("{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}<|im_end|>", "<|endoftext|>", None),
+        (
+            "{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}<|im_end|>",
+            "<|endoftext|>",
+            None,
+        ),
         ("{{ messages[0].content / 2 }}<|im_end|>", "<|endoftext|>", None),
         ("{{ oh", "<|endoftext|>", None),
         ({"rag": HEAD + "{{ m.content }}<|im_end|>{% endfor %}"}, "<|endoftext|>", None),
@@ -57,7 +71,9 @@ def test_what_ends_a_turn_ends_responses(template: Any, named: str, added: str |
     ends = eos_ids(config, tokenizer, None)
     due = {tokenizer.convert_tokens_to_ids(named): "the tokenizer"}
     assert ends == due | ({tokenizer.convert_tokens_to_ids(added): TEMPLATE} if added else {})
-    engine = HFEngine(config, tokenizer, device=torch.device("cpu"), dtype=torch.float32, max_rows=1)
+    engine = HFEngine(
+        config, tokenizer, device=torch.device("cpu"), dtype=torch.float32, max_rows=1
+    )
     assert engine.decoder.eos == set(ends)
 
 
@@ -73,7 +89,9 @@ def test_what_ends_a_turn_ends_responses(template: Any, named: str, added: str |
 )
 def test_a_character_of_several_tokens_belongs_to_the_last(text: str, pieces: list[str]):
     tokenizer = bytes_tokenizer()
-    found = token_texts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer(text).input_ids)
+    found = token_texts(
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer(text).input_ids
+    )
     assert found == pieces
 
 
@@ -94,7 +112,11 @@ def test_a_text_that_depends_on_its_neighbours():
 def test_the_unknown_character_has_a_token_of_its_own():
     ids = [VOCABULARY[UNKNOWN], VOCABULARY["7"], VOCABULARY["<eos>"]]
     tokenizer: Any = build_tokenizer()
-    assert token_texts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ids) == [UNKNOWN, "7", ""]
+    assert token_texts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ids) == [
+        UNKNOWN,
+        "7",
+        "",
+    ]
 
 
 def test_the_work_grows_with_the_length_of_the_text():

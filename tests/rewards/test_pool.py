@@ -1,4 +1,5 @@
-"""Reward functions in worker processes: results, order, functions that fail, and what is left of the workers."""
+"""Reward functions in worker processes: results, order, functions that fail, and what is left of
+the workers."""
 
 import contextlib
 import os
@@ -99,7 +100,9 @@ def file(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def scorer(*functions: str, weights: Sequence[float] = (), workers: int = 1, timeout: float = 20) -> Iterator[Scorer]:
+def scorer(
+    *functions: str, weights: Sequence[float] = (), workers: int = 1, timeout: float = 20
+) -> Iterator[Scorer]:
     how: Any = {"workers": workers, "timeout": timeout, "failed_score": -1.0}
     made = Scorer(RewardConfig(functions, tuple(weights), **how), {"echo"})
     try:
@@ -172,17 +175,35 @@ def test_none_scores_nothing(weights: Sequence[float]) -> None:
 def test_auto_sends_mathematics_to_a_worker_and_the_rest_nowhere() -> None:
     made = Scorer(RewardConfig(), {"echo", "HuggingFaceH4/MATH-500"})
     with contextlib.closing(made):
-        given = rows("314") + rows(r"\boxed{0.5}", r"\boxed{2}", source="HuggingFaceH4/MATH-500", truth=r"\frac12")
+        given = rows("314") + rows(
+            r"\boxed{0.5}", r"\boxed{2}", source="HuggingFaceH4/MATH-500", truth=r"\frac12"
+        )
         assert [row.score for row in made.submit(given)()] == [1, 1, 0]
 
 
 def test_each_failure_is_named_and_costs_no_other_row_its_score(file: Path) -> None:
-    texts = ["a", "sleep", "bb", "raise", "exit", "ccc", "die", "killed", "nan", "text", "none", "empty", "dddd"]
+    texts = [
+        "a",
+        "sleep",
+        "bb",
+        "raise",
+        "exit",
+        "ccc",
+        "die",
+        "killed",
+        "nan",
+        "text",
+        "none",
+        "empty",
+        "dddd",
+    ]
     with scorer(f"{file}:trouble", timeout=0.5) as one:
         scored = one.submit(rows(*texts))()
     expected = ["1", "timeout", "2", "error", "error", "3", "crash", "crash"]
     assert kinds(scored) == [*expected, "invalid", "invalid", "invalid", "invalid", "4"]
-    messages = {text: row.failures[0].text for text, row in zip(texts, scored, strict=True) if row.failures}
+    messages = {
+        text: row.failures[0].text for text, row in zip(texts, scored, strict=True) if row.failures
+    }
     assert "0.5 s" in messages["sleep"]
     line = FILE.splitlines().index('        return {}["absent"]') + 1
     assert messages["raise"] == f"KeyError: 'absent' ({file}, line {line}, in trouble)"
@@ -222,7 +243,9 @@ def test_order_is_kept_by_several_workers(file: Path) -> None:
         expected[1] = "timeout"
         assert kinds(second()) == ["1", "2"]
         assert kinds(first()) == expected
-        assert wait_until(lambda: len(worker_pids(os.getpid())) == 3)  # the killed one's place is filled
+        assert wait_until(
+            lambda: len(worker_pids(os.getpid())) == 3
+        )  # the killed one's place is filled
         pids = worker_pids(os.getpid())
     assert not worker_pids(os.getpid())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a zombie"
@@ -232,7 +255,10 @@ def test_async_rows_wait_at_the_same_time(file: Path) -> None:
     with scorer(f"{file}:waits", workers=2) as one:
         one.submit(rows("a"))()  # the workers have started
         start = time.monotonic()
-        first, second = one.submit(rows(*["x" * n for n in range(100)])), one.submit(rows("a", "bb"))
+        first, second = (
+            one.submit(rows(*["x" * n for n in range(100)])),
+            one.submit(rows("a", "bb")),
+        )
         assert [row.score for row in first()] == list(range(100))
         assert [row.score for row in second()] == [1, 2]
         assert time.monotonic() - start < 10  # one after the other: 100 * 0.2 s / 2
@@ -245,11 +271,16 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
     expected = ["1", "timeout", "2", "error", "error", "crash", "3", "timeout", "4", "timeout"]
     assert kinds(scored) == expected
     assert "TimeoutError: mine" in scored[3].failures[0].text
-    assert "s, and never awaited: await what takes long, or write a plain def" in scored[7].failures[0].text
+    assert (
+        "s, and never awaited: await what takes long, or write a plain def"
+        in scored[7].failures[0].text
+    )
 
 
 @pytest.mark.parametrize("name", ["wrapped", "late", "twice"])
-def test_an_async_function_that_is_hidden_is_awaited_with_the_same_limit(file: Path, name: str) -> None:
+def test_an_async_function_that_is_hidden_is_awaited_with_the_same_limit(
+    file: Path, name: str
+) -> None:
     texts = ["a", "sleep", "bb", "raise", "cancelled", "die", "ccc"]
     with scorer(f"{file}:{name}", timeout=0.7) as one:
         scored = one.submit(rows(*texts))()
@@ -289,24 +320,36 @@ def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
     late, early = Failure("judge", "error", "late"), Failure("judge", "error", "early")
     line = failure_line([(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])
     assert (
-        line == "rewards that failed: judge: 1 x crash, first of row 7: gone; judge: 2 x error, first of row 4: early"
+        line
+        == "rewards that failed: judge: 1 x crash, first of row 7: gone; judge: 2 x error, first of row 4: early"
     )
 
 
 def test_async_and_other_functions_side_by_side(file: Path) -> None:
     with scorer(f"{file}:judge", f"{file}:as_float", "echo") as mixed:
         (row,) = mixed.submit(rows("31"))()
-    assert row.figures == {"judge/score": 7.0, "as_float/score": 2.0, "echo/score": pytest.approx(2 / 3)}
+    assert row.figures == {
+        "judge/score": 7.0,
+        "as_float/score": 2.0,
+        "echo/score": pytest.approx(2 / 3),
+    }
     assert row.score == pytest.approx(9 + 2 / 3)
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("raise OSError('no GPU')", r"OSError: no GPU .*only_here.py, line 3"), ("os._exit(3)", "status 3")],
+    [
+        ("raise OSError('no GPU')", r"OSError: no GPU .*only_here.py, line 3"),
+        ("os._exit(3)", "status 3"),
+    ],
 )
-def test_a_file_that_fails_in_the_worker_alone_ends_the_run(code: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_fails_in_the_worker_alone_ends_the_run(
+    code: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "only_here.py"
-    path.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    {code}\ndef score(**row): return 1\n")
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    {code}\ndef score(**row): return 1\n"
+    )
     with scorer(f"{path}:score", workers=2) as broken:
         pending = broken.submit(rows("x"))
         with pytest.raises(UserError, match=message):
@@ -334,10 +377,14 @@ def test_a_worker_that_ends_between_rows_costs_no_row_its_score(file: Path) -> N
         assert kinds(one.submit(rows("bb"))()) == ["2"]
 
 
-def test_workers_do_not_see_the_ranks_variables_but_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_see_the_ranks_variables_but_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "beside.py").write_text("NUMBER = 5\n")
     code = "import os, beside\ndef score(**row):\n    assert not {'MASTER_PORT', 'RANK'} & os.environ.keys()\n"
-    (tmp_path / "env.py").write_text(code + "    return float(os.environ['MY_NUMBER']) + beside.NUMBER\n")
+    (tmp_path / "env.py").write_text(
+        code + "    return float(os.environ['MY_NUMBER']) + beside.NUMBER\n"
+    )
     for name in ("RANK", "MASTER_PORT", "MY_NUMBER"):
         monkeypatch.setenv(name, "1")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -375,7 +422,9 @@ def test_a_worker_starts_without_torch(file: Path) -> None:
 
 
 def test_infinities_do_not_reach_the_sum(tmp_path: Path) -> None:
-    (tmp_path / "inf.py").write_text("def score(**row): return {'score': 1, 'extra': float('inf')}\n")
+    (tmp_path / "inf.py").write_text(
+        "def score(**row): return {'score': 1, 'extra': float('inf')}\n"
+    )
     with scorer(f"{tmp_path}/inf.py:score") as one:
         (row,) = one.submit(rows("x"))()
     assert kinds([row]) == ["invalid"]

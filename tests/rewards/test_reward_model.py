@@ -1,4 +1,5 @@
-"""The reward model: its texts, its scores against the library's, and a value model that starts from it."""
+"""The reward model: its texts, its scores against the library's, and a value model that starts from
+it."""
 
 import json
 import math
@@ -44,7 +45,9 @@ def letters(folder: Path, *, encoder: bool) -> Any:
         inner.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
         )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", model_max_length=24)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", model_max_length=24
+    )
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -56,7 +59,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     build_tiny(root / "policy", seed=1)
     letters(root / "encoder", encoder=True)
     torch.manual_seed(0)
-    shape: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     shape["num_labels"] = 1
     bert = BertConfig(vocab_size=4 + len(LETTERS), max_position_embeddings=32, **shape)
     spread(BertForSequenceClassification(bert)).save_pretrained(root / "encoder")
@@ -77,10 +85,16 @@ def spread(model: Any) -> Any:
 
 def some_rows(tokenizer: Any) -> tuple[list[Prompt], list[Sample]]:
     prompts, samples = [], []
-    for row, (asked, said) in enumerate((("12=", "12"), ("312=", "3123123"), ("0=", ""), ("21=", "2113"))):
+    for row, (asked, said) in enumerate(
+        (("12=", "12"), ("312=", "3123123"), ("0=", ""), ("21=", "2113"))
+    ):
         tokens, response = (tokenizer(text)["input_ids"] for text in (asked, said))
         prompts.append(Prompt(asked, tokens, "echo", said, {}))
-        samples.append(Sample(row, tokens, [*response, tokenizer.eos_token_id], [0.0] * (len(response) + 1), "eos"))
+        samples.append(
+            Sample(
+                row, tokens, [*response, tokenizer.eos_token_id], [0.0] * (len(response) + 1), "eos"
+            )
+        )
     return prompts, samples
 
 
@@ -90,7 +104,9 @@ def by_the_library(folder: Path, texts: list[list[int]]) -> list[float]:
         return [float(model(input_ids=torch.tensor([ids])).logits) for ids in texts]
 
 
-def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: int) -> dict[int, float]:
+def scores_of_rank(
+    rank: int, folder: Path, policy: Path, offload: bool, world: int
+) -> dict[int, float]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
     tokenizer = AutoTokenizer.from_pretrained(policy)
     config = ours.read_config(str(folder))
@@ -102,14 +118,18 @@ def scores_of_rank(rank: int, folder: Path, policy: Path, offload: bool, world: 
     text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
     found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=offload)
     prompts, samples = some_rows(tokenizer)
-    mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]  # a rank without rows takes part
+    mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][
+        rank
+    ]  # a rank without rows takes part
     scores, _ = found.score([prompts[i] for i in mine], [samples[i] for i in mine])
     return dict(zip(mine, scores.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize(("world", "offload"), [(1, False), (3, True)])
-def test_scores_are_the_librarys(folders: dict[str, Path], kind: str, world: int, offload: bool) -> None:
+def test_scores_are_the_librarys(
+    folders: dict[str, Path], kind: str, world: int, offload: bool
+) -> None:
     parts = run_ranks(world, scores_of_rank, folders[kind], folders["policy"], offload, world)
     found = {row: score for part in parts for row, score in part.items()}
     tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", kind))
@@ -131,7 +151,9 @@ def test_scores_are_the_librarys(folders: dict[str, Path], kind: str, world: int
 
 
 def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, Path]) -> None:
-    tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder"))
+    tokenizer, own = (
+        AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder")
+    )
     text = RewardText(own, tokenizer, chat=True, longest=8)
     prompts, samples = some_rows(tokenizer)
     ids, cut = text.encode(prompts[1], samples[1])
@@ -144,14 +166,20 @@ def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, 
 
 
 def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
-    tokenizer, own = (AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder"))
-    own.chat_template = "{% for m in messages %}{{ m['role'][0] + '!' + m['content'] + '?' }}{% endfor %}"
+    tokenizer, own = (
+        AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder")
+    )
+    own.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + '!' + m['content'] + '?' }}{% endfor %}"
+    )
     prompts, samples = some_rows(tokenizer)
     text = RewardText(own, tokenizer, chat=True, longest=99)
     assert text.reads == "the text in its own chat template"
     spoken = text.encode(prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
-    system = Prompt("x", prompts[0].tokens, "echo", "", {}, messages=[{"role": "system", "content": "hi"}])
+    system = Prompt(
+        "x", prompts[0].tokens, "echo", "", {}, messages=[{"role": "system", "content": "hi"}]
+    )
     spoken = text.encode(system, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
     plain = RewardText(own, tokenizer, chat=False, longest=99)
@@ -160,7 +188,9 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
 
 
 def records(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics" / "critic.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run_dir / "metrics" / "critic.jsonl").read_text().splitlines()
+    ]
 
 
 def train_rank(rank: int, argv: list[str]) -> None:
@@ -169,14 +199,29 @@ def train_rank(rank: int, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_path: Path, world: int) -> None:
+def test_a_run_learns_from_a_model_and_a_function(
+    folders: dict[str, Path], tmp_path: Path, world: int
+) -> None:
     (tmp_path / "mine.py").write_text(
         "def letters(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': len(solution_str), 'letters': len(solution_str)}\n"
     )
-    argv = ["--steps=3", f"--run-dir={tmp_path / 'run'}", "--rollout.batch-size=16", "--log.validate-every=0"]
-    argv += [f"--reward.model={folders['encoder']}", "--reward.model-weight=0.5", "--ppo.mini-batches=2"]
-    argv += [f"--policy.path={folders['policy']}", "--rollout.max-new-tokens=5", "--reward.weights=2.0"]
+    argv = [
+        "--steps=3",
+        f"--run-dir={tmp_path / 'run'}",
+        "--rollout.batch-size=16",
+        "--log.validate-every=0",
+    ]
+    argv += [
+        f"--reward.model={folders['encoder']}",
+        "--reward.model-weight=0.5",
+        "--ppo.mini-batches=2",
+    ]
+    argv += [
+        f"--policy.path={folders['policy']}",
+        "--rollout.max-new-tokens=5",
+        "--reward.weights=2.0",
+    ]
     argv += [f"--reward.function={tmp_path / 'mine.py'}:letters"]
     run_ranks(world, train_rank, argv)
     for record in records(tmp_path / "run"):
@@ -187,7 +232,8 @@ def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_
 
 
 def failing_rank(rank: int, argv: list[str], every: int) -> int:
-    """A run whose reward model gives row r the score r % 4, but nan where r % every is every - 1."""
+    """A run whose reward model gives row r the score r % 4, but nan where r % every is every -
+    1."""
 
     def score(self: RewardModel, prompts: Any, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scores = [math.nan if s.row % every == every - 1 else float(s.row % 4) for s in samples]
@@ -197,12 +243,33 @@ def failing_rank(rank: int, argv: list[str], every: int) -> int:
     return train.main(argv)
 
 
-def test_a_score_that_is_not_finite_is_a_failure(folders: dict[str, Path], tmp_path: Path, capfd) -> None:
-    """As a function's: it counts as failed_score, is left out of the moments, is counted, and named with its row."""
-    argv = ["--steps=9", f"--run-dir={tmp_path / 'run'}", "--rollout.batch-size=16", "--log.validate-every=0"]
-    argv += [f"--reward.model={folders['encoder']}", f"--policy.path={folders['policy']}", "--rollout.max-new-tokens=2"]
-    argv += ["--reward.function=none", "--reward.model-weight=0.5", "--reward.failed-score=7", "--ppo.mini-batches=1"]
-    assert run_ranks(3, failing_rank, [*argv, "--steps=1", "--reward.normalize=batch"], 4) == [0, 0, 0]
+def test_a_score_that_is_not_finite_is_a_failure(
+    folders: dict[str, Path], tmp_path: Path, capfd
+) -> None:
+    """As a function's: it counts as failed_score, is left out of the moments, is counted, and named
+    with its row."""
+    argv = [
+        "--steps=9",
+        f"--run-dir={tmp_path / 'run'}",
+        "--rollout.batch-size=16",
+        "--log.validate-every=0",
+    ]
+    argv += [
+        f"--reward.model={folders['encoder']}",
+        f"--policy.path={folders['policy']}",
+        "--rollout.max-new-tokens=2",
+    ]
+    argv += [
+        "--reward.function=none",
+        "--reward.model-weight=0.5",
+        "--reward.failed-score=7",
+        "--ppo.mini-batches=1",
+    ]
+    assert run_ranks(3, failing_rank, [*argv, "--steps=1", "--reward.normalize=batch"], 4) == [
+        0,
+        0,
+        0,
+    ]
     (record,) = records(tmp_path / "run")
     assert (record["critic/reward_failures"], record["critic/reward_failures/invalid"]) == (4, 4)
     assert record["critic/score/max"] == 0.5 * 7
@@ -213,30 +280,58 @@ def test_a_score_that_is_not_finite_is_a_failure(folders: dict[str, Path], tmp_p
     assert "reward_model: 4 x invalid, first of row 3: reward.model=" in capfd.readouterr().out
     assert run_ranks(1, failing_rank, [*argv, f"--run-dir={tmp_path / 'all'}"], 1) == [2]
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: reward reward_model failed on every row for 3 steps: reward.model=")
+    assert error.startswith(
+        "error: reward reward_model failed on every row for 3 steps: reward.model="
+    )
 
 
 def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_path: Path) -> None:
     """Its value of the last state but one is what the reward model would say of the text so far."""
-    argv = ["--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.batch-size=8", "--log.validate-every=0"]
-    argv += [f"--value.path={folders['decoder']}", f"--policy.path={folders['policy']}", "--rollout.max-new-tokens=1"]
-    argv += [f"--reward.model={folders['decoder']}", "--reward.function", "none", "--ppo.mini-batches=1"]
+    argv = [
+        "--steps=1",
+        f"--run-dir={tmp_path / 'run'}",
+        "--rollout.batch-size=8",
+        "--log.validate-every=0",
+    ]
+    argv += [
+        f"--value.path={folders['decoder']}",
+        f"--policy.path={folders['policy']}",
+        "--rollout.max-new-tokens=1",
+    ]
+    argv += [
+        f"--reward.model={folders['decoder']}",
+        "--reward.function",
+        "none",
+        "--ppo.mini-batches=1",
+    ]
     argv += ["--log.samples=8", "--rollout.max-prompt-tokens=32"]
     run_ranks(1, train_rank, argv)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(folders["policy"])
-    values = by_the_library(folders["decoder"], [tokenizer(row["prompt"])["input_ids"] for row in rows])
-    assert records(tmp_path / "run")[0]["critic/values/mean"] == pytest.approx(sum(values) / len(values), abs=1e-4)
+    values = by_the_library(
+        folders["decoder"], [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    )
+    assert records(tmp_path / "run")[0]["critic/values/mean"] == pytest.approx(
+        sum(values) / len(values), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_labels": 2, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}, "gives 2 numbers a text"),
+        (
+            {"num_labels": 2, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}},
+            "gives 2 numbers a text",
+        ),
         ({"model_type": "mamba"}, "no sequence classification"),
     ],
 )
-def test_a_model_that_is_no_reward_is_refused(folders: dict[str, Path], tmp_path: Path, change, says, capsys) -> None:
+def test_a_model_that_is_no_reward_is_refused(
+    folders: dict[str, Path], tmp_path: Path, change, says, capsys
+) -> None:
     for file in folders["encoder"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())

@@ -15,7 +15,14 @@ from devices import needs
 
 from splitppo.errors import UserError
 from splitppo.rewards import rules, scorer
-from splitppo.rewards.functions import BY_NAME, Failure, check_rewards, display_names, find_function, read_result
+from splitppo.rewards.functions import (
+    BY_NAME,
+    Failure,
+    check_rewards,
+    display_names,
+    find_function,
+    read_result,
+)
 from splitppo.rewards.scorer import check_prompts, row_of
 from splitppo.rollout import Prompt
 
@@ -142,13 +149,24 @@ def test_mathematics_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("rule", [rules.last_number, rules.gsm8k, rules.gsm8k_flexible])
 def test_number_rules_refuse_a_truth_that_is_no_number(rule: Any) -> None:
-    with pytest.raises(UserError, match=r"'blue' of data_source 'colours'.*needs a number; set --reward\.function"):
+    with pytest.raises(
+        UserError, match=r"'blue' of data_source 'colours'.*needs a number; set --reward\.function"
+    ):
         rule("colours", "7", "blue", {})
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("314", 1), ("315", 2 / 3), ("31", 2 / 3), ("3149", 3 / 4), ("314314", 1 / 2), (" 314", 0), ("431", 0), ("", 0)],
+    [
+        ("314", 1),
+        ("315", 2 / 3),
+        ("31", 2 / 3),
+        ("3149", 3 / 4),
+        ("314314", 1 / 2),
+        (" 314", 0),
+        ("431", 0),
+        ("", 0),
+    ],
 )
 def test_echo_gives_a_share_and_one_only_for_the_truth(text: str, expected: float) -> None:
     assert rules.echo("echo", text, "314", {}) == pytest.approx(expected)
@@ -164,7 +182,8 @@ def test_exact_match_strips_both_ends() -> None:
 def test_auto_names_the_data_source_without_a_rule() -> None:
     some, mine = {0: _prompt("echo"), 1: _prompt("addition")}, {2: _prompt("mine")}
     with pytest.raises(
-        UserError, match=r"reward\.function=auto: no rule for data_source 'mine'.*set --reward\.function"
+        UserError,
+        match=r"reward\.function=auto: no rule for data_source 'mine'.*set --reward\.function",
     ):
         check_prompts(["exact_match", "auto"], some | mine)
     with pytest.raises(UserError, match=r"reward\.validation=auto: .*--reward\.validation"):
@@ -184,7 +203,9 @@ def test_a_truth_that_a_rule_cannot_use_is_found_before_training(function: str) 
 
 @pytest.mark.parametrize("function", sorted(BY_NAME))
 @pytest.mark.parametrize("truth", ["", " \n", None])
-def test_a_truth_that_is_not_there_is_found_before_training(function: str, truth: Any, monkeypatch: Any) -> None:
+def test_a_truth_that_is_not_there_is_found_before_training(
+    function: str, truth: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(scorer, "find_function", lambda *_: None)  # or math would need its library
     errors = check_prompts([function], {3: _prompt("mine", truth), 4: _prompt("mine", "7")})
     assert list(errors) == [3]
@@ -195,10 +216,14 @@ def test_a_truth_that_is_not_there_is_found_before_training(function: str, truth
 def test_mathematics_needs_a_truth() -> None:
     assert check_prompts(["auto", "math"], {0: _prompt("lighteval/MATH", "x^2")}) == {}
     errors = check_prompts(["auto"], {0: _prompt("lighteval/MATH", None)})
-    assert str(errors[0]).startswith("ground truth None of data_source 'lighteval/MATH': the reward rule math")
+    assert str(errors[0]).startswith(
+        "ground truth None of data_source 'lighteval/MATH': the reward rule math"
+    )
 
 
-def test_mathematics_names_its_library_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mathematics_names_its_library_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"reward\.function=math: .*pip install math-verify"):
         check_rewards(["exact_match", "math"])
@@ -227,7 +252,10 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("gms8k", r"reward\.function=gms8k: no such rule; use auto, exact_match.*path/to/file\.py:name"),
+        (
+            "gms8k",
+            r"reward\.function=gms8k: no such rule; use auto, exact_match.*path/to/file\.py:name",
+        ),
         ("rewards.py", "no such rule"),
         ("{tmp}/absent.py:f", "no such file .*absent.py"),
         ("{tmp}/good.py:g", "has no g when it is imported; functions there: f, one"),
@@ -240,7 +268,9 @@ def test_check_rewards_refuses_early(function: str, message: str, tmp_path: Path
         "def f(data_source, solution_str, ground_truth, extra_info): return 1\ndef one(text): return 1\nnumber = 3\n"
         "without_signature = dict\n"
     )
-    check_rewards(["auto", "none", "gsm8k", f"{tmp_path}/good.py:f", f"{tmp_path}/good.py:without_signature"])
+    check_rewards(
+        ["auto", "none", "gsm8k", f"{tmp_path}/good.py:f", f"{tmp_path}/good.py:without_signature"]
+    )
     with pytest.raises(UserError, match=message) as caught:
         check_rewards(["exact_match", function.format(tmp=tmp_path)])
     assert "\n" not in str(caught.value)
@@ -249,7 +279,11 @@ def test_check_rewards_refuses_early(function: str, message: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "cause", "message"),
     [
-        ("import no_such_module_at_all\n", ModuleNotFoundError, "no_such_module_at_all.*bad.py, line 1"),
+        (
+            "import no_such_module_at_all\n",
+            ModuleNotFoundError,
+            "no_such_module_at_all.*bad.py, line 1",
+        ),
         ("x = 1\nx/0\n", ZeroDivisionError, "ZeroDivisionError: division by zero .*bad.py, line 2"),
         ("def f(:\n", SyntaxError, "SyntaxError"),
         ("import sys\nsys.exit('bye')\n", SystemExit, "SystemExit: bye"),
@@ -284,11 +318,16 @@ def test_a_reward_file_that_fails_to_import_shows_its_cause(
         (torch.tensor([0.5], requires_grad=True), (0.5, {})),
         ([torch.tensor([[0.5]])], (0.5, {})),
         ({"score": 1, "acc": np.int64(0), "ok": False}, (1.0, {"acc": 0.0, "ok": 0.0})),
-        ({"score": [Fraction(1, 2)], "acc": Decimal(3), "ok": np.array([True])}, (0.5, {"acc": 3.0, "ok": 1.0})),
+        (
+            {"score": [Fraction(1, 2)], "acc": Decimal(3), "ok": np.array([True])},
+            (0.5, {"acc": 3.0, "ok": 1.0}),
+        ),
         ({"score": 1, "acc": True, "pred": "[INVALID]", "why": None}, (1.0, {"acc": 1.0})),
     ],
 )
-def test_numbers_of_all_kinds_are_results(result: Any, expected: tuple[float, dict[str, float]]) -> None:
+def test_numbers_of_all_kinds_are_results(
+    result: Any, expected: tuple[float, dict[str, float]]
+) -> None:
     outcome = read_result(result)
     assert outcome == expected
     assert not isinstance(outcome, Failure)
@@ -347,7 +386,9 @@ def test_a_reward_file_imports_a_module_beside_it_that_hides_no_library(
 
 def test_a_function_that_names_the_prompt_passes_the_check(tmp_path: Path) -> None:
     known = "data_source, solution_str, ground_truth, extra_info"
-    (tmp_path / "asks.py").write_text(f"def good({known}, prompt): return 1\ndef bad({known}, prompts): return 1\n")
+    (tmp_path / "asks.py").write_text(
+        f"def good({known}, prompt): return 1\ndef bad({known}, prompts): return 1\n"
+    )
     check_rewards([f"{tmp_path}/asks.py:good"])
     with pytest.raises(UserError, match="missing a required argument: 'prompts'"):
         check_rewards([f"{tmp_path}/asks.py:bad"])

@@ -39,7 +39,10 @@ def test_a_batch_of_equal_scores_becomes_zeros() -> None:
     same = torch.full((4,), 7.0)
     moments = algo.moments(same)
     config = RewardConfig(normalize="batch")
-    assert shape_scores(same, LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist() == [0.0] * 4
+    assert (
+        shape_scores(same, LENGTHS, TRUNCATED, moments, config, max_new_tokens=10).tolist()
+        == [0.0] * 4
+    )
 
 
 def test_a_failed_row_beside_equal_scores_is_as_far_from_them_as_it_was() -> None:
@@ -48,7 +51,9 @@ def test_a_failed_row_beside_equal_scores_is_as_far_from_them_as_it_was() -> Non
     moments = algo.moments(scores[:3])
     for rounding in (0.0, 1e-17):
         near = algo.Moments(moments.count, moments.mean, moments.variance + rounding)
-        shaped = shape_scores(scores, LENGTHS, TRUNCATED, near, RewardConfig(normalize="batch"), max_new_tokens=10)
+        shaped = shape_scores(
+            scores, LENGTHS, TRUNCATED, near, RewardConfig(normalize="batch"), max_new_tokens=10
+        )
         assert shaped.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.1], abs=1e-6)
 
 
@@ -70,11 +75,15 @@ def test_what_is_added_to_the_deviation_is_1e_8() -> None:
 def test_no_response_costs_more_than_the_whole_penalty() -> None:
     config = RewardConfig(overlong_tokens=4, overlong_penalty=2.0)
     moments = algo.moments(torch.zeros(0))  # of no scores
-    shaped = shape_scores(torch.zeros(3), [6, 10, 14], [False] * 3, moments, config, max_new_tokens=10)
+    shaped = shape_scores(
+        torch.zeros(3), [6, 10, 14], [False] * 3, moments, config, max_new_tokens=10
+    )
     assert shaped.tolist() == [0.0, -2.0, -2.0]
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)])
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)]
+)
 def test_the_kl_coefficient_follows_the_kl(kl: float, factor: float) -> None:
     controller = AdaptiveKL(0.5, 6.0, 10000)
     controller.update(kl, 100)

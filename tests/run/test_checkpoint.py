@@ -1,4 +1,5 @@
-"""The bookkeeping of checkpoints on made-up folders: which count, which are damaged and how, which go."""
+"""The bookkeeping of checkpoints on made-up folders: which count, which are damaged and how, which
+go."""
 
 import collections
 import io
@@ -47,10 +48,17 @@ def test_only_folders_of_a_step_with_both_parts_count(tmp_path):
     made_up(tmp_path, 3)
     made_up(tmp_path, 4, ["actor"])
     made_up(tmp_path, 5, ["critic"])
-    shutil.copytree(checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "step_000006.gone")
-    shutil.copytree(checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "old_step_000007")
+    shutil.copytree(
+        checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "step_000006.gone"
+    )
+    shutil.copytree(
+        checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "old_step_000007"
+    )
     assert names(tmp_path) == ["step_000003"]
-    found = [checkpoint.step_of(Path(name)) for name in ("a/step_000012", "step_1000000", "step_12.gone", "step_", "x")]
+    found = [
+        checkpoint.step_of(Path(name))
+        for name in ("a/step_000012", "step_1000000", "step_12.gone", "step_", "x")
+    ]
     assert found == [12, 1_000_000, 0, 0, 0]
 
 
@@ -145,9 +153,14 @@ def test_damage_is_named_and_what_is_damaged_skipped(tmp_path, capsys, spoil, me
 
 
 def test_ranks_share_the_reading(tmp_path):
-    """Six files over four ranks: the first two read two of them; the fifth is the second of the first rank."""
+    """Six files over four ranks: the first two read two of them; the fifth is the second of the
+    first rank."""
     folder = made_up(tmp_path, 4)
-    listed = [(role, name) for role in checkpoint.ROLES for name in (".metadata", "__0_0.distcp", "state.json")]
+    listed = [
+        (role, name)
+        for role in checkpoint.ROLES
+        for name in (".metadata", "__0_0.distcp", "state.json")
+    ]
     for number, (role, name) in enumerate(listed):
         path = folder / role / name
         path.write_text("[]")
@@ -162,7 +175,11 @@ def test_what_a_run_may_go_on_from(tmp_path):
     assert checkpoint.find(run, "auto") is None
     second, fourth = made_up(run, 2), made_up(run, 4)
     assert checkpoint.candidates(run, "auto") == [second, fourth]
-    assert checkpoint.candidates(run, str(fourth)) == checkpoint.candidates(other, str(fourth)) == [fourth]
+    assert (
+        checkpoint.candidates(run, str(fourth))
+        == checkpoint.candidates(other, str(fourth))
+        == [fourth]
+    )
     assert checkpoint.candidates(other, str(second)) == [second]
     with pytest.raises(UserError, match="holds step_000004, a later one"):
         checkpoint.candidates(run, str(second))
@@ -190,9 +207,17 @@ def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path, capsys):
     for name in ("step_000000.gone", "step_000004.damaged", "step_000009.mine"):
         (folder / name / "old").mkdir(parents=True)
     checkpoint.tidy(tmp_path, 2)
-    left = ["step_000001", "step_000002", "step_000003.damaged", "step_000004.damaged", "step_000009.mine"]
+    left = [
+        "step_000001",
+        "step_000002",
+        "step_000003.damaged",
+        "step_000004.damaged",
+        "step_000009.mine",
+    ]
     assert there(tmp_path) == left
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [str(folder / "step_000005")]
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        str(folder / "step_000005")
+    ]
     assert not (folder / "step_000004.damaged" / "old").exists(), "the one before is in the way"
     assert (folder / "step_000009.mine" / "old").is_dir()
 
@@ -211,7 +236,9 @@ def test_prune_keeps_the_newest_and_every_nth(tmp_path):
     assert there(tmp_path) == ["step_000007", "step_000008"], "a damaged one is not the newest"
     other_content(made_up(tmp_path, 9))
     checkpoint.prune(tmp_path, 1)
-    assert there(tmp_path) == ["step_000009"], "its sizes are as they should be, and no more is looked at"
+    assert there(tmp_path) == ["step_000009"], (
+        "its sizes are as they should be, and no more is looked at"
+    )
 
 
 def test_the_other_group_may_be_at_it(tmp_path, monkeypatch):
@@ -249,7 +276,15 @@ def test_what_another_host_has_open_stays_for_the_next_start(tmp_path, monkeypat
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_come_back_and_other_models_are_refused(tmp_path):
-    kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+    kinds = (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+    )
     saved = {str(kind): torch.tensor([[0.0, 1.0]]).to(kind) for kind in kinds}
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     read: dict[str, Any] = {name: torch.full_like(tensor, 1) for name, tensor in saved.items()}
@@ -257,13 +292,19 @@ def test_tensors_come_back_and_other_models_are_refused(tmp_path):
     assert all(torch.equal(read[name], tensor) for name, tensor in saved.items())
     with pytest.raises(UserError, match=r"can't be loaded.*another_name"):
         checkpoint.read_tensors({"another_name": torch.zeros(1)}, tmp_path, no_dist=True)
-    some: dict[str, Any] = {"another_name": torch.full((1,), 7.0), "torch.float32": torch.full((1, 2), 7.0)}
-    checkpoint.read_tensors(some, tmp_path, no_dist=True, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    some: dict[str, Any] = {
+        "another_name": torch.full((1,), 7.0),
+        "torch.float32": torch.full((1, 2), 7.0),
+    }
+    checkpoint.read_tensors(
+        some, tmp_path, no_dist=True, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+    )
     assert (some["another_name"].tolist(), some["torch.float32"].tolist()) == ([7.0], [[0.0, 1.0]])
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "read"), [(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True), (torch.Size, "numel", False)]
+    ("kind", "name", "read"),
+    [(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True), (torch.Size, "numel", False)],
 )
 def test_a_member_of_the_one_enumeration_may_be_named(kind: Any, name: str, read: bool) -> None:
     """As Python 3.11.2 pickles it, whatever this one does."""
@@ -289,7 +330,11 @@ def test_nothing_but_tensors_is_read(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.system has no place in a checkpoint"):
         checkpoint.TensorReader(tmp_path).read_metadata()
     assert not (tmp_path / "run").exists()
-    for other in (torch.load, numpy.float32, collections.Counter):  # beside what is let in, and no dtype of torch's
+    for other in (
+        torch.load,
+        numpy.float32,
+        collections.Counter,
+    ):  # beside what is let in, and no dtype of torch's
         (tmp_path / ".metadata").write_bytes(pickle.dumps(other))
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
             checkpoint.TensorReader(tmp_path).read_metadata()

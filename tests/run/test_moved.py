@@ -1,5 +1,5 @@
-"""A run's folder stands alone: moved elsewhere, with another home and no network, and what it was made from at other
-places or gone."""
+"""A run's folder stands alone: moved elsewhere, with another home and no network, and what it was
+made from at other places or gone."""
 
 import io
 import json
@@ -59,8 +59,8 @@ def start(rank: int, place: str, home: str, argv: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of four steps with checkpoints of two of them, and what it was made from, both no longer where they were.
-    That place."""
+    """A run of four steps with checkpoints of two of them, and what it was made from, both no
+    longer where they were. That place."""
     place = tmp_path_factory.mktemp("place")
     kept = tmp_path_factory.mktemp("kept")
     build_tiny(place / "models" / "base", seed=3)
@@ -85,7 +85,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def moved(kept: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with nothing but a copy of the run, in which this process is, with another home and no network."""
+    """A folder with nothing but a copy of the run, in which this process is, with another home and
+    no network."""
     shutil.copytree(kept[0] / "run", tmp_path / "here" / "run")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -102,9 +103,15 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: object, asked: str = "") -> i
 
 
 def going_on(kept: Path, place: Path) -> list[str]:
-    """A run's settings when what it was made from lies in the folder `kept`, but for the reward: that is gone."""
+    """A run's settings when what it was made from lies in the folder `kept`, but for the reward:
+    that is gone."""
     data = [f"--data.files={kept}/rows.jsonl", f"--data.validation-files={kept}/held_out.jsonl"]
-    return [*FLAGS, f"--policy.path={kept}/models/base", *data, f"--reward.function={place}/rewards/rw.py:score"]
+    return [
+        *FLAGS,
+        f"--policy.path={kept}/models/base",
+        *data,
+        f"--reward.function={place}/rewards/rw.py:score",
+    ]
 
 
 def test_a_run_records_where_it_comes_from_and_what_its_tools_need(kept: tuple[Path, Path]) -> None:
@@ -112,26 +119,39 @@ def test_a_run_records_where_it_comes_from_and_what_its_tools_need(kept: tuple[P
     place = kept[1]
     config = parse([f"--config={run}/config.toml"])
     assert config.policy.path == f"{place}/models/base"
-    assert (config.data.files, config.data.validation_files) == ((f"{place}/rows.jsonl",), (f"{place}/held_out.jsonl",))
+    assert (config.data.files, config.data.validation_files) == (
+        (f"{place}/rows.jsonl",),
+        (f"{place}/held_out.jsonl",),
+    )
     assert config.reward.function == (f"{place}/rewards/rw.py:score",)
-    assert json.loads((run / "resolved.json").read_text())["models"]["value"]["folder"] == f"{place}/models/base"
+    assert (
+        json.loads((run / "resolved.json").read_text())["models"]["value"]["folder"]
+        == f"{place}/models/base"
+    )
     assert [path.name for path in (run / "models").iterdir()] == ["policy"]
     names = {path.name for path in (run / "models" / "policy").iterdir()}
-    assert names == {path.name for path in (kept[0] / "models" / "base").iterdir()} - {"model.safetensors"}
+    assert names == {path.name for path in (kept[0] / "models" / "base").iterdir()} - {
+        "model.safetensors"
+    }
     rewards = run.joinpath("rewards", *place.parts[1:], "rewards")
     copied = {str(path.relative_to(rewards)) for path in rewards.rglob("*.py")}
     assert copied == {"rw.py", "helper.py", "package/inner.py"}
 
 
 def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
-    moved: Path, kept: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    moved: Path,
+    kept: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert typed(monkeypatch, "report", "run", "--html") == 0
     assert typed(monkeypatch, "export", "run", "--dtype=float32") == 0
     told = capsys.readouterr()
     assert told.err == ""
     policy = moved / "run" / "export" / "step_000004" / "policy"
-    assert f'files = ["{kept[1]}' not in (policy / "README.md").read_text(), "no path of this machine goes to the hub"
+    assert f'files = ["{kept[1]}' not in (policy / "README.md").read_text(), (
+        "no path of this machine goes to the hub"
+    )
     assert AutoTokenizer.from_pretrained(policy).chat_template == TEMPLATE
     before, after = (
         load_file(kept[0] / "models" / "base" / "model.safetensors"),
@@ -141,12 +161,19 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     assert not any((before[name] == after[name]).all() for name in before)
     assert typed(monkeypatch, "chat", "run", asked="1+1\n") == 0
     told = capsys.readouterr()
-    assert [line.partition(": ")[0] for line in told.out.splitlines()] == ["trained", "trained, values"]
+    assert [line.partition(": ")[0] for line in told.out.splitlines()] == [
+        "trained",
+        "trained, values",
+    ]
     assert told.err.count("\n") == 1
-    assert told.err.startswith(f"note: no answers of the policy before training: policy.path={kept[1]}/models/base: ")
+    assert told.err.startswith(
+        f"note: no answers of the policy before training: policy.path={kept[1]}/models/base: "
+    )
     assert "HF_HUB_OFFLINE" not in told.err
     assert told.err.endswith("or its files into run/models/policy\n")
-    shutil.copy(kept[0] / "models" / "base" / "model.safetensors", moved / "run" / "models" / "policy")
+    shutil.copy(
+        kept[0] / "models" / "base" / "model.safetensors", moved / "run" / "models" / "policy"
+    )
     assert typed(monkeypatch, "chat", "run", asked="1+1\n") == 0
     again = capsys.readouterr()
     assert again.out.startswith(told.out)
@@ -154,13 +181,17 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     assert again.err == ""
 
 
-def test_a_moved_run_goes_on_as_if_nothing_had_been(moved: Path, kept: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_moved_run_goes_on_as_if_nothing_had_been(
+    moved: Path, kept: tuple[Path, Path], tmp_path: Path
+) -> None:
     shutil.rmtree(checkpoint.step_folder(moved / "run", 4))
     assert run_ranks(1, start, str(moved), str(tmp_path / "home"), going_on(*kept)) == [0]
     for role in ("actor", "critic"):
         assert_same(figures(moved / "run", role), figures(kept[0] / "run", role))
     config = parse(["--config=run/config.toml"])
-    assert config.reward.function == (f"{kept[1]}/rewards/rw.py:score",), "not the copy's, which moves with the run"
+    assert config.reward.function == (f"{kept[1]}/rewards/rw.py:score",), (
+        "not the copy's, which moves with the run"
+    )
     assert config.policy.path == f"{kept[0]}/models/base"
     assert not (moved / "run" / "rewards" / moved.relative_to("/")).exists()
 
@@ -170,9 +201,18 @@ def test_models_of_one_folder_are_kept_once(tmp_path: Path) -> None:
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "config.json").touch()
     config = parse(
-        ["--policy.path=/a", "--value.path=/b", "--reference.path=/b", "--reward.model=/a", "--ppo.kl-coef=1"]
+        [
+            "--policy.path=/a",
+            "--value.path=/b",
+            "--reference.path=/b",
+            "--reward.model=/a",
+            "--ppo.kl-coef=1",
+        ]
     )
-    found = {kind: model_folder(config, tmp_path, kind).name for kind in ("policy", "value", "reference", "reward")}
+    found = {
+        kind: model_folder(config, tmp_path, kind).name
+        for kind in ("policy", "value", "reference", "reward")
+    }
     assert found == {"policy": "policy", "value": "value", "reference": "value", "reward": "policy"}
 
 
@@ -193,7 +233,11 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_resume_misses_is_one_line(
-    fault: str, moved: Path, kept: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str,
+    moved: Path,
+    kept: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(kept[0], tmp_path / "sources")
     spoil, begins = FAULTS[fault]
@@ -215,14 +259,19 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(
     (moved / "run" / "config.toml").write_text(to_toml(parse([*FLAGS, BASE])))
     assert typed(monkeypatch, command, "run", asked="1+1\n") == 2
     told = capsys.readouterr()
-    missing = f"error: policy.path=models/base: no such folder (from {moved}), and not in the hub's cache"
+    missing = (
+        f"error: policy.path=models/base: no such folder (from {moved}), and not in the hub's cache"
+    )
     assert told.err == f"{missing}; put that model there, or its files into run/models/policy\n"
     shutil.copytree(kept[0] / "models", moved / "models")
     assert typed(monkeypatch, command, "run", asked="1+1\n") == 0
 
 
-def test_files_are_compared_by_their_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of an earlier version, with paths from the folder in which it was started, and the same line again."""
+def test_files_are_compared_by_their_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of an earlier version, with paths from the folder in which it was started, and the same
+    line again."""
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         (tmp_path / folder / "m").mkdir(parents=True)
@@ -230,9 +279,16 @@ def test_files_are_compared_by_their_contents(tmp_path: Path, monkeypatch: pytes
         for name in ("one.jsonl", "two.jsonl", "rw.py"):
             (tmp_path / folder / name).write_text(name)
 
-    def read(folder: str, *, files: str = "one two", function: str = "f") -> tuple[Any, dict[str, str]]:
+    def read(
+        folder: str, *, files: str = "one two", function: str = "f"
+    ) -> tuple[Any, dict[str, str]]:
         data = [f"{folder}/{name}.jsonl" for name in files.split()]
-        argv = [f"--policy.path={folder}/m", f"--reward.function={folder}/rw.py:{function}", "--data.files", *data]
+        argv = [
+            f"--policy.path={folder}/m",
+            f"--reward.function={folder}/rw.py:{function}",
+            "--data.files",
+            *data,
+        ]
         return parse(argv), run_files.inputs_of(parse(argv), {"policy": f"{folder}/m"}, {})
 
     config, inputs = read("a")
@@ -241,12 +297,17 @@ def test_files_are_compared_by_their_contents(tmp_path: Path, monkeypatch: pytes
     for same in ("a", "b", f"{tmp_path}/b"):
         config, inputs = read(same)
         assert run_files.changes(config, tmp_path, inputs) == []
-    for other, name in (({"files": "two one"}, "data.files"), ({"function": "g"}, "reward.function")):
+    for other, name in (
+        ({"files": "two one"}, "data.files"),
+        ({"function": "g"}, "reward.function"),
+    ):
         found = run_files.changes(read("b", **other)[0], tmp_path)
         assert [change[0] for change in found] == [name]
     (tmp_path / "b" / "two.jsonl").write_text("2")
     config, inputs = read("b")
-    assert [change[0] for change in run_files.changes(config, tmp_path, inputs)] == ["data.files b/two.jsonl"]
+    assert [change[0] for change in run_files.changes(config, tmp_path, inputs)] == [
+        "data.files b/two.jsonl"
+    ]
     (tmp_path / "inputs.json").unlink()  # of a version that had none: paths alone can tell
     assert {name for name, *_ in run_files.changes(config, tmp_path)} == {
         "policy.path",
@@ -262,7 +323,11 @@ def test_push_uploads_what_export_writes(
     hub.use(monkeypatch, tmp_path / "cache")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     lines = []
-    for token, words in ((False, ["run", "me"]), (False, ["run", "me/it"]), (True, ["run", "me/it", "--value"])):
+    for token, words in (
+        (False, ["run", "me"]),
+        (False, ["run", "me/it"]),
+        (True, ["run", "me/it", "--value"]),
+    ):
         if token:
             monkeypatch.setenv("HF_TOKEN", "hf_token")
         status = typed(monkeypatch, "push", *words)
@@ -272,7 +337,10 @@ def test_push_uploads_what_export_writes(
     assert lines[0] == "error: me: no name of a repository on the hub; write OWNER/NAME\n"
     assert lines[1].startswith(f"error: {hub.endpoint}/me/it takes no files (")
     assert "HF_TOKEN" in lines[1]
-    assert told.out.splitlines()[-2:] == [f"policy: {hub.endpoint}/me/it", f"value: {hub.endpoint}/me/it-value"]
+    assert told.out.splitlines()[-2:] == [
+        f"policy: {hub.endpoint}/me/it",
+        f"value: {hub.endpoint}/me/it-value",
+    ]
     assert hub.private == {"me/it", "me/it-value"}
     for repo, kind in (("me/it", "policy"), ("me/it-value", "value")):
         (files,) = [files for files in hub.repos["model", repo].values() if files]
@@ -280,7 +348,9 @@ def test_push_uploads_what_export_writes(
         assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
     hub.private.clear()
     assert typed(monkeypatch, "push", "run", "me/it") == 2
-    assert capsys.readouterr().err.startswith(f"error: {hub.endpoint}/me/it is public; say --public")
+    assert capsys.readouterr().err.startswith(
+        f"error: {hub.endpoint}/me/it is public; say --public"
+    )
     assert typed(monkeypatch, "push", "run", "me/it", "--public") == 0
     hub.status = 503
     assert typed(monkeypatch, "push", "run", "me/it") == 2

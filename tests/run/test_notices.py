@@ -1,4 +1,5 @@
-"""What is said when nothing can be learned: each sentence for a run that deserves it, and none for healthy ones."""
+"""What is said when nothing can be learned: each sentence for a run that deserves it, and none for
+healthy ones."""
 
 import json
 import re
@@ -33,8 +34,8 @@ STILL = {"actor/pg_loss": 0.0, "actor/grad_norm": 0.0}
 
 
 def write(run: Path, steps: int, *changes: tuple[range, Mapping[str, Any]], start: int = 1) -> None:
-    """The metrics of a run that is healthy, but for the changes in a range of steps. A value may be a function of the
-    step."""
+    """The metrics of a run that is healthy, but for the changes in a range of steps. A value may be
+    a function of the step."""
     (run / "metrics").mkdir(exist_ok=True)
     for role in ROLES:
         with (run / "metrics" / f"{role}.jsonl").open("a") as file:
@@ -82,14 +83,16 @@ RISING = {"critic/score/mean": lambda step: step / 100}
         (40, [], []),
         (9, [(ALL, UNSCORED | STILL)], ["5 nothing"]),
         (4, [(ALL, UNSCORED | STILL)], []),
-        (9, [(ALL, UNSCORED | STILL | {"actor/lr": 0.0})], ["5 flat"]),  # the policy waits for the value model
+        # the policy waits for the value model
+        (9, [(ALL, UNSCORED | STILL | {"actor/lr": 0.0})], ["5 flat"]),
         (9, [(ALL, UNSCORED)], ["5 flat"]),
         (9, [(range(3, 5), UNSCORED)], []),
         (9, [(ALL, {"critic/score/min": 1.0})], ["5 flat"]),  # right from the first step
         (40, [(range(20, 41), {"critic/score/min": 1.0})], []),  # solved
         (40, [(range(20, 41), UNSCORED)], ["39 flat"]),  # collapsed
         (40, [(range(20, 39), UNSCORED)], []),  # a rare reward
-        (40, [(range(20, 41), UNSCORED | {"critic/reward_failures": 64.0})], []),  # for want of scores
+        # for want of scores
+        (40, [(range(20, 41), UNSCORED | {"critic/reward_failures": 64.0})], []),
         (40, [(ALL, UNSCORED | {"tokens": 120 * 8.0})], ["38 flat"]),  # eight rows a step
         (9, [(range(3, 4), {"critic/reward_failures/share": 0.9, "val/failures": 7.0, "val/rows": 8.0})], []),
         (9, [(range(3, 4), {"critic/reward_failures/share": 1.0})], ["3 failing"]),
@@ -97,7 +100,8 @@ RISING = {"critic/score/mean": lambda step: step / 100}
         (9, [(ALL, {"response_length/clip_ratio": 1.0})], ["5 cut"]),
         (9, [(ALL, {"response_length/clip_ratio": lambda step: 1 - (step == 5) / 64})], []),
         (40, [(ALL, {"critic/vf_explained_var": -3.0})], ["10 critic"]),
-        (40, [(ALL, {"critic/vf_explained_var": -3.0, "critic/vf_loss": 0.001})], []),  # nothing is left to explain
+        # nothing is left to explain
+        (40, [(ALL, {"critic/vf_explained_var": -3.0, "critic/vf_loss": 0.001})], []),
         (12, [(ALL, {"critic/vf_explained_var": lambda step: -20 / step})], []),  # it learns
         (9, [(ALL, {"critic/vf_explained_var": -3.0})], []),
         (40, [(range(20, 30), {"critic/kl_row": 11.0})], ["24 kl"]),
@@ -111,11 +115,15 @@ RISING = {"critic/score/mean": lambda step: step / 100}
         (60, [(ALL, RISING), *held_out(0.2, 0.3, 0.4, 0.5, 0.55, 0.6)], []),
     ],
 )  # fmt: skip
-def test_what_is_said_and_when(tmp_path: Path, steps: int, changes: Any, expected: list[str]) -> None:
+def test_what_is_said_and_when(
+    tmp_path: Path, steps: int, changes: Any, expected: list[str]
+) -> None:
     assert said(tmp_path, steps, *changes) == expected
 
 
-def test_a_sentence_is_said_once_while_the_run_goes_on_and_again_by_another_reader(tmp_path: Path) -> None:
+def test_a_sentence_is_said_once_while_the_run_goes_on_and_again_by_another_reader(
+    tmp_path: Path,
+) -> None:
     notices, found = follow(tmp_path), []
     assert next(notices) == []  # no file yet
     for step in range(1, 31):
@@ -151,7 +159,12 @@ def test_a_sentence_fits_the_screen_and_names_a_page_that_is_there(sentence: str
 def test_a_run_that_is_meant_to_be_so_is_not_warned(flags: str, expected: set[str]) -> None:
     config = parse(flags.split())
     device = torch.device("cpu")
-    assert silent(resolve(config, place(config.placement, world=2, local_world=2), 2, device, probe=False)) == expected
+    assert (
+        silent(
+            resolve(config, place(config.placement, world=2, local_world=2), 2, device, probe=False)
+        )
+        == expected
+    )
 
 
 @pytest.mark.parametrize("run", json.loads(PATH.read_text()), ids=lambda run: run["flags"])
@@ -161,10 +174,17 @@ def test_healthy_runs_are_not_warned(run: dict[str, Any], tmp_path: Path) -> Non
     for role in ROLES:
         count = len(run[role]["step"])
         columns = {name: run[role][name] for name in METRICS[role] if name in run[role]}
-        lists = {name: column if isinstance(column, list) else [column] * count for name, column in columns.items()}
+        lists = {
+            name: column if isinstance(column, list) else [column] * count
+            for name, column in columns.items()
+        }
         with (tmp_path / "metrics" / f"{role}.jsonl").open("w") as file:
             for values in zip(*lists.values(), strict=True):
-                step = {name: value for name, value in zip(lists, values, strict=True) if value is not None}
+                step = {
+                    name: value
+                    for name, value in zip(lists, values, strict=True)
+                    if value is not None
+                }
                 if "val/score/mean" in step:
                     best = max(best, [step["val/score/mean"], -step["step"]])
                     step |= {"val/best_so_far": best[0], "val/best_step": -best[1]}
@@ -183,7 +203,11 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     [
         ("return 0.0", "--steps=6 --ppo.entropy-coef=0", "nothing"),
         ("return 1.0", "--steps=6", "flat"),
-        ("return sum(map(ord, solution_str)) % 7", "--steps=6 --rollout.max-new-tokens=1 --rollout.top-k=1", "cut"),
+        (
+            "return sum(map(ord, solution_str)) % 7",
+            "--steps=6 --rollout.max-new-tokens=1 --rollout.top-k=1",
+            "cut",
+        ),
         ("return 1 / (extra_info['index'] % 2)", "--steps=2", None),
     ],
 )
@@ -192,12 +216,19 @@ def test_a_real_run_says_it_on_the_screen_and_in_its_summary(
 ) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.format(body))
-    given = ["--rollout.batch-size=64", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0", *flags.split()]
+    given = [
+        "--rollout.batch-size=64",
+        f"--run-dir={tmp_path / 'run'}",
+        "--log.validate-every=0",
+        *flags.split(),
+    ]
     assert train.main([*given, f"--reward.function={reward}:score"]) == 0
     out = capfd.readouterr().out
     lines = [line for line in out.splitlines() if re.match("warning(: step|  )", line)]
     expected = (
-        [f"warning: step 5: {SENTENCES[sentence]}", f"warning      step 5: {SENTENCES[sentence]}"] if sentence else []
+        [f"warning: step 5: {SENTENCES[sentence]}", f"warning      step 5: {SENTENCES[sentence]}"]
+        if sentence
+        else []
     )
     assert lines == expected
 
@@ -207,10 +238,17 @@ def status_of(rank: int, flags: list[str]) -> int:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_run_in_which_every_reward_failed_has_another_status(steps: int, tmp_path: Path, capfd: Any) -> None:
+def test_a_run_in_which_every_reward_failed_has_another_status(
+    steps: int, tmp_path: Path, capfd: Any
+) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.format("raise ValueError('no key')"))
-    flags = [f"--steps={steps}", "--rollout.batch-size=4", "--ppo.mini-batches=1", "--log.validate-every=0"]
+    flags = [
+        f"--steps={steps}",
+        "--rollout.batch-size=4",
+        "--ppo.mini-batches=1",
+        "--log.validate-every=0",
+    ]
     flags += [f"--run-dir={tmp_path / 'run'}", f"--reward.function={reward}:score"]
     assert run_ranks(1, status_of, flags) == [2]
     out, error = capfd.readouterr()

@@ -14,8 +14,12 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(
 ):
     path = tmp_path / "actor.jsonl"
     assert read_column(path) == {}, "without a file"
-    path.write_text('{"step": 1, "a": 1.0}\n{"step": 1, "a": 2.0, "optimizer_steps": [{"loss": 1.0}]}\n{"step": 2, "a"')
-    assert read_column(path) == {1: Step({"step": 1.0, "a": 2.0}, [])}, "a step done again counts as it was done last"
+    path.write_text(
+        '{"step": 1, "a": 1.0}\n{"step": 1, "a": 2.0, "optimizer_steps": [{"loss": 1.0}]}\n{"step": 2, "a"'
+    )
+    assert read_column(path) == {1: Step({"step": 1.0, "a": 2.0}, [])}, (
+        "a step done again counts as it was done last"
+    )
     assert f"{path}:3 is torn" in capsys.readouterr().err
     path.write_text('{"step": 1}\n{"step": 2}')
     assert set(read_column(path)) == {1, 2}, "whole but for its newline"
@@ -48,7 +52,10 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text('{"response": "a\u2028b"}\n{"respo', encoding="utf-8")
     assert list(read_lines(path)) == [{"response": "a\u2028b"}]
     assert f"{path}:2 is torn" in capsys.readouterr().err
-    for wrong, says in (('{"respo\n{"a": 1}\n', "no JSON object, .*; fix"), ("[1]\n", "no JSON object, .*; fix")):
+    for wrong, says in (
+        ('{"respo\n{"a": 1}\n', "no JSON object, .*; fix"),
+        ("[1]\n", "no JSON object, .*; fix"),
+    ):
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):
             list(read_lines(path))

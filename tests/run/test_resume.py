@@ -1,4 +1,5 @@
-"""Resuming a run after damage of every kind: as if nothing had been, or refused in one line. The hold on its folder."""
+"""Resuming a run after damage of every kind: as if nothing had been, or refused in one line. The
+hold on its folder."""
 
 import contextlib
 import io
@@ -38,9 +39,19 @@ from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
 from splitppo.run.resolve import resolve
 
-FLAGS = ["--rollout.batch-size=4", "--ppo.mini-batches=1", "--ppo.epochs=1", "--log.validate-every=0"]
+FLAGS = [
+    "--rollout.batch-size=4",
+    "--ppo.mini-batches=1",
+    "--ppo.epochs=1",
+    "--log.validate-every=0",
+]
 FLAGS += ["--rollout.max-new-tokens=4"]
-FLAGS += ["--checkpoint.every=1", "--placement.mode=colocated", "--engine.kind=hf", "--data.answer-key=answer"]
+FLAGS += [
+    "--checkpoint.every=1",
+    "--placement.mode=colocated",
+    "--engine.kind=hf",
+    "--data.answer-key=answer",
+]
 REWARD = "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
 
 Spoil = Callable[[Path, Path], object]
@@ -99,16 +110,25 @@ def folder_for_file(path: Path) -> None:
 
 
 def as_older(run: Path) -> None:
-    """What a version wrote that had a longest prompt by default, and kept no record of the settings given."""
+    """What a version wrote that had a longest prompt by default, and kept no record of the settings
+    given."""
     (run / "given.json").unlink()
     text = (run / "config.toml").read_text()
     assert "max_prompt_tokens = 5\n" in text, "the longest prompt of the data"
     assert "validate_every = 0\n" in text, "nothing is held out"
-    (run / "config.toml").write_text(text.replace("max_prompt_tokens = 5\n", "max_prompt_tokens = 512\n"))
+    (run / "config.toml").write_text(
+        text.replace("max_prompt_tokens = 5\n", "max_prompt_tokens = 512\n")
+    )
 
 
 def hold(run: Path, pid: int, begun: str) -> None:
-    held = {"host": "there", "pid": pid, "since": "noon", "machine": this_machine().machine, "started": begun}
+    held = {
+        "host": "there",
+        "pid": pid,
+        "since": "noon",
+        "machine": this_machine().machine,
+        "started": begun,
+    }
     (run / "lock").write_text(json.dumps(held))
 
 
@@ -120,24 +140,58 @@ def metrics(run: Path, role: str = "actor") -> Path:
     return run / "metrics" / f"{role}.jsonl"
 
 
-# what is done to a run of two steps, and what is said of it; all of these go on as if nothing had been
+# what is done to a run of two steps, and what is said of it; all of these go on as if nothing had
+# been
 GOES_ON: dict[str, tuple[Spoil, str]] = {
-    "nothing": (lambda run, _: None, "going on from .*step_000002, with its settings where the command gives none"),
-    "an earlier version's": (lambda run, _: as_older(run), "nothing is held out .*log.validate_every=3 is not used"),
-    "a line of metrics torn": (lambda run, _: append(metrics(run), '{"step": 3, "ti'), "from .*step_000002"),
+    "nothing": (
+        lambda run, _: None,
+        "going on from .*step_000002, with its settings where the command gives none",
+    ),
+    "an earlier version's": (
+        lambda run, _: as_older(run),
+        "nothing is held out .*log.validate_every=3 is not used",
+    ),
+    "a line of metrics torn": (
+        lambda run, _: append(metrics(run), '{"step": 3, "ti'),
+        "from .*step_000002",
+    ),
     "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
-    "a file missing": (lambda run, _: tensors(run).unlink(), "step_000002: actor/__0_0.distcp can't be read"),
-    "a byte flipped": (lambda run, _: flip(tensors(run)), r"actor/__0_0.distcp is not what was written \(CRC-32\)"),
-    "a file cut": (lambda run, _: cut(part(run, "critic") / ".metadata", 1), r"critic/.metadata has \d+ bytes, not"),
-    "a folder for a file": (lambda run, _: folder_for_file(tensors(run)), "step_000002: actor/__0_0"),
-    "parts of two steps": (lambda run, _: swap_part(run), "step_000002: critic/manifest.json is of step 1"),
+    "a file missing": (
+        lambda run, _: tensors(run).unlink(),
+        "step_000002: actor/__0_0.distcp can't be read",
+    ),
+    "a byte flipped": (
+        lambda run, _: flip(tensors(run)),
+        r"actor/__0_0.distcp is not what was written \(CRC-32\)",
+    ),
+    "a file cut": (
+        lambda run, _: cut(part(run, "critic") / ".metadata", 1),
+        r"critic/.metadata has \d+ bytes, not",
+    ),
+    "a folder for a file": (
+        lambda run, _: folder_for_file(tensors(run)),
+        "step_000002: actor/__0_0",
+    ),
+    "parts of two steps": (
+        lambda run, _: swap_part(run),
+        "step_000002: critic/manifest.json is of step 1",
+    ),
     "renamed to another step": (
         lambda run, _: checkpoint.step_folder(run, 1).rename(checkpoint.step_folder(run, 3)),
         "step_000003: actor/manifest.json is of step 1",
     ),
-    "an empty part": (lambda run, _: empty_part(run), "step_000002: actor/manifest.json does not list what a part has"),
-    "no manifest": (lambda run, _: (part(run, "critic") / "manifest.json").unlink(), "critic/manifest.json can't be"),
-    "a torn manifest": (lambda run, _: cut(part(run, "critic") / "manifest.json", 9), "critic/manifest.json can't be"),
+    "an empty part": (
+        lambda run, _: empty_part(run),
+        "step_000002: actor/manifest.json does not list what a part has",
+    ),
+    "no manifest": (
+        lambda run, _: (part(run, "critic") / "manifest.json").unlink(),
+        "critic/manifest.json can't be",
+    ),
+    "a torn manifest": (
+        lambda run, _: cut(part(run, "critic") / "manifest.json", 9),
+        "critic/manifest.json can't be",
+    ),
     "half a checkpoint": (
         lambda run, _: part(run, "critic").rename(part(run, "critic.partial")),
         "removed an unfinished checkpoint: .*step_000002",
@@ -150,8 +204,14 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda run, _: metrics(run).write_text("{]\n" + metrics(run).read_text()),
         "actor.jsonl:1: .* is no JSON",
     ),
-    "a state made by hand": (lambda run, _: by_hand(run, "state.json", "[1"), "actor/state.json can't be read"),
-    "another state": (lambda run, _: by_hand(run, "state.json", "{}"), "actor/state.json can't be read .KeyError"),
+    "a state made by hand": (
+        lambda run, _: by_hand(run, "state.json", "[1"),
+        "actor/state.json can't be read",
+    ),
+    "another state": (
+        lambda run, _: by_hand(run, "state.json", "{}"),
+        "actor/state.json can't be read .KeyError",
+    ),
     "tensors made by hand": (
         lambda run, _: by_hand(run, ".metadata", "no"),
         r"actor can't be loaded \(\w+Error: .*\); set the models that it was written with",
@@ -160,7 +220,10 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda run, _: hold(run, os.getppid(), process_state(os.getppid())[1]),
         r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
     ),
-    "a lock that is a folder": (lambda run, _: (run / "lock").mkdir(), "run_dir: .*lock.*; fix that, or choose"),
+    "a lock that is a folder": (
+        lambda run, _: (run / "lock").mkdir(),
+        "run_dir: .*lock.*; fix that, or choose",
+    ),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
         r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
@@ -177,22 +240,40 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda _, inputs: (inputs / "model/chat_template.jinja").write_text("{{ messages }}"),
         r"policy.path \S+chat_template.jinja was unset, and is",
     ),
-    "settings torn": (lambda run, _: cut(run / "config.toml", 9), "config.toml can't be read .*; fix it, or delete"),
-    "inputs torn": (lambda run, _: cut(run / "inputs.json", 9), "inputs.json can't be read .*; fix it, or delete it"),
-    "settings not text": (lambda run, _: (run / "config.toml").write_bytes(b"\xff"), "config.toml can't be read"),
+    "settings torn": (
+        lambda run, _: cut(run / "config.toml", 9),
+        "config.toml can't be read .*; fix it, or delete",
+    ),
+    "inputs torn": (
+        lambda run, _: cut(run / "inputs.json", 9),
+        "inputs.json can't be read .*; fix it, or delete it",
+    ),
+    "settings not text": (
+        lambda run, _: (run / "config.toml").write_bytes(b"\xff"),
+        "config.toml can't be read",
+    ),
     "a file for the checkpoints": (
         lambda run, _: file_for_folder(run / "checkpoints"),
         "/checkpoints is no folder that",
     ),
-    "a file for the metrics": (lambda run, _: file_for_folder(run / "metrics"), "/metrics is no folder that can be"),
+    "a file for the metrics": (
+        lambda run, _: file_for_folder(run / "metrics"),
+        "/metrics is no folder that can be",
+    ),
 }
 
 
 def one_run(config: Config, run_dir: Path, steps: int) -> tuple[int, str]:
     """Exit status and screen of a run in this process."""
     said = io.StringIO()
-    run_main.parse = lambda *_, **__: replace(config, run_dir=str(run_dir), steps=steps)  # parsing takes its time
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+    run_main.parse = lambda *_, **__: replace(
+        config, run_dir=str(run_dir), steps=steps
+    )  # parsing takes its time
+    with (
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        warnings.catch_warnings(),
+    ):
         status = train.main([])
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -204,18 +285,29 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
-    """Does every damage to a copy of a run of two steps, and resumes it to four; one process, since it starts once."""
+    """Does every damage to a copy of a run of two steps, and resumes it to four; one process, since
+    it starts once."""
     del os.environ["RANK"]
     inputs = folder / "inputs"
     inputs.mkdir()
-    rows = [{"prompt": f"{number}+1=", "answer": number + 1, "data_source": "mine"} for number in range(20)]
+    rows = [
+        {"prompt": f"{number}+1=", "answer": number + 1, "data_source": "mine"}
+        for number in range(20)
+    ]
     (inputs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (inputs / "reward.py").write_text(REWARD)
     build_tiny(inputs / "model", seed=5)
-    argv = [*FLAGS, f"--data.files={inputs / 'rows.jsonl'}", f"--reward.function={inputs / 'reward.py'}:score"]
+    argv = [
+        *FLAGS,
+        f"--data.files={inputs / 'rows.jsonl'}",
+        f"--reward.function={inputs / 'reward.py'}:score",
+    ]
     argv += [f"--policy.path={inputs / 'model'}", "--log.validate-every=3"]
     config = parse(argv)
-    found = {"whole": one_run(config, folder / "whole", 4), "two steps": one_run(config, folder / "two", 2)}
+    found = {
+        "whole": one_run(config, folder / "whole", 4),
+        "two steps": one_run(config, folder / "two", 2),
+    }
     shutil.copytree(inputs, folder / "kept")
     for name, (spoil, _) in {**GOES_ON, **REFUSED}.items():
         run = folder / name
@@ -223,9 +315,16 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
         spoil(run, inputs)
         before = contents(run)
         found[name] = one_run(config, run, 4)
-        if name in REFUSED and contents(run) != before and "state" not in name and "tensors" not in name:
+        if (
+            name in REFUSED
+            and contents(run) != before
+            and "state" not in name
+            and "tensors" not in name
+        ):
             found[name] = (-1, f"the run's folder was changed: {found[name]}")
-        shutil.rmtree(inputs, ignore_errors=True)  # a reward worker may still be writing its bytecode there
+        shutil.rmtree(
+            inputs, ignore_errors=True
+        )  # a reward worker may still be writing its bytecode there
         shutil.copytree(folder / "kept", inputs, dirs_exist_ok=True)
     return found
 
@@ -265,14 +364,19 @@ def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
 
 
 def test_force_goes_on_and_records_anew(tmp_path):
-    config, file = parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]), tmp_path / "rows.jsonl"
+    config, file = (
+        parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]),
+        tmp_path / "rows.jsonl",
+    )
     file.write_text("{}")
     run_files.write_run_files(config, tmp_path, None, before := run_files.inputs_of(config, {}, {}))
     run_files.check_same_run(config, tmp_path, before)
     file.write_text("[]")
     after = run_files.inputs_of(config, {}, {})
     assert list(before) == list(after) == [f"data.files {file}"]
-    with pytest.raises(UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"):
+    with pytest.raises(
+        UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"
+    ):
         run_files.check_same_run(config, tmp_path, after)
     run_files.write_run_files(config, tmp_path, None, after)
     run_files.check_same_run(config, tmp_path, after)
@@ -286,7 +390,10 @@ def test_a_setting_that_is_gone_makes_another_run_only_if_it_did_something(tmp_p
     for value, refused in (("0.0", False), ("0.2", True)):
         file.write_text(to_toml(config).replace("[ppo]", f"[ppo]\nmask_agreement = {value}"))
         with (
-            pytest.raises(UserError, match=r"mask_agreement was 0.2, and is no setting of this version: .* or --force")
+            pytest.raises(
+                UserError,
+                match=r"mask_agreement was 0.2, and is no setting of this version: .* or --force",
+            )
             if refused
             else contextlib.nullcontext()
         ):
@@ -312,9 +419,13 @@ def clock_rank(rank: int, argv: list[str]) -> tuple[int, list[str], str]:
     return status, found, said.getvalue()
 
 
-def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_refused(tmp_path, capsys):
+def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_refused(
+    tmp_path, capsys
+):
     build_tiny(tmp_path / "model", seed=0)
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ strftime_now('%f') }} {{ messages[0].content }}")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{{ strftime_now('%f') }} {{ messages[0].content }}"
+    )
     argv = [*FLAGS, f"--policy.path={tmp_path}/model", f"--run-dir={tmp_path}/run", "--steps=1"]
     (_, (first,), said), (_, others, _) = run_ranks(2, clock_rank, argv)
     assert others == [first]
@@ -324,7 +435,11 @@ def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_
     ((status, _, said),) = run_ranks(1, clock_rank, argv)
     assert train.main([*argv, "--dry-run"]) == status == 2
     for text in (said, capsys.readouterr().err):
-        assert re.search(f"^error: training prompts as rendered was {kept}, and is [0-9a-f]+; .* --force", text, re.M)
+        assert re.search(
+            f"^error: training prompts as rendered was {kept}, and is [0-9a-f]+; .* --force",
+            text,
+            re.M,
+        )
     ((status, (forced,), _),) = run_ranks(1, clock_rank, [*argv, "--force"])
     assert status == 0
     assert forced != first
@@ -332,7 +447,9 @@ def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_
 
 
 def test_a_restart_renders_what_the_jobs_first_start_did():
-    runtime: Any = SimpleNamespace(launch=Launch(), job=dist.HashStore(), broadcast=lambda _, value: value())
+    runtime: Any = SimpleNamespace(
+        launch=Launch(), job=dist.HashStore(), broadcast=lambda _, value: value()
+    )
     runtime.all_gather = lambda _, own: [own]
     runtime.status = SimpleNamespace(set_phase=lambda _: None)
     config = parse(FLAGS)
@@ -347,7 +464,9 @@ def test_a_run_of_an_earlier_version_has_no_hash_of_its_prompts(tmp_path):
     run_files.write_run_files(config, tmp_path, None, {"reward.function rw.py": "1"})
     run_files.check_same_run(config, tmp_path, new | {"reward.function rw.py": "1"})
     run_files.write_run_files(config, tmp_path, None, new)
-    with pytest.raises(UserError, match="validation prompts as rendered was b, and is c: that is another run"):
+    with pytest.raises(
+        UserError, match="validation prompts as rendered was b, and is c: that is another run"
+    ):
         run_files.check_same_run(config, tmp_path, new | {run_files.VALIDATION: "c"})
 
 
@@ -356,11 +475,24 @@ def test_all_that_a_run_reads_is_among_its_inputs(tmp_path):
     for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    argv = [f"--data.files={tmp_path / 'a.jsonl'}", f"--data.validation-files={tmp_path / 'b.parquet'}"]
-    argv += [f"--rollout.lengths={tmp_path / 'lengths'}", f"--reward.function={tmp_path / 'rw.py'}:score"]
+    argv = [
+        f"--data.files={tmp_path / 'a.jsonl'}",
+        f"--data.validation-files={tmp_path / 'b.parquet'}",
+    ]
+    argv += [
+        f"--rollout.lengths={tmp_path / 'lengths'}",
+        f"--reward.function={tmp_path / 'rw.py'}:score",
+    ]
     models = {"policy": f"{tmp_path}/m", "value": f"{tmp_path}/m", "reward": f"{tmp_path}/r"}
-    found = run_files.inputs_of(parse([*argv, f"--reward.validation={tmp_path / 'rw.py'}:other"]), models, {})
-    due = ["data.files a.jsonl", "rollout.lengths lengths", "data.validation_files b.parquet", "reward.function rw.py"]
+    found = run_files.inputs_of(
+        parse([*argv, f"--reward.validation={tmp_path / 'rw.py'}:other"]), models, {}
+    )
+    due = [
+        "data.files a.jsonl",
+        "rollout.lengths lengths",
+        "data.validation_files b.parquet",
+        "reward.function rw.py",
+    ]
     due += ["reward.validation rw.py", "policy.path m/config.json", "reward.model r/x.json"]
     assert sorted([name.replace(f"{tmp_path}/", "") for name in found]) == sorted(due)
 
@@ -423,11 +555,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(lock, "STALE", 1.5)
 
 
-def test_a_live_run_on_another_machine_is_told_from_a_dead_one(tmp_path, quick, capsys, monkeypatch):
+def test_a_live_run_on_another_machine_is_told_from_a_dead_one(
+    tmp_path, quick, capsys, monkeypatch
+):
     owner, newcomer, lost = Lock(elsewhere()), Lock(this_machine()), []
     monkeypatch.setattr(lock, "end_rank", lost.append)
     owner.take(tmp_path)
-    with pytest.raises(UserError, match=rf"run_dir={tmp_path} is held by process 7 on elsewhere since \d{{4}}-"):
+    with pytest.raises(
+        UserError, match=rf"run_dir={tmp_path} is held by process 7 on elsewhere since \d{{4}}-"
+    ):
         newcomer.take(tmp_path)
     assert f"{tmp_path} was last held by process 7 on elsewhere since" in capsys.readouterr().out
     owner.released.set()  # dies
@@ -469,11 +605,16 @@ def test_a_lock_that_says_nothing_is_waited_for(tmp_path, quick):
 def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "now")
-    assert [str(run_files.new_folder()) for _ in range(3)] == ["runs/now", "runs/now-2", "runs/now-3"]
+    assert [str(run_files.new_folder()) for _ in range(3)] == [
+        "runs/now",
+        "runs/now-2",
+        "runs/now-3",
+    ]
 
 
 def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
-    """And nothing is overwritten; a restart of a start that was let in resumes from its checkpoints."""
+    """And nothing is overwritten; a restart of a start that was let in resumes from its
+    checkpoints."""
     job, rows, run = dist.HashStore(), tmp_path / "rows", tmp_path / "run"
 
     def start(*argv: str) -> str:
@@ -483,7 +624,9 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
             "broadcast": lambda _, value: value(),
             "all_gather": lambda _, own: [own],
         }
-        config = parse([*FLAGS, "--steps=4", f"--run-dir={run}", f"--rollout.lengths={rows}", *argv])
+        config = parse(
+            [*FLAGS, "--steps=4", f"--run-dir={run}", f"--rollout.lengths={rows}", *argv]
+        )
         inputs = run_files.inputs_of(config, {}, {})
         found = find_checkpoint(config, cast(Any, SimpleNamespace(**runtime)), run, inputs)
         run_files.write_run_files(config, run, found, inputs)
@@ -514,7 +657,9 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
     begun()
     assert start("--resume=never") == "step_000001", "a restart goes on, and moves nothing"
     rows.write_text("2")
-    with pytest.raises(UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: that is another run"):
+    with pytest.raises(
+        UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: that is another run"
+    ):
         start()
     assert start("--force") == "step_000001"
     metrics(run).write_text('{"step": \n{"step": 1}\n')

@@ -56,9 +56,15 @@ def whole(tmp_path_factory):
 
 
 def glossary() -> re.Pattern[str]:
-    """The names that docs/metrics.md explains: of its table's first column, with {a,b}, `...` and NAMES filled in."""
+    """The names that docs/metrics.md explains: of its table's first column, with {a,b}, `...` and
+    NAMES filled in."""
     lines = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().splitlines()
-    names = [name for line in lines if line.startswith("| `") for name in re.findall("`(.+?)`", line.split(" | ")[0])]
+    names = [
+        name
+        for line in lines
+        if line.startswith("| `")
+        for name in re.findall("`(.+?)`", line.split(" | ")[0])
+    ]
     patterns = []
     for name in names:
         pattern = re.sub(r"\{(.+?)\}", lambda found: f"({found[1].replace(',', '|')})", name)
@@ -71,7 +77,12 @@ def test_the_folder_keeps_what_the_dry_run_resolves(whole, capsys):
     kept = (whole / "resolved.json").read_text()
     assert f"resolved: {kept}" in capsys.readouterr().out
     facts = json.loads(kept)
-    assert (facts["engine"], facts["device"], facts["actor"], facts["critic"]) == ("hf", "cpu", 1, 1)
+    assert (facts["engine"], facts["device"], facts["actor"], facts["critic"]) == (
+        "hf",
+        "cpu",
+        1,
+        1,
+    )
     assert facts["models"]["policy"]["parameters"] > 80_000
 
 
@@ -80,14 +91,20 @@ def test_every_metric_is_explained(whole):
     for role in ("actor", "critic"):
         lines = records(whole, role)
         assert not [
-            name for line in lines for name in line if name not in ("step", "time") and not known.fullmatch(name)
+            name
+            for line in lines
+            for name in line
+            if name not in ("step", "time") and not known.fullmatch(name)
         ]
     for line in records(whole, "actor")[1:]:  # the first one is the validation before training
         assert 0 < line["perf/engine_step_ms/mean"] <= line["perf/engine_step_ms/max"]
 
 
 def test_metrics_have_their_step_first_and_both_columns_spans(whole):
-    for role, spans in (("actor", {"rollout", "logprobs", "update"}), ("critic", {"score", "advantages", "update"})):
+    for role, spans in (
+        ("actor", {"rollout", "logprobs", "update"}),
+        ("critic", {"score", "advantages", "update"}),
+    ):
         for line in (whole / "metrics" / f"{role}.jsonl").read_text().splitlines():
             record = json.loads(line)
             assert next(iter(record)) == "step"
@@ -105,7 +122,10 @@ def test_run_folder_holds_what_makes_it_again(whole):
     versions = json.loads((whole / "versions.json").read_text())
     assert {"torch", "transformers", "git", "command"} <= versions.keys()
     assert len(list((whole / "logs").glob("rank_*.log"))) == 2
-    samples = [json.loads(line) for line in (whole / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (whole / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 4
     assert {"prompt", "response", "score", "ground_truth", "row"} <= samples[0].keys()
 
@@ -128,7 +148,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_p
     one = after_step(whole, 2, tmp_path / "one")
     run_ranks(1, main_rank, [*argv, f"--run-dir={one}"])
     replicas = after_step(whole, 2, tmp_path / "replicas")
-    run_ranks(4, main_rank, [*argv, f"--run-dir={replicas}", "--placement.mode=colocated", "--fsdp.shard-size=2"])
+    run_ranks(
+        4,
+        main_rank,
+        [*argv, f"--run-dir={replicas}", "--placement.mode=colocated", "--fsdp.shard-size=2"],
+    )
     more = after_step(replicas, 3, tmp_path / "more")
     run_ranks(3, main_rank, [*argv, f"--run-dir={more}", "--placement.critic=2"])
     for role in ("actor", "critic"):
@@ -138,7 +162,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_p
 
 def test_eight_ranks_give_the_figures_of_two(whole, tmp_path):
     """Their first two steps; the second one shows the first one's update."""
-    run_ranks(8, main_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.actor=5"])
+    run_ranks(
+        8, main_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.actor=5"]
+    )
     for role in ("actor", "critic"):
         due = {step: record for step, record in figures(whole, role).items() if step <= 2}
         assert_same(figures(tmp_path / "run", role), due)
@@ -153,7 +179,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
 
 
 CRITICS = {
-    "pretraining": ["--value.pretrain-steps=3", "--value.pretrain-epochs=2", "--value.freeze=attention"],
+    "pretraining": [
+        "--value.pretrain-steps=3",
+        "--value.pretrain-epochs=2",
+        "--value.freeze=attention",
+    ],
     "ensemble": ["--value.ensemble=2", "--value.layers=1", "--ppo.lam=adaptive"],
 }
 
@@ -173,14 +203,22 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
     assert len(answers) == 2  # with the values of the layers that there are
     if name == "ensemble":
         out = export.export(due, dtype="float32")
-        first, second = (load_file(out / folder / "model.safetensors") for folder in ("value", "value_1"))
+        first, second = (
+            load_file(out / folder / "model.safetensors") for folder in ("value", "value_1")
+        )
         assert first.keys() == second.keys()
         assert not any(".layers.1." in weight for weight in first)
         assert not torch.equal(first["score.weight"], second["score.weight"])
     pretrained = due / "pretrained_value"
     assert pretrained.is_dir() == (name == "pretraining")
     if pretrained.is_dir():  # another run starts from it
-        again = [*SMALL, f"--value.path={pretrained}", f"--policy.path={due / 'tiny'}", "--steps=1", "--dry-run"]
+        again = [
+            *SMALL,
+            f"--value.path={pretrained}",
+            f"--policy.path={due / 'tiny'}",
+            "--steps=1",
+            "--dry-run",
+        ]
         assert train.main([*again, "--world-size=2"]) == 0
         saved = checkpoint.step_folder(due, 3) / "critic"
         held = {"model": {"score.weight": torch.zeros(1, 64)}}
@@ -190,7 +228,8 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
 
 
 def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):
-    """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint is written."""
+    """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint
+    is written."""
     argv = [*SMALL, "--ppo.critic-warmup=3", "--checkpoint.every=2", "--placement.mode=colocated"]
     argv += [f"--run-dir={tmp_path / 'run'}"]
     run_ranks(2, main_rank, argv)
@@ -223,7 +262,8 @@ def dies_before_the_actors_word(rank: int, folder: Path) -> int:
 
 
 def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
-    """A job died with the actor's half of step 1; a new one with another seed dies with the critic's half of it."""
+    """A job died with the actor's half of step 1; a new one with another seed dies with the
+    critic's half of it."""
     folder = tmp_path / "run"
     made_up(folder, 1, ["actor"])
     assert run_ranks(1, dies_before_the_actors_word, folder) == [2]
@@ -233,11 +273,15 @@ def test_an_older_runs_half_checkpoint_is_not_completed_by_a_new_one(tmp_path):
 def test_going_back_needs_another_folder(whole):
     with pytest.raises(UserError, match="holds step_000004, a later one"):
         checkpoint.find(whole, str(checkpoint.step_folder(whole, 2)))
-    assert checkpoint.find(whole.parent, str(checkpoint.step_folder(whole, 2))) == checkpoint.step_folder(whole, 2)
+    assert checkpoint.find(
+        whole.parent, str(checkpoint.step_folder(whole, 2))
+    ) == checkpoint.step_folder(whole, 2)
 
 
 def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
-    config = parse(["--ppo.value-clip", "None", "--reward.clip", "-1", "1", "--data.chat-kwargs", '{"a": 1}'])
+    config = parse(
+        ["--ppo.value-clip", "None", "--reward.clip", "-1", "1", "--data.chat-kwargs", '{"a": 1}']
+    )
     assert config.ppo.value_clip is None
     (tmp_path / "again.toml").write_text(to_toml(config))
     again = replace(parse(["--config", str(tmp_path / "again.toml")]), config=None)
@@ -245,27 +289,50 @@ def test_what_was_turned_off_stays_off_in_the_saved_configuration(tmp_path):
 
 
 def test_export_loads_with_from_pretrained(whole, tmp_path):
-    command = [sys.executable, "-m", "splitppo", "export", str(whole), "--out", str(tmp_path), "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitppo",
+        "export",
+        str(whole),
+        "--out",
+        str(tmp_path),
+        "--dtype",
+        "float32",
+    ]
     done = subprocess.run(command, check=True, capture_output=True)
     assert b"Warning" not in done.stderr
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "policy", output_loading_info=True
+    )
     policy, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    loaded = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "value", output_loading_info=True
+    )
     value, info = loaded
     assert not info["missing_keys"]
     start = AutoModelForCausalLM.from_pretrained(whole / "tiny")
-    changed = [name for name, w in policy.state_dict().items() if not torch.equal(w, start.state_dict()[name])]
+    changed = [
+        name
+        for name, w in policy.state_dict().items()
+        if not torch.equal(w, start.state_dict()[name])
+    ]
     assert len(changed) == len(start.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     ids = torch.tensor([tokenizer("123=").input_ids])
     assert value(input_ids=ids).logits.shape == (1, 4, 1)
     again = build(read_config(str(tmp_path / "value")), "value")
     fill(again, str(tmp_path / "value"), device=torch.device("cpu"))
-    assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), "the head is lost"
+    assert torch.equal(again.state_dict()["score.weight"], value.state_dict()["score.weight"]), (
+        "the head is lost"
+    )
     assert value.state_dict()["score.weight"].any()
-    for kind, said in (("policy", "* `val/score/mean`:"), ("value", "Started from tiny, 4 of 4 steps")):
+    for kind, said in (
+        ("policy", "* `val/score/mean`:"),
+        ("value", "Started from tiny, 4 of 4 steps"),
+    ):
         card = (tmp_path / kind / "README.md").read_text()
         assert said in card
         assert "4 of 4 steps" in card
@@ -277,7 +344,9 @@ def test_export_loads_with_from_pretrained(whole, tmp_path):
 def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
     next((checkpoint.step_folder(tmp_path / "run", 4) / "critic").glob("__0_*")).write_bytes(b"")
-    with pytest.raises(UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"):
+    with pytest.raises(
+        UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"
+    ):
         export.export(tmp_path / "run")
 
 
@@ -288,7 +357,10 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
         (["--seed=8"], "seed was 0"),
         (["--reward.clip", "0", "1"], r"reward.clip was unset, and is \[0.0, 1.0\]"),
         (["--policy.optim.schedule=linear"], 'policy.optim.schedule was "constant"'),
-        (["--ppo.gamma=0.5", "--seed=8"], "ppo.gamma was 1.0, and is 0.5; seed was 0, and is 8: that is"),
+        (
+            ["--ppo.gamma=0.5", "--seed=8"],
+            "ppo.gamma was 1.0, and is 0.5; seed was 0, and is 8: that is",
+        ),
     ],
 )
 def test_another_run_is_refused_by_name(whole, change, told, capfd):
@@ -296,7 +368,12 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
     check_run_folder(parse([*argv, *change, "--force"]))
-    free = ["--placement.mode=colocated", "--compute.micro-batch-tokens=99", "--checkpoint.keep=9", "--timeout=9"]
+    free = [
+        "--placement.mode=colocated",
+        "--compute.micro-batch-tokens=99",
+        "--checkpoint.keep=9",
+        "--timeout=9",
+    ]
     check_same_run(parse([*argv, *free]), whole)
 
 
@@ -323,7 +400,8 @@ def test_memory_for_checkpoints_is_there_before_the_engine_is_waited_for(tmp_pat
 
 
 def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
-    """The same run begins anew there, as after a crash before the first checkpoint; another is refused."""
+    """The same run begins anew there, as after a crash before the first checkpoint; another is
+    refused."""
     argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", "--steps=1"]
     without = [*argv, "--checkpoint.every=0", "--checkpoint.no-last"]
     assert run_ranks(1, main_rank, without) == [0]
@@ -338,7 +416,10 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     assert moved in capfd.readouterr().out.splitlines()
     assert not (tmp_path / "run.1").exists()
     assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
-    assert f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten" in capfd.readouterr().out
+    assert (
+        f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten"
+        in capfd.readouterr().out
+    )
     (tmp_path / "other/metrics").mkdir(parents=True)
     (tmp_path / "other/metrics/actor.jsonl").write_text("mine\n")
     assert train.main([*SMALL, f"--run-dir={tmp_path / 'other'}", "--checkpoint.every=1"]) == 2
@@ -389,19 +470,25 @@ def test_ctrl_c_on_one_rank_says_what_is_kept(tmp_path, capfd):
     argv = [*SMALL, "--checkpoint.every=1", f"--run-dir={tmp_path / 'run'}"]
     assert run_ranks(1, interrupted_rank, argv) == [130]
     kept = checkpoint.complete(tmp_path / "run")[-1]
-    assert capfd.readouterr().err.splitlines()[-1] == f"interrupted: the last good checkpoint is {kept}"
+    assert (
+        capfd.readouterr().err.splitlines()[-1]
+        == f"interrupted: the last good checkpoint is {kept}"
+    )
 
 
 def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
     argv = ["--policy.optim.schedule=cosine", "--steps=6"]
     (tmp_path / "config.toml").write_text(to_toml(parse(argv)))
     check_same_run(parse(argv), tmp_path)
-    with pytest.raises(UserError, match=r"steps was 6, and is 8 and the learning rate's schedule ends"):
+    with pytest.raises(
+        UserError, match=r"steps was 6, and is 8 and the learning rate's schedule ends"
+    ):
         check_same_run(parse([*argv, "--steps=8"]), tmp_path)
 
 
 def test_what_cannot_be_removed_of_an_old_checkpoint_does_not_end_the_run(tmp_path, monkeypatch):
-    """As on NFS, where a file that another host has open leaves one behind; it doesn't count, and goes later."""
+    """As on NFS, where a file that another host has open leaves one behind; it doesn't count, and
+    goes later."""
     for step in (2, 4):
         made_up(tmp_path, step)
 
@@ -422,7 +509,12 @@ def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(run_main, "keep_early_signals", lambda: noted.append(True))
     assert train.main(["--steps=0"]) == 2
     assert not noted
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert train.main(["--steps=0"]) == 2
     assert noted
@@ -434,7 +526,11 @@ def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[
     config = parse(argv)
     models = dict.fromkeys(model_paths(config))
     resolved: Any = SimpleNamespace(
-        config=config, placement=Placement(mode, groups), device=torch.device("cpu"), models=models, eos={}
+        config=config,
+        placement=Placement(mode, groups),
+        device=torch.device("cpu"),
+        models=models,
+        eos={},
     )
     return warnings(resolved)
 
@@ -448,15 +544,23 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     unused = "reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
     assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
     assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
-    assert warned("--reference.tensor-parallel=2") == [unused.replace("path=mine", "tensor_parallel=2")]
+    assert warned("--reference.tensor-parallel=2") == [
+        unused.replace("path=mine", "tensor_parallel=2")
+    ]
     slow = "value.optim.warmup_steps=6: the learning rate does not reach its peak in 5 steps"
     assert warned("--steps=5", "--value.optim.warmup-steps=6") == [slow]
     assert warned("--steps=6", "--value.optim.warmup-steps=6") == []
     (few,) = warned("--rollout.batch-size=6", "--ppo.mini-batches=3")
-    for part in ("rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks", "1 of them", "from 9 "):
+    for part in (
+        "rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks",
+        "1 of them",
+        "from 9 ",
+    ):
         assert part in few
     assert warned("--rollout.batch-size=9", "--ppo.mini-batches=3") == []
-    (few,) = warned("--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12")
+    (few,) = warned(
+        "--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12"
+    )
     assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
     both: dict[Role, tuple[int, ...]] = {"actor": (0, 1, 2), "critic": (0, 1, 2)}
     few, same = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
@@ -490,13 +594,17 @@ def slow_engine_rank(rank: int, argv: list[str]) -> int:
 @pytest.mark.parametrize("placement", ["--placement.actor=2", "--placement.mode=colocated"])
 def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
     run_ranks(
-        3, slow_engine_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", placement, "--log.validate-every=0"]
+        3,
+        slow_engine_rank,
+        [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", placement, "--log.validate-every=0"],
     )
     for record in records(tmp_path / "run", "actor"):
         assert 0.5 < record["timing_s/barrier_wait"] < 5
         spans = [name for name, _, _ in record["spans"]]
         assert spans.index("rollout") < spans.index("barrier_wait") < spans.index("logprobs")
-    for record in records(tmp_path / "run", "critic")[1:]:  # the first pass through a model takes its time
+    for record in records(tmp_path / "run", "critic")[
+        1:
+    ]:  # the first pass through a model takes its time
         assert record["timing_s/score"] < 0.5, "what the critic ranks waited for is in their work"
 
 
@@ -508,7 +616,9 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
         time.sleep(2)
         return update(self, step, scored, returns)
 
-    def reading(self: Actor, step: int, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def reading(
+        self: Actor, step: int, rollout: Rollout
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)
         return logprobs(self, step, rollout)
 
@@ -517,9 +627,17 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
 
 
 def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
-    argv = [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.critic=2", "--log.validate-every=0"]
+    argv = [
+        *SMALL,
+        "--steps=2",
+        f"--run-dir={tmp_path / 'run'}",
+        "--placement.critic=2",
+        "--log.validate-every=0",
+    ]
     run_ranks(3, slow_critic_rank, argv)
-    assert all(record["timing_s/wait_critic"] > 0.5 for record in records(tmp_path / "run", "actor")[1:])
+    assert all(
+        record["timing_s/wait_critic"] > 0.5 for record in records(tmp_path / "run", "actor")[1:]
+    )
     for record in records(tmp_path / "run", "critic")[1:]:
         waited = record.get("timing_s/wait_logprobs", 0.0)
         assert waited < 0.3, "the actor waited for the critic before it took log-probs"
@@ -532,8 +650,12 @@ def frozen_rank(rank: int, argv: list[str]) -> int:
 
 
 def test_models_are_not_searched_for_garbage(tmp_path):
-    (frozen,) = run_ranks(1, frozen_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"])
-    assert frozen > 50_000, "what the libraries and models are made of is looked through in the middle of a step"
+    (frozen,) = run_ranks(
+        1, frozen_rank, [*SMALL, f"--run-dir={tmp_path / 'run'}", "--placement.mode=colocated"]
+    )
+    assert frozen > 50_000, (
+        "what the libraries and models are made of is looked through in the middle of a step"
+    )
 
 
 def late_rows_rank(rank: int, argv: list[str]) -> int:
@@ -550,13 +672,18 @@ def late_rows_rank(rank: int, argv: list[str]) -> int:
 
 
 def test_a_critic_rank_that_has_its_rows_waits_for_the_others_rows(tmp_path):
-    run_ranks(3, late_rows_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.critic=2"])
+    run_ranks(
+        3,
+        late_rows_rank,
+        [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.critic=2"],
+    )
     for record in records(tmp_path / "run", "critic")[1:]:
         assert record["timing_s/score"] < 0.5 < record["timing_s/wait_rollouts"]
 
 
 def test_engines_need_not_all_sleep(tmp_path):
-    """While the critic warms up there are no new weights for those that stay awake, and the others need them."""
+    """While the critic warms up there are no new weights for those that stay awake, and the others
+    need them."""
     argv = [*SMALL, "--placement.actor=2", "--ppo.critic-warmup=3", "--timeout=30"]
     assert run_ranks(3, uneven_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0, 0, 0]
     run_ranks(3, main_rank, [*argv, f"--run-dir={tmp_path / 'whole'}"])
@@ -565,7 +692,8 @@ def test_engines_need_not_all_sleep(tmp_path):
 
 @pytest.mark.parametrize(("argv", "device"), [([], "cpu"), (["--policy.path=mine"], None)])
 def test_fewer_gpus_than_ranks(argv, device, monkeypatch):
-    """The embedded model trains on the CPU then, as it would without any; for others it's an error."""
+    """The embedded model trains on the CPU then, as it would without any; for others it's an
+    error."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     launch = Launch(rank=1, world=2, local_rank=1, local_world=2)
     if device:
@@ -576,7 +704,13 @@ def test_fewer_gpus_than_ranks(argv, device, monkeypatch):
 
 
 def test_dry_run_needs_no_process_group(capsys):
-    argv = ["--dry-run", "--world-size=8", "--placement.actor=5", "--rollout.chunks=2", "--ppo.kl-coef=0.1"]
+    argv = [
+        "--dry-run",
+        "--world-size=8",
+        "--placement.actor=5",
+        "--rollout.chunks=2",
+        "--ppo.kl-coef=0.1",
+    ]
     assert train.main(argv) == 0
     out = capsys.readouterr().out
     assert "placement per_node: 5 actor, 3 critic" in out
@@ -607,12 +741,15 @@ def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
     out = capfd.readouterr().err
     for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
         for chunk in range(chunks):
-            hops = re.findall(rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out)
+            hops = re.findall(
+                rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out
+            )
             assert sorted(word for _, word in hops) == ["clear", "has received", "sends"]
 
 
 def crash_rank(argv: list[str]) -> int:
-    """The critic raises in its second step. The other ranks fail in its wake, as over NCCL, and sooner."""
+    """The critic raises in its second step. The other ranks fail in its wake, as over NCCL, and
+    sooner."""
     advantages, recv, show = Critic.advantages, Wire.recv, traceback.format_exception
 
     def crash(self: Critic, *scored: Any) -> Any:
@@ -644,22 +781,31 @@ def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
     assert ended - last < 20
     assert len(re.findall("rank [01] stops: another rank failed", out)) == 2
     tail = out[out.rindex("Root Cause") :]
-    assert "ValueError: the critic's own trouble" in tail, "torchrun ends with a rank that failed after it"
+    assert "ValueError: the critic's own trouble" in tail, (
+        "torchrun ends with a rank that failed after it"
+    )
     assert out.count("Traceback (most recent call last)") <= 3, "other ranks told their own stories"
     assert not job.left()
 
 
 def test_a_peer_that_does_not_come_is_named(tmp_path, capfd):
-    """The critic hangs in its second scoring; the actor's wait ends with an error that says who, what and where."""
+    """The critic hangs in its second scoring; the actor's wait ends with an error that says who,
+    what and where."""
     (tmp_path / "reward.py").write_text(
         "import time\ncount = 0\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    global count\n    count += 1\n    time.sleep(60 if count > 15 else 0)\n    return 0.5\n"
     )
-    argv = [*SMALL, f"--run-dir={tmp_path / 'run'}", f"--reward.function={tmp_path / 'reward.py'}:score"]
+    argv = [
+        *SMALL,
+        f"--run-dir={tmp_path / 'run'}",
+        f"--reward.function={tmp_path / 'reward.py'}:score",
+    ]
     with pytest.raises(RuntimeError, match="rank 0: "):
         run_ranks(2, main_rank, [*argv, "--log.validate-every=0", "--timeout=8"])
-    found = re.search(r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", err := capfd.readouterr().err)
+    found = re.search(
+        r"WireError: step 2 (\w+) chunk \d+ rank 0 -> rank 1: .*", err := capfd.readouterr().err
+    )
     assert found, err
     for part in ("actor rank 0", "critic rank 1", "waited 8 s", "critic step 2 score", "--timeout"):
         assert part in found[0]

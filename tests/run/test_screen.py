@@ -22,27 +22,51 @@ from splitppo.run.screen import FIGURES, WIDTH, Screen, cut, fixed, opening, sum
 VALIDATION = {"val/score/mean": 0.5, "val/best_so_far": 0.75, "val/best_step": 2.0}
 
 
-def lines_of(role: Any, steps: int, *each: dict[str, Any], capsys: Any, took: float = 2.0, start: int = 0) -> list[str]:
+def lines_of(
+    role: Any, steps: int, *each: dict[str, Any], capsys: Any, took: float = 2.0, start: int = 0
+) -> list[str]:
     """What the screen shows of some steps with these metrics."""
     screen = Screen(role, start, steps)
     for step, metrics in enumerate(each, start + 1):
-        screen.step(step, took, {"update": 0.625 * took, "wait_rollouts": 0.2 * took, "wait_critic": 0.1}, metrics)
+        screen.step(
+            step,
+            took,
+            {"update": 0.625 * took, "wait_rollouts": 0.2 * took, "wait_critic": 0.1},
+            metrics,
+        )
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_steps_line_names_its_figures_and_its_seconds(capsys) -> None:
-    (line,) = lines_of("critic", 13, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys=capsys, start=6)
+    (line,) = lines_of(
+        "critic", 13, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys=capsys, start=6
+    )
     expected = "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s (update 1.25 s)"
     assert " ".join(line.split()) == expected
     (line,) = lines_of("actor", 13, {"actor/entropy": 1.25, "tokens": 300}, capsys=capsys)
-    expected = "[actor] step 1/13 loss - entropy 1.250 len - cut - 150 tok/s step 2.00 s (update 1.25 s)"
+    expected = (
+        "[actor] step 1/13 loss - entropy 1.250 len - cut - 150 tok/s step 2.00 s (update 1.25 s)"
+    )
     assert " ".join(line.split()) == expected
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_columns_do_not_jump(role: Any, capsys) -> None:
-    values = [0.0, 1.0, -0.2345, -4e-5, 12.345, -98.76, 12345.6, -1e-9, None]  # of the narrow columns, not negative
-    signed = [{m: v if size == 6 else v and min(abs(v), 99999) for _, m, _, size in FIGURES[role]} for v in values]
+    values = [
+        0.0,
+        1.0,
+        -0.2345,
+        -4e-5,
+        12.345,
+        -98.76,
+        12345.6,
+        -1e-9,
+        None,
+    ]  # of the narrow columns, not negative
+    signed = [
+        {m: v if size == 6 else v and min(abs(v), 99999) for _, m, _, size in FIGURES[role]}
+        for v in values
+    ]
     each = [{m: v for m, v in one.items() if v is not None} | {"tokens": 1e5} for one in signed]
     lines = lines_of(role, 1234, *each, capsys=capsys, took=75.0)
     names = r" (loss|entropy|len|cut|score|ev|kl_row|step|s) "
@@ -83,7 +107,9 @@ def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(caps
     assert "SKIPPED 1 " in lines[2]
     assert lines[4] == "[actor]  step 10/40  held-out score 0.500, best 0.750 at step 2"
     Screen("actor", 0, 40).step(0, 1.0, {}, VALIDATION)
-    assert capsys.readouterr().out.splitlines() == ["[actor]  step  0/40  held-out score 0.500, best 0.750 at step 2"]
+    assert capsys.readouterr().out.splitlines() == [
+        "[actor]  step  0/40  held-out score 0.500, best 0.750 at step 2"
+    ]
 
 
 def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
@@ -105,7 +131,9 @@ def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
     assert cut("12345678901234567890x", 20) == "1234567 ... 567890x"
 
 
-def test_the_rest_of_the_time_is_taken_from_the_median_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rest_of_the_time_is_taken_from_the_median_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     screen = Screen("critic", 0, 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
         screen.step(step, took, {}, {})
@@ -125,7 +153,9 @@ def shown(*flags: str, start: int = 0) -> dict[str, str]:
     placement = place(config.placement, world=3, local_world=3)
     resolved = resolve(config, placement, 3, torch.device("cpu"), probe=False)
     prompts = [Prompt("", [1] * n, "", "", {}, None) for n in (3, 9)]
-    text = opening(resolved, Path("runs/a"), start, PromptSet(prompts, []), PromptSet(prompts[:1], []))
+    text = opening(
+        resolved, Path("runs/a"), start, PromptSet(prompts, []), PromptSet(prompts[:1], [])
+    )
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 13
@@ -147,16 +177,25 @@ def test_the_opening_says_what_the_run_is() -> None:
 def write(run: Path, role: str, *records: dict[str, Any]) -> None:
     path = run / "metrics" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"time": 0.0, "spans": [], **record}) + "\n" for record in records))
+    path.write_text(
+        "".join(json.dumps({"time": 0.0, "spans": [], **record}) + "\n" for record in records)
+    )
 
 
 def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Path) -> None:
-    actor = [{"step": step, "timing_s/step": 10.0, "timing_s/update": 4.0, "timing_s/sync": 0.1} for step in range(4)]
+    actor = [
+        {"step": step, "timing_s/step": 10.0, "timing_s/update": 4.0, "timing_s/sync": 0.1}
+        for step in range(4)
+    ]
     for step, score in ((0, 0.25), (2, 0.75), (3, 0.5)):
         actor[step]["val/score/mean"] = score
     write(tmp_path / "run", "actor", *actor)
     scores = [{"step": step, "timing_s/step": 5.0, "timing_s/score": 5.0} for step in (1, 2, 3)]
-    write(tmp_path / "run", "critic", *({**line, "critic/score/mean": line["step"] / 10} for line in scores))
+    write(
+        tmp_path / "run",
+        "critic",
+        *({**line, "critic/score/mean": line["step"] / 10} for line in scores),
+    )
     folder = tmp_path / "a run; of 'mine'"
     shutil.move(tmp_path / "run", folder)
     saved = folder / "checkpoints" / "step_000003"
@@ -173,8 +212,15 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 
-def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(tmp_path: Path, capfd: Any) -> None:
-    flags = ["--steps=1", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0", "--reward.workers=1"]
+def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(
+    tmp_path: Path, capfd: Any
+) -> None:
+    flags = [
+        "--steps=1",
+        f"--run-dir={tmp_path / 'run'}",
+        "--log.validate-every=0",
+        "--reward.workers=1",
+    ]
     assert train.main(flags) == 0
     out = capfd.readouterr().out
     assert max(map(len, out.splitlines())) <= WIDTH

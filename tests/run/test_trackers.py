@@ -20,9 +20,16 @@ from splitppo.run.trackers import Trackers, check_trackers, metrics_of
 MISSING = "wandb and tensorboard are not installed: pip install -e '.[test]'"
 wandb: Any = pytest.importorskip("wandb", reason=MISSING)
 internal: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason=MISSING)
-accumulator: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=MISSING)
+accumulator: Any = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator", reason=MISSING
+)
 ROLES = ("actor", "critic")
-ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=2", "--checkpoint.every=2"]
+ARGV = [
+    "--rollout.batch-size=12",
+    "--ppo.mini-batches=2",
+    "--log.validate-every=2",
+    "--checkpoint.every=2",
+]
 
 
 def main_rank(rank: int, argv: list[str]) -> None:
@@ -40,7 +47,14 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
     for role in ROLES:
         for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
             for name, value in record.items():
-                if name not in ("step", "time", "spans", "optimizer_steps", "critic/calibration", "slots"):
+                if name not in (
+                    "step",
+                    "time",
+                    "spans",
+                    "optimizer_steps",
+                    "critic/calibration",
+                    "slots",
+                ):
                     group, _, rest = name.partition("/")
                     name = f"{group}/{role}/{rest}" if group in ("timing_s", "perf") else name
                     assert (name, record["step"]) not in due
@@ -49,7 +63,8 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of an offline run's file: LevelDB's log format (blocks of 32 KiB) after a header of 7 bytes."""
+    """The records of an offline run's file: LevelDB's log format (blocks of 32 KiB) after a header
+    of 7 bytes."""
     data, offset, record = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while offset < len(data):
@@ -69,7 +84,10 @@ def wandb_records(path: Path) -> Iterator[Any]:
 def wandb_rows(path: Path) -> list[dict[str, Any]]:
     """What was logged, a dict for each call."""
     return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in wandb_records(path)
         if record.HasField("history")
     ]
@@ -100,9 +118,13 @@ def assert_figures(seen: Mapping[tuple[str, int], float], run_dir: Path, *, rel:
     assert {step for name, step in due if name == "val/score/mean"} == {0, 2, 4}
     for role in ROLES:
         for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
-            waits = sum(value for name, value in record.items() if name.startswith("timing_s/wait_"))
+            waits = sum(
+                value for name, value in record.items() if name.startswith("timing_s/wait_")
+            )
             share = seen[f"perf/{role}/idle_share", record["step"]]
-            assert share == pytest.approx(waits / record["timing_s/step"], rel=max(rel, 1e-6), abs=1e-9)
+            assert share == pytest.approx(
+                waits / record["timing_s/step"], rel=max(rel, 1e-6), abs=1e-9
+            )
 
 
 def test_wandb_holds_both_roles_figures_once(tracked):
@@ -112,7 +134,9 @@ def test_wandb_holds_both_roles_figures_once(tracked):
             for name, value in row.items():
                 if name != "step" and not name.startswith(("_", "samples/", "validation/")):
                     assert isinstance(value, int | float)
-                    assert (name, row["step"]) not in seen, f"{name} of step {row['step']} was sent twice"
+                    assert (name, row["step"]) not in seen, (
+                        f"{name} of step {row['step']} was sent twice"
+                    )
                     seen[name, row["step"]] = value
     assert_figures(seen, tracked, rel=1e-12)
 
@@ -121,7 +145,10 @@ def test_resumed_run_goes_on_in_the_same_wandb_run(tracked):
     first, second = wandb_files(tracked)
     ident = (tracked / "wandb_id").read_text()
     assert [path.name for path in (first, second)] == [f"run-{ident}.wandb"] * 2
-    assert [{row["step"] for row in wandb_rows(path)} for path in (first, second)] == [{0, 1, 2}, {3, 4}]
+    assert [{row["step"] for row in wandb_rows(path)} for path in (first, second)] == [
+        {0, 1, 2},
+        {3, 4},
+    ]
 
 
 def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
@@ -135,7 +162,8 @@ def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "steps"), [("samples", "samples", {1, 2, 3, 4}), ("validation", "validation/samples", {0, 2, 4})]
+    ("folder", "name", "steps"),
+    [("samples", "samples", {1, 2, 3, 4}), ("validation", "validation/samples", {0, 2, 4})],
 )
 def test_wandb_has_tables_of_samples(tracked, folder, name, steps):
     tables = {}
@@ -147,9 +175,9 @@ def test_wandb_has_tables_of_samples(tracked, folder, name, steps):
     assert tables.keys() == steps
     for step, table in tables.items():
         rows = jsonl(tracked / folder / f"step_{step:06d}.jsonl")
-        assert [dict(zip(table["columns"], cells, strict=True))["response"] for cells in table["data"]] == [
-            row["response"] for row in rows
-        ]
+        assert [
+            dict(zip(table["columns"], cells, strict=True))["response"] for cells in table["data"]
+        ] == [row["response"] for row in rows]
 
 
 def test_tensorboard_holds_both_roles_figures(tracked):
@@ -170,7 +198,12 @@ def test_tensorboard_holds_both_roles_figures(tracked):
 def test_names_of_both_roles_do_not_collide():
     record = {"step": 3, "time": 1e9, "val/score/mean": 0.5, "perf/throughput": 7.0, "tokens": 12}
     record |= {"timing_s/wait_critic": 1.0, "timing_s/wait_advantages": 2.0, "timing_s/step": 12.0}
-    record |= {"spans": [["update", 0.0, 1.0]], "optimizer_steps": [{"loss": 1.0}], "note": "text", "absent": None}
+    record |= {
+        "spans": [["update", 0.0, 1.0]],
+        "optimizer_steps": [{"loss": 1.0}],
+        "note": "text",
+        "absent": None,
+    }
     assert metrics_of("actor", record) == {
         "val/score/mean": 0.5,
         "perf/actor/throughput": 7.0,
@@ -190,7 +223,9 @@ class Notes:
     def __init__(self, config: Config, run_dir: Path, start: int):
         self.got, self.closed = [], False
 
-    def write(self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Any]) -> None:
+    def write(
+        self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Any]
+    ) -> None:
         if self.fails:
             raise ConnectionError("no network")
         self.got.append((step, dict(figures), dict(tables)))
@@ -219,7 +254,10 @@ def write_lines(run_dir: Path, role: str, *steps: int) -> None:
     path = run_dir / "metrics" / f"{role}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps({"step": step, "time": 0.0, f"{role}/loss": step / 2}) + "\n" for step in steps)
+        file.writelines(
+            json.dumps({"step": step, "time": 0.0, f"{role}/loss": step / 2}) + "\n"
+            for step in steps
+        )
 
 
 def test_torn_line_waits_for_its_end(tmp_path, notes):
@@ -294,14 +332,19 @@ def test_tables_are_bounded(tmp_path, notes):
     for folder in ("samples", "validation"):
         (tmp_path / folder).mkdir()
         for step in (1, 2, 3, 4, 399, 400):
-            rows = [{"step": step, "row": row, "response": "ä\n", "tokens": {"text": ["ä"]}} for row in range(100)]
+            rows = [
+                {"step": step, "row": row, "response": "ä\n", "tokens": {"text": ["ä"]}}
+                for row in range(100)
+            ]
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (tmp_path / folder / f"step_{step:06d}.jsonl").write_text(text, encoding="utf-8")
     for role in ROLES:
         write_lines(tmp_path, role, 1, 2, 3, 4, 399, 400)
     owner, tracker = noted(tmp_path, 0)
     owner.close()
-    tables = {(step, name): rows for step, _, tables in tracker.got for name, rows in tables.items()}
+    tables = {
+        (step, name): rows for step, _, tables in tracker.got for name, rows in tables.items()
+    }
     # of 400 steps each fourth one's samples; what was validated, whenever it was
     assert {step for step, name in tables if name == "samples"} == {4, 400}
     assert {step for step, name in tables if name == "validation/samples"} == {1, 2, 3, 4, 399, 400}

@@ -24,7 +24,12 @@ from splitppo.tools.export import load_model
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of the embedded model on one rank, with two checkpoints."""
     folder = tmp_path_factory.mktemp("chat") / "run"
-    flags = ["--policy.optim.lr=0.02", "--value.optim.lr=0.02", "--checkpoint.every=1", "--log.validate-every=0"]
+    flags = [
+        "--policy.optim.lr=0.02",
+        "--value.optim.lr=0.02",
+        "--checkpoint.every=1",
+        "--log.validate-every=0",
+    ]
     run_ranks(1, main_rank, [*SMALL, *flags, "--steps=3", f"--run-dir={folder}"])
     return folder
 
@@ -46,7 +51,10 @@ def greedy(model: Any, ids: list[int], most: int) -> list[int]:
 @torch.no_grad()
 @pytest.mark.parametrize("step", [None, 2])
 def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | None):
-    saved, config = checkpoint.step_folder(run, step or 3), parse(["--config", str(run / "config.toml")])
+    saved, config = (
+        checkpoint.step_folder(run, step or 3),
+        parse(["--config", str(run / "config.toml")]),
+    )
     tokenizer = AutoTokenizer.from_pretrained(run / "tiny")
     trained, value = (load_model(config, run, kind, saved) for kind in ("policy", "value"))
     before: Any = AutoModelForCausalLM.from_pretrained(run / "tiny")
@@ -56,7 +64,9 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
         response = greedy(model, ids, 4)
         assert "".join(answer["text"]) == tokenizer.decode(response, skip_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids + response])}
-        expected = value(torch.arange(len(ids) - 1, len(ids) + len(response) - 1), **inputs)[:, 0].tolist()
+        expected = value(torch.arange(len(ids) - 1, len(ids) + len(response) - 1), **inputs)[
+            :, 0
+        ].tolist()
         assert answer["value"] == pytest.approx(expected, abs=1e-4)
     assert found[0]["value"][0] != 0, "the value model is the trained one"
 
@@ -67,11 +77,16 @@ def test_a_temperature_draws_anew_for_each_line(run: Path):
     assert texts[0] == texts[2] != texts[1]
 
 
-def test_lines_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A prompt that is too long does not end the program. The models read 1,024, the training prompts had 4."""
+def test_lines_of_a_pipe(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A prompt that is too long does not end the program. The models read 1,024, the training
+    prompts had 4."""
     assert typed(monkeypatch, f"312=\n\n{'1' * 1019}\n{'1' * 1018}\n", run) == 2
     told = capsys.readouterr()
-    assert told.err.count("\n") == told.err.count("error: a prompt of 1019 tokens, but 1018 fit") == 1
+    assert (
+        told.err.count("\n") == told.err.count("error: a prompt of 1019 tokens, but 1018 fit") == 1
+    )
     lines = told.out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
         *"""trained
@@ -95,7 +110,9 @@ before training, values""".splitlines()
         (["--max-new-tokens", "0"], "--temperature 0.0, --max-new-tokens 0"),
     ],
 )
-def test_errors_are_one_line(run: Path, argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_errors_are_one_line(
+    run: Path, argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
     assert typed(monkeypatch, "1\n", *([] if argv[0] == "nowhere" else [run]), *argv) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
@@ -110,27 +127,47 @@ def test_a_block_stands_under_each_character():
         "日  ", "██  ",
         "c?  ", "██  ",
     ]  # fmt: skip
-    assert chat.layout("x", {"text": ["abc"], "value": [0.3]}, 0.2, 0.2, 2) == ["x ", "ab", "▅▅", "c ", "▅ "]
+    assert chat.layout("x", {"text": ["abc"], "value": [0.3]}, 0.2, 0.2, 2) == [
+        "x ",
+        "ab",
+        "▅▅",
+        "c ",
+        "▅ ",
+    ]
 
 
 def test_a_terminal_shows_both_side_by_side(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "20")
-    answers = [{"text": ["1", "2"], "value": [-5.0, 50.0]}, {"text": [*"abcdefgh", "9"], "value": [50.0] * 9}]
+    answers = [
+        {"text": ["1", "2"], "value": [-5.0, 50.0]},
+        {"text": [*"abcdefgh", "9"], "value": [50.0] * 9},
+    ]
     chat.show(run, answers)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:5] == ["12         abcdefgh", "▁█         ████████", "           9", "           █"]
+    assert lines[1:5] == [
+        "12         abcdefgh",
+        "▁█         ████████",
+        "           9",
+        "           █",
+    ]
     assert lines[5].startswith("values from ▁ 0 to █ ")
 
 
 def test_a_prompt_is_rendered_as_the_run_renders_it(run: Path, tmp_path: Path):
     shutil.copytree(run, tmp_path / "run")
     tokenizer = AutoTokenizer.from_pretrained(run / "tiny")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{{ mark }}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{{ mark }}"
+    )
     tokenizer.save_pretrained(tmp_path / "run" / "tiny")
     settings = tmp_path / "run" / "config.toml"
-    changed = settings.read_text().replace("[ppo]", "[ppo]\nmask_agreement = 0.0")  # a run of an earlier version
-    changed = changed.replace('chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"')
+    changed = settings.read_text().replace(
+        "[ppo]", "[ppo]\nmask_agreement = 0.0"
+    )  # a run of an earlier version
+    changed = changed.replace(
+        'chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"'
+    )
     settings.write_text(changed)
     given = chat.load(tmp_path / "run", None, 0.0, 3)("1", 0)
     assert given == chat.load(run, None, 0.0, 3)("s2+.u1.=", 0)

@@ -28,44 +28,73 @@ WHY = "needs Chromium and playwright: apt-get install -y chromium && pip install
 
 
 def spans_of(step: int, length: float = 4.0) -> dict[str, list[Span]]:
-    """A step of both columns, 4 s after the one before; the critic's update of it ends 1 s into the next step."""
+    """A step of both columns, 4 s after the one before; the critic's update of it ends 1 s into the
+    next step."""
     t = 1000.0 + 4.0 * step
-    actor = [("rollout", t, t + 2), ("wait_advantages", t + 2, t + 2.5), ("update", t + 2.5, t + length)]
-    critic = [("wait_rollouts", t + 1, t + 1.5), ("score", t + 1.5, t + 2.5), ("novel_work", t + 2.5, t + 3)]
+    actor = [
+        ("rollout", t, t + 2),
+        ("wait_advantages", t + 2, t + 2.5),
+        ("update", t + 2.5, t + length),
+    ]
+    critic = [
+        ("wait_rollouts", t + 1, t + 1.5),
+        ("score", t + 1.5, t + 2.5),
+        ("novel_work", t + 2.5, t + 3),
+    ]
     return {"actor": actor, "critic": [*critic, ("update", t + 3, t + 5)]}
 
 
 def columns(steps: int) -> tuple[Column, Column]:
-    actor, critic = ({n: Step({}, spans_of(n)[role]) for n in range(1, steps + 1)} for role in ("actor", "critic"))
+    actor, critic = (
+        {n: Step({}, spans_of(n)[role]) for n in range(1, steps + 1)}
+        for role in ("actor", "critic")
+    )
     return actor, critic
 
 
 def write_run(run: Path, steps: int = 12) -> Path:
-    """A made-up run with two training samples a step and a validation whose last sample is an attack."""
+    """A made-up run with two training samples a step and a validation whose last sample is an
+    attack."""
     figures = {
-        "actor": lambda n: {"actor/pg_loss": -0.1 / n, "actor/ppo_kl": math.nan if n == 5 else 0.01 * n, "tokens": 9.0},
+        "actor": lambda n: {
+            "actor/pg_loss": -0.1 / n,
+            "actor/ppo_kl": math.nan if n == 5 else 0.01 * n,
+            "tokens": 9.0,
+        },
         "critic": lambda n: {"critic/score/mean": 0.1 * n, "critic/vf_loss": 1.0 / n},
     }
     (run / "metrics").mkdir(parents=True)
     for role, values in figures.items():
         rows = [
-            {"step": n, "time": 1000.0 + n, **values(n), "timing_s/step": 4.0, "spans": spans_of(n)[role]}
+            {
+                "step": n,
+                "time": 1000.0 + n,
+                **values(n),
+                "timing_s/step": 4.0,
+                "spans": spans_of(n)[role],
+            }
             for n in range(1, steps + 1)
         ]
         if role == "actor":
             rows = [{"step": 0, "time": 1.0, "val/score/mean": 0.1, "spans": []}, *rows]
             rows[-1]["val/score/mean"] = 0.9
-        (run / "metrics" / f"{role}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "metrics" / f"{role}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     for folder, chosen in (("samples", range(1, steps + 1)), ("validation", [steps])):
         (run / folder).mkdir()
         for n in chosen:
             texts = [f"answer {n}", EVIL if folder == "validation" else "a line\u2028and another"]
             rows = [
-                {"step": n, "row": i, "score": 0.5, "prompt": "1+1=", "response": text} for i, text in enumerate(texts)
+                {"step": n, "row": i, "score": 0.5, "prompt": "1+1=", "response": text}
+                for i, text in enumerate(texts)
             ]
             rows[0] |= {"tokens": tokens_of(5, n)} if folder == "samples" else {}
             path = run / folder / f"step_{n:06d}.jsonl"
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            path.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+                encoding="utf-8",
+            )
     (run / "config.toml").write_text(to_toml(Config(steps=steps, run_dir="</script><b>")))
     (run / "versions.json").write_text(json.dumps({"torch": "9.9", "command": EVIL}))
     return run
@@ -94,7 +123,9 @@ class Scripts(HTMLParser):
 
 
 def data_of(page: str) -> dict[str, Any]:
-    return json.loads(next(text for attributes, text in Scripts(page).found if attributes.get("id") == "data"))
+    return json.loads(
+        next(text for attributes, text in Scripts(page).found if attributes.get("id") == "data")
+    )
 
 
 def test_thinning_is_even_and_keeps_both_ends():
@@ -122,14 +153,28 @@ def test_layout_of_a_step_has_its_neighbours_spans_that_are_in_view():
     drawn = build_timeline(actor, critic, 2)
     lanes = dict(drawn.lanes)
     assert drawn.view == pytest.approx((-0.24, 5.2))
-    assert [name for step, name, *_ in lanes["actor"] if step == 2] == ["rollout", "wait_advantages", "update"]
-    assert (1, "update", -1.0, 1.0) in lanes["critic"], "the update of the step before is under this rollout"
+    assert [name for step, name, *_ in lanes["actor"] if step == 2] == [
+        "rollout",
+        "wait_advantages",
+        "update",
+    ]
+    assert (1, "update", -1.0, 1.0) in lanes["critic"], (
+        "the update of the step before is under this rollout"
+    )
     assert (1, "score", -2.5, -1.5) not in lanes["critic"], "out of view"
     assert drawn.shared == [(0.0, 1.0), (1.5, 2.0), (2.5, 3.0), (3.0, 4.0)]
 
 
 def test_a_metric_is_in_the_group_of_its_name_and_scores_come_first():
-    known = ["tokens", "actor/pg_loss", "critic/lr", "critic/timing_s/score", "val/score/mean", "actor/entropy", "time"]
+    known = [
+        "tokens",
+        "actor/pg_loss",
+        "critic/lr",
+        "critic/timing_s/score",
+        "val/score/mean",
+        "actor/entropy",
+        "time",
+    ]
     found = groups([{name: {1: 0.5} for name in names} for names in (known[:5], known[3:])])
     assert {title: [name for name, _ in metrics] for title, metrics in found} == {
         "val/score": ["val/score/mean"],
@@ -138,7 +183,13 @@ def test_a_metric_is_in_the_group_of_its_name_and_scores_come_first():
         "critic/timing_s": ["critic/timing_s/score"],
         "others": ["tokens"],
     }
-    assert [title for title, _ in found] == ["val/score", "actor", "critic", "critic/timing_s", "others"]
+    assert [title for title, _ in found] == [
+        "val/score",
+        "actor",
+        "critic",
+        "critic/timing_s",
+        "others",
+    ]
 
 
 def test_settings_that_differ():
@@ -167,8 +218,12 @@ def test_embedded_data_ends_no_script():
 
 def test_samples_are_bounded_and_thinned_by_step(tmp_path: Path):
     for n in range(1, 201):
-        rows = [{"step": n, "row": i, "response": "x" * 5000, "extra": {"a": [n]}} for i in range(9)]
-        (tmp_path / f"step_{n:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"step": n, "row": i, "response": "x" * 5000, "extra": {"a": [n]}} for i in range(9)
+        ]
+        (tmp_path / f"step_{n:06d}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     found = html.read_samples(tmp_path)
     steps = [row["step"] for row in found["rows"]]
     assert found["steps"] == 200
@@ -183,12 +238,22 @@ def tokens_of(count: int, value: float) -> dict[str, list[Any]]:
     """Tokens of a row whose last one the environment said."""
     numbers = [value + i for i in range(count - 1)]
     texts = ["x", EVIL, "\n", *["é"] * (count - 4), ""]
-    return {"text": texts, "value": [*numbers, None], "advantage": [*numbers, None], "reward": [*numbers, None]}
+    return {
+        "text": texts,
+        "value": [*numbers, None],
+        "advantage": [*numbers, None],
+        "reward": [*numbers, None],
+    }
 
 
 def test_samples_show_the_question_and_a_few_rows_their_tokens(tmp_path: Path):
     for n in range(1, 31):
-        row = {"step": n, "question": "1+1?", "prompt": "<|user|>1+1?", "tokens": tokens_of(1200, n)}
+        row = {
+            "step": n,
+            "question": "1+1?",
+            "prompt": "<|user|>1+1?",
+            "tokens": tokens_of(1200, n),
+        }
         row["tokens"]["value"][1] = math.nan
         (tmp_path / f"step_{n:06d}.jsonl").write_text((json.dumps(row) + "\n") * 9)
     rows = html.read_samples(tmp_path)["rows"]
@@ -204,9 +269,14 @@ def test_samples_show_the_question_and_a_few_rows_their_tokens(tmp_path: Path):
 
 def compared() -> str:
     """Two runs, the second shorter and without validation."""
-    long = {"val/score/mean": {0: 0.0, 10: 1.0}, "critic/score/mean": {n: n / 10 for n in range(1, 11)}}
+    long = {
+        "val/score/mean": {0: 0.0, 10: 1.0},
+        "critic/score/mean": {n: n / 10 for n in range(1, 11)},
+    }
     short = {"critic/score/mean": {n: math.nan if n == 2 else 0.5 for n in range(1, 5)}}
-    return build_comparison([Run("long", COLOURS[0], long, {"seed": "1"}), Run(EVIL, COLOURS[1], short, {"seed": "2"})])
+    return build_comparison(
+        [Run("long", COLOURS[0], long, {"seed": "1"}), Run(EVIL, COLOURS[1], short, {"seed": "2"})]
+    )
 
 
 def test_page_of_two_runs():
@@ -215,7 +285,10 @@ def test_page_of_two_runs():
     assert curves["val/score/mean"] == [[0, [0, 10], [0.0, 1.0]]]
     assert [line[0] for line in curves["critic/score/mean"]] == [0, 1]
     assert curves["critic/score/mean"][1] == [1, [1, 2, 3, 4], [0.5, None, 0.5, 0.5]]
-    assert data["runs"] == [{"name": "long", "colour": COLOURS[0]}, {"name": EVIL, "colour": COLOURS[1]}]
+    assert data["runs"] == [
+        {"name": "long", "colour": COLOURS[0]},
+        {"name": EVIL, "colour": COLOURS[1]},
+    ]
     (_, heads, results), (_, names, settings) = data["tables"]
     assert [dict(zip(heads, row, strict=True))["steps"] for row in results] == ["10", "4"]
     assert (names, settings) == (["setting", "long", EVIL], [["seed", "1", "2"]])
@@ -228,9 +301,15 @@ def test_page_of_two_runs():
 def test_page_is_one_file_with_the_run_in_it(tmp_path: Path):
     page = page_of(write_run(tmp_path / "run"), chosen=7)
     assert len(Scripts(page).found) == 2, "the data and the page's own"
-    assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\((?!#)""", page), "it loads nothing"
+    assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\((?!#)""", page), (
+        "it loads nothing"
+    )
     data = data_of(page)
-    curves = {name: (steps, values) for _, metrics in data["groups"] for name, [[_, steps, values]] in metrics}
+    curves = {
+        name: (steps, values)
+        for _, metrics in data["groups"]
+        for name, [[_, steps, values]] in metrics
+    }
     assert curves["actor/ppo_kl"][0] == [*range(1, 13)]
     assert curves["actor/ppo_kl"][1][3:6] == [0.04, None, 0.06], "what isn't finite is a gap"
     assert curves["val/score/mean"] == ([0, 12], [0.1, 0.9])
@@ -244,8 +323,14 @@ def test_page_is_one_file_with_the_run_in_it(tmp_path: Path):
 
 
 def test_page_of_a_bare_run(tmp_path: Path):
-    data = data_of(build_page(tmp_path, {1: Step({"step": 1.0, "actor/pg_loss": 1.0}, [])}, {}, None))
-    assert ([rows for *_, rows in data["tables"]], data["timelines"], data["time"]) == ([None, None], [], None)
+    data = data_of(
+        build_page(tmp_path, {1: Step({"step": 1.0, "actor/pg_loss": 1.0}, [])}, {}, None)
+    )
+    assert ([rows for *_, rows in data["tables"]], data["timelines"], data["time"]) == (
+        [None, None],
+        [],
+        None,
+    )
     (tmp_path / "placement.txt").write_text("placement per_node: 1 actor, 1 critic\n  rank 0\n")
     (tmp_path / "config.toml").write_text("steps = ")
     with pytest.raises(UserError, match=r"config.toml can't be read .*; fix or remove it"):
@@ -263,7 +348,9 @@ def test_page_of_a_long_run_is_bounded(tmp_path: Path):
     data = data_of(page)
     kept = [timeline["step"] for timeline in data["timelines"]]
     assert kept == [3000, *range(6000 - html.TIMELINES + 2, 6001)], "the chosen step and the last"
-    assert all(len(line[1]) <= html.CURVE_POINTS for _, metrics in data["groups"] for _, [line] in metrics)
+    assert all(
+        len(line[1]) <= html.CURVE_POINTS for _, metrics in data["groups"] for _, [line] in metrics
+    )
     assert len(page) < 1_500_000
 
 
@@ -297,7 +384,8 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Any, report_page: Path) -> Iterator[Any]:
-    """The page, opened; whatever a test does with it, it logs no error and asks for nothing but itself."""
+    """The page, opened; whatever a test does with it, it logs no error and asks for nothing but
+    itself."""
     opened = browser.new_page(viewport={"width": 1300, "height": 900})
     told: list[str] = []
     asked: list[str] = []
@@ -314,19 +402,33 @@ def page(browser: Any, report_page: Path) -> Iterator[Any]:
 @pytest.mark.browser
 def test_curves_are_drawn(page: Any):
     charts = page.locator(".chart")
-    metrics = ["actor/pg_loss", "actor/ppo_kl", "tokens", "critic/score/mean", "critic/vf_loss", "val/score/mean"]
+    metrics = [
+        "actor/pg_loss",
+        "actor/ppo_kl",
+        "tokens",
+        "critic/score/mean",
+        "critic/vf_loss",
+        "val/score/mean",
+    ]
     metrics += ["timing_s/step", "critic/timing_s/step"]
-    assert sorted(charts.evaluate_all("all => all.map(one => one.dataset.metric)")) == sorted(metrics)
+    assert sorted(charts.evaluate_all("all => all.map(one => one.dataset.metric)")) == sorted(
+        metrics
+    )
     paths = page.locator(".chart path.curve")
     assert paths.count() == len(metrics)
-    assert page.locator('[data-metric="actor/ppo_kl"] path').get_attribute("d").count("M") == 2, "a gap at the NaN"
+    assert page.locator('[data-metric="actor/ppo_kl"] path').get_attribute("d").count("M") == 2, (
+        "a gap at the NaN"
+    )
     line = page.locator('[data-metric="critic/score/mean"] path')
     ends = line.evaluate(
         "p => [0, p.getTotalLength()].map(at => p.getPointAtLength(at)).map(({x, y}) => [Math.round(x), Math.round(y)])"
     )
     assert ends[1][0] - ends[0][0] > 150, "step 1 to step 12 of an axis from 0"
     assert ends[0][1] - ends[1][1] > 80, "the score rises"
-    page.evaluate("s => { const e = byId('smoothing'); e.value = s; e.dispatchEvent(new Event('input')); }", 0.9)
+    page.evaluate(
+        "s => { const e = byId('smoothing'); e.value = s; e.dispatchEvent(new Event('input')); }",
+        0.9,
+    )
     assert paths.count() == 2 * len(metrics), "the raw curve stays behind the smooth one"
     page.fill("#metric-filter", "loss")
     assert page.locator(".chart:visible").count() == 2
@@ -334,7 +436,9 @@ def test_curves_are_drawn(page: Any):
 
 @pytest.mark.browser
 def test_hover_reads_the_same_step_in_every_chart(page: Any):
-    score, loss = (page.locator(f'[data-metric="{name}"]') for name in ("critic/score/mean", "actor/pg_loss"))
+    score, loss = (
+        page.locator(f'[data-metric="{name}"]') for name in ("critic/score/mean", "actor/pg_loss")
+    )
     assert score.locator("output").inner_text() == "step 12: 1.2"
     box = score.locator("> svg").bounding_box()
     left, right = box["x"] + 50, box["x"] + box["width"] - 10  # the plot: steps 0 to 12
@@ -352,18 +456,31 @@ def test_timeline_follows_the_chosen_step(page: Any):
     title, bars = page.locator("#timeline-title"), page.locator("#timeline-svg rect[data-span]")
     own = page.locator("#timeline-svg rect[data-span]:not(.other-step)")
     assert title.inner_text() == "Step 7: both columns worked at once for 3.00 s of 4.00 s (75%)"
-    spans = own.evaluate_all("all => all.map(one => [one.dataset.lane, one.dataset.span, one.dataset.step])")
-    assert spans == [[lane, name, "7"] for lane, column in spans_of(7).items() for name, *_ in column]
+    spans = own.evaluate_all(
+        "all => all.map(one => [one.dataset.lane, one.dataset.span, one.dataset.step])"
+    )
+    assert spans == [
+        [lane, name, "7"] for lane, column in spans_of(7).items() for name, *_ in column
+    ]
     assert page.locator("#timeline-svg rect.both").count() == 4
     assert bars.count() > len(spans), "the neighbours' spans are there"
-    tops = own.evaluate_all("all => all.map(one => [one.dataset.lane, one.getBoundingClientRect().top])")
-    assert max(y for lane, y in tops if lane == "actor") < min(y for lane, y in tops if lane == "critic")
+    tops = own.evaluate_all(
+        "all => all.map(one => [one.dataset.lane, one.getBoundingClientRect().top])"
+    )
+    assert max(y for lane, y in tops if lane == "actor") < min(
+        y for lane, y in tops if lane == "critic"
+    )
     rollout = page.locator('rect[data-span="rollout"]:not(.other-step)')
     wait = page.locator('rect[data-span="wait_advantages"]:not(.other-step)')
-    assert rollout.bounding_box()["width"] == pytest.approx(4 * wait.bounding_box()["width"], rel=0.02), "2 and 0.5 s"
+    assert rollout.bounding_box()["width"] == pytest.approx(
+        4 * wait.bounding_box()["width"], rel=0.02
+    ), "2 and 0.5 s"
     assert "hatch" in wait.evaluate("one => getComputedStyle(one).fill")
     rollout.hover()
-    assert page.locator("#span-readout").inner_text() == "actor: rollout of step 7, 2.00 s, from 0.000 s to 2.000 s"
+    assert (
+        page.locator("#span-readout").inner_text()
+        == "actor: rollout of step 7, 2.00 s, from 0.000 s to 2.000 s"
+    )
     page.select_option("#step-select", label="1")
     assert title.inner_text() == "Step 1: both columns worked at once for 2.00 s of 4.00 s (50%)"
     assert set(own.evaluate_all("all => all.map(one => one.dataset.step)")) == {"1"}
@@ -399,7 +516,9 @@ def test_tokens_are_shaded_by_value_or_advantage(page: Any):
     assert page.locator("#token-step").inner_text().splitlines()[:2] == ["12", "11"]
     spans = page.locator(".tokens").first.locator("span")
     assert spans.all_inner_texts() == ["x", EVIL, "↵\n", "é", "▯"]
-    shades = "all => all.map(one => getComputedStyle(one).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    shades = (
+        "all => all.map(one => getComputedStyle(one).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    )
     low, *_, high, observed = spans.evaluate_all(shades)
     assert low[2] > low[0], "advantages have their middle at 0, and all of these are above"
     assert high[3] > low[3] > 0 == observed[3]
@@ -408,9 +527,14 @@ def test_tokens_are_shaded_by_value_or_advantage(page: Any):
     low, *_, high, _ = spans.evaluate_all(shades)
     assert low[0] > low[2], "values have theirs between the extremes of all steps"
     spans.nth(1).hover()
-    assert page.locator("#token-readout").inner_text() == f"{json.dumps(EVIL)}: value 2, advantage 2, reward 2"
+    assert (
+        page.locator("#token-readout").inner_text()
+        == f"{json.dumps(EVIL)}: value 2, advantage 2, reward 2"
+    )
     spans.nth(4).hover()
-    assert page.locator("#token-readout").inner_text() == '"": value none, advantage none, reward none'
+    assert (
+        page.locator("#token-readout").inner_text() == '"": value none, advantage none, reward none'
+    )
 
 
 @pytest.mark.browser
@@ -424,7 +548,9 @@ def test_runs_lie_over_each_other(browser: Any, tmp_path: Path):
     score = opened.locator('[data-metric="critic/score/mean"]')
     colours = "all => all.map(one => one.getAttribute('stroke'))"
     assert score.locator("path").evaluate_all(colours) == list(COLOURS[:2])
-    assert opened.locator('[data-metric="val/score/mean"] path').evaluate_all(colours) == [COLOURS[0]]
+    assert opened.locator('[data-metric="val/score/mean"] path').evaluate_all(colours) == [
+        COLOURS[0]
+    ]
     assert score.locator("output").inner_text().split() == ["last:", "1", "0.5"]
     box = score.locator("> svg").bounding_box()
     opened.mouse.move(box["x"] + 50 + (box["width"] - 60) * 2 / 10, box["y"] + 40)
@@ -454,7 +580,9 @@ def test_light_and_dark(browser: Any, report_page: Path):
 def test_run_without_spans_and_samples(browser: Any, tmp_path: Path):
     told: list[str] = []
     path = tmp_path / "bare.html"
-    path.write_text(build_page(tmp_path, {1: Step({"actor/pg_loss": 1.0}, [])}, {}, None), encoding="utf-8")
+    path.write_text(
+        build_page(tmp_path, {1: Step({"actor/pg_loss": 1.0}, [])}, {}, None), encoding="utf-8"
+    )
     opened = browser.new_page()
     opened.on("pageerror", lambda error: told.append(str(error)))
     opened.goto(path.as_uri())

@@ -1,4 +1,5 @@
-"""The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs, lengths and table."""
+"""The cost model against cases worked out by hand, and what it reads off a run; the bench's jobs,
+lengths and table."""
 
 import json
 import re
@@ -17,31 +18,55 @@ from splitppo.__main__ import main
 from splitppo.errors import UserError
 from splitppo.models.build import count_parameters, read_config
 from splitppo.tools import bench, fit, plan
-from splitppo.tools.cost import Split, Work, advice, columns, may_move, measured, predict, splits, waiting
+from splitppo.tools.cost import (
+    Split,
+    Work,
+    advice,
+    columns,
+    may_move,
+    measured,
+    predict,
+    splits,
+    waiting,
+)
 
-# 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is twice the mean
+# 500 rows a rank double the time of a rollout: 250, if all were as long as the longest, which is
+# twice the mean
 WORK = Work(
-    batch=500, rollout=1.0, sync=0.1, other=0.2, old=2.0, reference=2.0, score=2.0, policy=6.0, value=6.0, longest=2.0
+    batch=500,
+    rollout=1.0,
+    sync=0.1,
+    other=0.2,
+    old=2.0,
+    reference=2.0,
+    score=2.0,
+    policy=6.0,
+    value=6.0,
+    longest=2.0,
 )
 
 
 def test_columns_by_hand():
-    # rollout 1 + 1/2, sync and other 0.3; old, reference and update over two ranks 5; scores and update over two 4
+    # rollout 1 + 1/2, sync and other 0.3; old, reference and update over two ranks 5; scores and
+    # update over two 4
     assert columns(WORK, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0, 4.0))
     assert predict(WORK, Split(2, 2)) == pytest.approx(6.8)
     assert columns(WORK, Split(2, 2, "critic")) == pytest.approx((1.5 + 0.3 + 4.0, 5.0))
     assert columns(WORK, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3, 8.0))
     assert predict(WORK, Split(4, 0)) == pytest.approx(1.25 + 0.3 + 18 / 4)
-    # rows that are all equally long end at once: 250 double the time of a rollout, and they are scored after it
+    # rows that are all equally long end at once: 250 double the time of a rollout, and they are
+    # scored after it
     alike = replace(WORK, longest=1.0)
     assert columns(alike, Split(2, 2, "critic")) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 5.0))
     assert columns(alike, Split(2, 2)) == pytest.approx((2.0 + 0.3 + 2.0 + 3.0, 4.0))
     assert predict(alike, Split(4, 0)) == pytest.approx(1.5 + 0.3 + 18 / 4)
     # colocated ranks score nothing under the rollout, so nothing is late
-    assert columns(replace(WORK, old=0.0, reference=0.0, score=100.0), Split(4, 0))[0] == pytest.approx(
+    assert columns(replace(WORK, old=0.0, reference=0.0, score=100.0), Split(4, 0))[
+        0
+    ] == pytest.approx(1.25 + 0.3 + 1.5)
+    assert columns(replace(WORK, old=0.0, reference=0.0), Split(4, 0))[0] == pytest.approx(
         1.25 + 0.3 + 1.5
     )
-    assert columns(replace(WORK, old=0.0, reference=0.0), Split(4, 0))[0] == pytest.approx(1.25 + 0.3 + 1.5)
     small = replace(WORK, value=1.0, value_fixed=0.7, policy_fixed=0.1)
     assert columns(small, Split(3, 1)) == pytest.approx((4 / 3 + 0.3 + 10 / 3 + 0.1, 3.7))
     assert columns(small, Split(2, 2)) == pytest.approx((1.5 + 0.3 + 5.0 + 0.1, 2.2))
@@ -49,10 +74,17 @@ def test_columns_by_hand():
 
 def test_the_advice_names_the_faster_splits_first():
     lines = advice(WORK, Split(3, 1), splits(4, movable=True))
-    assert lines[0].startswith("3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s")
-    assert lines[1] == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle column 14%"
+    assert lines[0].startswith(
+        "3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s"
+    )
+    assert (
+        lines[1]
+        == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle column 14%"
+    )
     assert lines[2] == "  colocated on 4: 6.05 s, 1.32x this run's speed, idle column 0%"
-    assert not any("with the critic" in line for line in advice(WORK, Split(3, 1), splits(4, movable=False)))
+    assert not any(
+        "with the critic" in line for line in advice(WORK, Split(3, 1), splits(4, movable=False))
+    )
 
 
 def test_all_placements_of_some_gpus():
@@ -62,12 +94,19 @@ def test_all_placements_of_some_gpus():
     assert splits(3, movable=False) == [Split(3, 0), Split(1, 2), Split(2, 1)]
     both = [Split(1, 2), Split(1, 2, "critic"), Split(2, 1), Split(2, 1, "critic")]
     assert splits(3, movable=True) == [Split(3, 0), *both]
-    found = [may_move(*coefs) for coefs in ((0.1, 0.0), (2.0, 0.0), (0.0, 0.0), (0.1, 0.1), (0.0, 0.1), (0.1, 1.0))]
+    found = [
+        may_move(*coefs)
+        for coefs in ((0.1, 0.0), (2.0, 0.0), (0.0, 0.0), (0.1, 0.1), (0.0, 0.1), (0.1, 1.0))
+    ]
     assert found == [True, True, False, False, False, False]
 
 
 def test_only_a_much_lower_rate_is_waiting():
-    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [0.5, 0.0, 0.0]  # 60: the limit itself
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [
+        0.5,
+        0.0,
+        0.0,
+    ]  # 60: the limit itself
     assert waiting(0.5, 100.0) == 0.995
 
 
@@ -87,9 +126,15 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
         "response_length/mean": 30.0,
         "response_length/max": 60.0,
     }
-    actor["timing_s/step"] = sum(value for name, value in actor.items() if "timing_s" in name) + work.other
+    actor["timing_s/step"] = (
+        sum(value for name, value in actor.items() if "timing_s" in name) + work.other
+    )
     score = (work.score + (not beside) * work.reference) / y
-    critic = {"timing_s/score": score, "timing_s/update": work.value / y + work.value_fixed, "critic/ref_kl": 0.1}
+    critic = {
+        "timing_s/score": score,
+        "timing_s/update": work.value / y + work.value_fixed,
+        "critic/ref_kl": 0.1,
+    }
     critic["perf/update_tflop"] = 100 * work.value / y
     actor["actor/mismatch_mean"] = 0.01
     slow = {name: 10 * value for name, value in actor.items()}
@@ -100,18 +145,26 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
     assert asdict(measured(actor, critic, split, 500)) == pytest.approx(asdict(WORK))
-    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(asdict(WORK))  # one step is enough
+    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(
+        asdict(WORK)
+    )  # one step is enough
     # of the rollout's seconds, some that the first rank waited for another one's engine
     early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/barrier_wait": 0.5}
     uneven = [*actor[:2], *(line | early for line in actor[2:])]
     assert asdict(measured(uneven, critic, split, 500)) == pytest.approx(asdict(WORK))
-    # a wait too short to be noted in the first step, and none of the policy's updates at the beginning
-    critic_late = [line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0} for line in actor]
+    # a wait too short to be noted in the first step, and none of the policy's updates at the
+    # beginning
+    critic_late = [
+        line | {"timing_s/wait_critic": 2.0, "timing_s/step": line["timing_s/step"] + 2.0}
+        for line in actor
+    ]
     mixed = [*actor[:3], *critic_late[3:]]
     assert measured(mixed, critic, split, 500).other == pytest.approx(WORK.other)
     warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
     assert measured(warming + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
-    untrained = [line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]]  # no row was left
+    untrained = [
+        line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]
+    ]  # no row was left
     assert measured(untrained + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
     with pytest.raises(UserError, match="no policy update beyond its warm-up"):
         measured(warming, critic, split, 500)
@@ -121,11 +174,17 @@ def test_the_work_is_read_off_a_run(split):
 
 def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     work = replace(WORK, value=0.8, value_fixed=0.6)
-    actor, critic = lines(Split(2, 2), work)  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
+    actor, critic = lines(
+        Split(2, 2), work
+    )  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
     assert asdict(measured(actor, critic, Split(2, 2), 500)) == pytest.approx(asdict(work))
     other_way = replace(WORK, policy=0.8, policy_fixed=0.6, score=0.5)
-    assert asdict(measured(*lines(Split(2, 2), other_way), Split(2, 2), 500)) == pytest.approx(asdict(other_way))
-    for line in actor:  # models of one size differ by what is not counted of the log-probs, which does get shorter
+    assert asdict(measured(*lines(Split(2, 2), other_way), Split(2, 2), 500)) == pytest.approx(
+        asdict(other_way)
+    )
+    for line in (
+        actor
+    ):  # models of one size differ by what is not counted of the log-probs, which does get shorter
         line["perf/update_tflop"] = 70 * line["timing_s/update"]
     for line in critic:
         line["perf/update_tflop"] = 100 * line["timing_s/update"]
@@ -170,10 +229,17 @@ def test_colocated_ranks_have_nothing_beside_the_phases():
 def write_run(folder: Path, *, steps: int = 5) -> Path:
     (folder / "metrics").mkdir(parents=True)
     ppo = "[ppo]\nkl_coef = 0.1\nkl_loss_coef = 0.0\n"
-    (folder / "config.toml").write_text('[placement]\nreference = "actor"\n[rollout]\nbatch_size = 500\n' + ppo)
-    (folder / "resolved.json").write_text(json.dumps({"placement": "per_node", "actor": 2, "critic": 2}))
+    (folder / "config.toml").write_text(
+        '[placement]\nreference = "actor"\n[rollout]\nbatch_size = 500\n' + ppo
+    )
+    (folder / "resolved.json").write_text(
+        json.dumps({"placement": "per_node", "actor": 2, "critic": 2})
+    )
     for role, records in zip(("actor", "critic"), lines(Split(2, 2), WORK, steps), strict=True):
-        text = "".join(json.dumps({"step": i, "spans": []} | record) + "\n" for i, record in enumerate(records, 1))
+        text = "".join(
+            json.dumps({"step": i, "spans": []} | record) + "\n"
+            for i, record in enumerate(records, 1)
+        )
         (folder / "metrics" / f"{role}.jsonl").write_text(text)
     return folder
 
@@ -211,7 +277,11 @@ def test_jobs_are_read_and_wrong_ones_told():
     assert bench.default_jobs(3, movable=False) == ("colocated", "2+1/barrier", "2+1")
     assert bench.default_jobs(2, movable=False) == ("colocated", "1+1/barrier", "1+1")
     assert bench.default_jobs(1, movable=True) == ("colocated",)
-    for wrong, told in (("3+2", "add up to --gpus 4"), ("4+0", "at least one rank"), ("3-1", "write colocated, 3\\+1")):
+    for wrong, told in (
+        ("3+2", "add up to --gpus 4"),
+        ("4+0", "at least one rank"),
+        ("3-1", "write colocated, 3\\+1"),
+    ):
         with pytest.raises(UserError, match=told):
             bench.parse_job(wrong, 4)
 
@@ -236,7 +306,14 @@ class ForkedJob:
 
     def __init__(self, line: list[str], stdout: Any, stderr: Any) -> None:
         at = line.index("splitppo.train")
-        assert line[1:at] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+        assert line[1:at] == [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "-m",
+        ]
         self.job = Torchrun(2, train.main, line[at + 1 :], out=Path(stdout.name))
 
     def __enter__(self) -> "ForkedJob":
@@ -254,41 +331,78 @@ class ForkedJob:
 
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    trainer = ["--rollout.batch-size", "16", "--ppo.mini-batches", "2", "--ppo.kl-coef", "0.1", "--seed", "3"]
+    trainer = [
+        "--rollout.batch-size",
+        "16",
+        "--ppo.mini-batches",
+        "2",
+        "--ppo.kl-coef",
+        "0.1",
+        "--seed",
+        "3",
+    ]
     trainer += ["--ppo.epochs", "2"]
     (tmp_path / "preset.toml").write_text(
         '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\nevery = 2\n'
     )
     trainer += ["--config", str(tmp_path / "preset.toml")]
-    argv = ["bench", "--gpus", "2", "--jobs", "1+1", "colocated", "--lengths", "lognormal:4:12", "--warmup", "2"]
+    argv = [
+        "bench",
+        "--gpus",
+        "2",
+        "--jobs",
+        "1+1",
+        "colocated",
+        "--lengths",
+        "lognormal:4:12",
+        "--warmup",
+        "2",
+    ]
     monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
-    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob}))
+    monkeypatch.setattr(
+        bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob})
+    )
     monkeypatch.setattr(bench, "gpu_name", lambda: None)
     assert bench.main() == 0
     told = capsys.readouterr().out
     record = json.loads((out / "bench.json").read_text())
     split, colocated = record["results"]
-    assert "timing_s/wait_barrier" not in split["metrics"]["actor"], "the preset's barrier was taken over"
+    assert "timing_s/wait_barrier" not in split["metrics"]["actor"], (
+        "the preset's barrier was taken over"
+    )
     lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
     kinds: Any = {"actor": "policy", "critic": "value"}
     tiny = read_config(str(out / "colocated" / "tiny"))
     for folder, result in (("colocated", colocated), ("1+1", split)):
-        steps = [json.loads(line) for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)
+            for line in (out / folder / "metrics" / "actor.jsonl").read_text().splitlines()
+        ]
         due = [sum(lengths[i * 16 : (i + 1) * 16]) / 16 for i in range(4)]
-        assert [step["response_length/mean"] for step in steps] == pytest.approx(due), "rows of other lengths"
-        assert result["tokens_s"] == pytest.approx(sum(s["tokens"] for s in steps[2:]) / sum(result["steps_s"]))
+        assert [step["response_length/mean"] for step in steps] == pytest.approx(due), (
+            "rows of other lengths"
+        )
+        assert result["tokens_s"] == pytest.approx(
+            sum(s["tokens"] for s in steps[2:]) / sum(result["steps_s"])
+        )
         assert result["steps_s"] == [step["timing_s/step"] for step in steps[2:]]
         tokens = sum(step["tokens"] for step in steps[2:]) / 2 / (2 if folder == "colocated" else 1)
         for role, kind in kinds.items():
             work = 6e-12 * count_parameters(tiny, kind) * tokens * 2  # epochs
             assert result["metrics"][role]["perf/update_tflop"] == pytest.approx(work)
         assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
-        assert result["metrics"]["critic"].keys() >= {"timing_s/score", "timing_s/update", "timing_s/step"}
+        assert result["metrics"]["critic"].keys() >= {
+            "timing_s/score",
+            "timing_s/update",
+            "timing_s/step",
+        }
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
     heads, *rows = (re.split(" {2,}", line) for line in told.splitlines()[-3:])
     for row in rows:
         cells = dict(zip(heads, row, strict=True))
-        assert (float(cells["model"]) > 0, cells["MFU a/c"]) == (True, "-"), "of CPUs no peak is known"
+        assert (float(cells["model"]) > 0, cells["MFU a/c"]) == (True, "-"), (
+            "of CPUs no peak is known"
+        )
     assert split["metrics"]["critic"]["perf/wire_mb"] > 0
     assert "perf/wire_mb" not in colocated["metrics"]["critic"]
     assert bench.main() == 2
@@ -314,7 +428,17 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
 
 
 def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
-    argv = ["bench", "--gpus", "1", "--out", str(tmp_path / "out"), "--warmup", "2", "--rollout.batch-size", "15"]
+    argv = [
+        "bench",
+        "--gpus",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+        "--warmup",
+        "2",
+        "--rollout.batch-size",
+        "15",
+    ]
     monkeypatch.setattr("sys.argv", argv)
     assert bench.main() == 1
     assert "failed: exit" in (told := capsys.readouterr().out)
@@ -329,7 +453,12 @@ def shape(folder: Path, **sizes: Any) -> Path:
     return folder
 
 
-SEVEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "tie_word_embeddings": False}
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": False,
+}
 
 
 def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
@@ -355,7 +484,9 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
     )
     assert re.search(r"^  \S+.* does not fit: the .* needs \d+ GiB at least$", small[-1])
     small_gpu = r"7b on 1 GPUs, each with 36 GiB \(a GPU of 39.6 GiB .*"
-    with pytest.raises(UserError, match=rf"{small_gpu}: colocated on 1 does not fit.*; use more GPUs"):
+    with pytest.raises(
+        UserError, match=rf"{small_gpu}: colocated on 1 does not fit.*; use more GPUs"
+    ):
         plan.plan(model, gpus=1, length=2048, memory=40)
     with pytest.raises(UserError, match="7b is a model; give --gpus and --length"):
         plan.plan(model)
@@ -374,16 +505,26 @@ def test_a_model_by_name_needs_its_configuration_alone(tmp_path, monkeypatch):
         return str(shape(tmp_path, **SEVEN) / "config.json")
 
     monkeypatch.setattr(fit, "hf_hub_download", download)
-    assert plan.plan(Path("acme/seven@main"), gpus=8, length=512)[0].startswith("acme/seven@main: 7,615,616,512")
+    assert plan.plan(Path("acme/seven@main"), gpus=8, length=512)[0].startswith(
+        "acme/seven@main: 7,615,616,512"
+    )
     assert asked == [("acme/seven", "config.json", {"revision": "main"})]
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"acme/none: no such folder, and its config\.json can't be fetched"):
+    with pytest.raises(
+        UserError, match=r"acme/none: no such folder, and its config\.json can't be fetched"
+    ):
         plan.plan(Path("acme/none"), gpus=8, length=512)
 
 
 def test_the_time_of_a_step_follows_from_the_shape(tmp_path):
-    """1.5B on four H200, responses of 1,024 tokens at most: 5.9 to 6.3 s a step were measured (docs/measured.md)."""
-    sizes = {"hidden_size": 1792, "intermediate_size": 8960, "num_hidden_layers": 24, "tie_word_embeddings": True}
+    """1.5B on four H200, responses of 1,024 tokens at most: 5.9 to 6.3 s a step were measured
+    (docs/measured.md)."""
+    sizes = {
+        "hidden_size": 1792,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 24,
+        "tie_word_embeddings": True,
+    }
     lines = plan.plan(shape(tmp_path, **sizes), gpus=4, length=1365, memory=140)
     seconds = [float(found) for found in re.findall(r": ([\d.]+) s a step", "\n".join(lines))]
     assert 4 < min(seconds) < 9

@@ -14,8 +14,9 @@ LENGTHS = [100, 300]  # 200 on average; a token's row has 125 more on average
 
 
 def test_a_step_with_windows_by_hand():
-    # 100 tokens of 2.5 ms, twice as long with 250 slots a rank; half the tokens of a whole rollout to train on; and a
-    # forward pass over 125 tokens of each slot, where one over 200 takes 2 s of a GPU
+    # 100 tokens of 2.5 ms, twice as long with 250 slots a rank; half the tokens of a whole rollout
+    # to train on; and a forward pass over 125 tokens of each slot, where one over 200 takes 2 s of
+    # a GPU
     actor, critic = columns(with_window(WORK, Split(2, 2), LENGTHS, 100), Split(2, 2))
     assert actor == pytest.approx(0.5 + 2.0 * 125 / 200 / 2 + 0.3 + (1.0 + 1.0) / 2 + 3.0 / 2)
     assert critic == pytest.approx((1.0 + 3.0) / 2)
@@ -23,7 +24,10 @@ def test_a_step_with_windows_by_hand():
 
 def test_windows_below_the_longest_response_are_advised_on():
     (line,) = window_advice(WORK, Split(2, 2), LENGTHS, splits(4, movable=False))
-    each = {split: columns(with_window(WORK, split, LENGTHS, 256), split) for split in (Split(2, 2), Split(3, 1))}
+    each = {
+        split: columns(with_window(WORK, split, LENGTHS, 256), split)
+        for split in (Split(2, 2), Split(3, 1))
+    }
     seconds = min(max(both) for both in each.values())
     seconds = min(seconds, sum(columns(with_window(WORK, Split(4, 0), LENGTHS, 256), Split(4, 0))))
     assert line.startswith(f"  rollout.window 256: {500 * 256 / seconds:,.0f} response tokens/s, ")

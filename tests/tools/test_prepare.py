@@ -26,7 +26,10 @@ SOLUTION = "She sold 2,000/2 = <<2000/2=1000>>1,000.\n#### 1,000"
 VERL_ROW = {
     "data_source": "openai/gsm8k",
     "prompt": [
-        {"content": 'How many? Let\'s think step by step and output the final answer after "####".', "role": "user"}
+        {
+            "content": 'How many? Let\'s think step by step and output the final answer after "####".',
+            "role": "user",
+        }
     ],
     "ability": "math",
     "reward_model": {"ground_truth": "1000", "style": "rule"},
@@ -45,20 +48,28 @@ def parquet(file: Path, rows: list[Any]) -> None:
 
 
 def test_gsm8k_is_verls_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    published = [{"question": "How many?", "answer": SOLUTION}, {"question": "And now?", "answer": "None.\n#### -7"}]
+    published = [
+        {"question": "How many?", "answer": SOLUTION},
+        {"question": "And now?", "answer": "None.\n#### -7"},
+    ]
     jsonl(tmp_path / "source" / "train.jsonl", published)
-    parquet(tmp_path / "source" / "main" / "test-00000-of-00001.parquet", published[1:])  # as on the hub
+    parquet(
+        tmp_path / "source" / "main" / "test-00000-of-00001.parquet", published[1:]
+    )  # as on the hub
     out = tmp_path / "new" / "gsm8k"
     prepare("gsm8k", tmp_path / "source", out)
     assert "2 rows" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(out / "train.parquet")
     assert table.slice(0, 1).equals(pyarrow.Table.from_pylist([VERL_ROW]))  # and so is the schema
     second, third = (
-        pyarrow.parquet.read_table(out / f"{split}.parquet").to_pylist()[-1] for split in ("train", "test")
+        pyarrow.parquet.read_table(out / f"{split}.parquet").to_pylist()[-1]
+        for split in ("train", "test")
     )
     assert (second["extra_info"]["index"], second["extra_info"]["split"]) == (1, "train")
     assert (third["extra_info"]["index"], third["extra_info"]["split"]) == (0, "test")
-    assert second["reward_model"] == third["reward_model"] == {"ground_truth": "-7", "style": "rule"}
+    assert (
+        second["reward_model"] == third["reward_model"] == {"ground_truth": "-7", "style": "rule"}
+    )
     assert sorted(path.name for path in out.parent.iterdir()) == ["gsm8k"]
     assert sorted(path.name for path in out.iterdir()) == ["test.parquet", "train.parquet"]
     # the trainer takes them as they are
@@ -86,7 +97,10 @@ def build_tokenizer_with_chat() -> Any:
         (r"So $x = \boxed{5}$.", "5"),
         (r"$\boxed{1}$, no: $\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
         (r"$\boxed{\sqrt{\frac{2}{x^{3}}}}$ and {more}", r"\sqrt{\frac{2}{x^{3}}}"),
-        (r"$\boxed{\left\{ 1, 2 \right.}$", r"\left\{ 1, 2 \right."),  # a brace that is not closed is escaped
+        (
+            r"$\boxed{\left\{ 1, 2 \right.}$",
+            r"\left\{ 1, 2 \right.",
+        ),  # a brace that is not closed is escaped
         (r"$\boxed{\text{a}\\{b}}$", r"\text{a}\\{b}"),
         (r"$\fbox{7}$", "7"),
         (r"$\boxed 5$ and more", "5"),
@@ -104,15 +118,23 @@ def test_answers(solution: str, answer: str) -> None:
     assert answer_of(solution) == answer
 
 
-def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(tmp_path: Path, capsys: Any) -> None:
+def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(
+    tmp_path: Path, capsys: Any
+) -> None:
     def row(solution: str) -> dict[str, str]:
-        return {"problem": "What is $x$?", "level": "Level 5", "solution": solution, "type": "Algebra"}
+        return {
+            "problem": "What is $x$?",
+            "level": "Level 5",
+            "solution": solution,
+            "type": "Algebra",
+        }
 
     jsonl(tmp_path / "train.jsonl", [row("unboxed"), row(r"$\boxed{x^{2}}$"), row(r"$\boxed{}$")])
     parquet(tmp_path / "test.parquet", [row(r"$\boxed 2$")])
     prepare("math", tmp_path, tmp_path / "out")
     (train,), (test,) = (
-        pyarrow.parquet.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")
+        pyarrow.parquet.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist()
+        for split in ("train", "test")
     )
     assert train == {
         "level": "Level 5",
@@ -126,7 +148,12 @@ def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(tmp_pat
         ],
         "ability": "math",
         "reward_model": {"ground_truth": "x^{2}", "style": "rule"},
-        "extra_info": {"answer": r"$\boxed{x^{2}}$", "index": 1, "question": "What is $x$?", "split": "train"},
+        "extra_info": {
+            "answer": r"$\boxed{x^{2}}$",
+            "index": 1,
+            "question": "What is $x$?",
+            "split": "train",
+        },
     }
     assert test["reward_model"]["ground_truth"] == "2"
     first, second = capsys.readouterr().out.splitlines()
@@ -139,13 +166,17 @@ def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(tmp_pat
 def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"openai/gsm8k.*https://github\.com/openai/grade-school-math .*--source"):
+    with pytest.raises(
+        UserError, match=r"openai/gsm8k.*https://github\.com/openai/grade-school-math .*--source"
+    ):
         prepare("gsm8k", None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     folder = tmp_path / "hub" / "datasets--openai--gsm8k"
     for split in ("train", "test"):
         name = DATA["gsm8k"].file.format(split)
-        parquet(folder / "snapshots" / "abc" / name, [{"question": "How many?", "answer": SOLUTION}])
+        parquet(
+            folder / "snapshots" / "abc" / name, [{"question": "How many?", "answer": SOLUTION}]
+        )
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
     prepare("gsm8k", None, tmp_path / "out")
@@ -155,14 +186,22 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, r"--source .*: holds none of train\.jsonl, train\.parquet, main/train-.*https://github"),
+        (
+            None,
+            r"--source .*: holds none of train\.jsonl, train\.parquet, main/train-.*https://github",
+        ),
         ([VERL_ROW], r"train\.jsonl row 1 has no texts question and answer; "),
-        ([{"question": "a", "answer": 5}], r"train\.jsonl row 1 has no texts question and answer; "),
+        (
+            [{"question": "a", "answer": 5}],
+            r"train\.jsonl row 1 has no texts question and answer; ",
+        ),
         ([[]], r"train\.jsonl row 1 has no texts question and answer; "),
         ([{"question": "a", "answer": "b"}], r"train\.jsonl holds no row with an answer; "),
     ],
 )
-def test_wrong_sources_leave_nothing_behind(rows: list[Any] | None, message: str, tmp_path: Path) -> None:
+def test_wrong_sources_leave_nothing_behind(
+    rows: list[Any] | None, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "source").mkdir()
     if rows is not None:
         jsonl(tmp_path / "source" / "train.jsonl", rows)
@@ -172,7 +211,9 @@ def test_wrong_sources_leave_nothing_behind(rows: list[Any] | None, message: str
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_folder_is_written_once_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_written_once_and_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, built = tmp_path / "deep" / "out", []
 
     def build(folder: Path) -> str:
@@ -199,7 +240,9 @@ def test_a_folder_is_written_once_and_whole(tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in out.iterdir()] == ["a"]
 
 
-def test_the_presets_data_are_what_prepare_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_presets_data_are_what_prepare_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = {"question": "How many?", "answer": SOLUTION}
     for split in ("train", "test"):
         jsonl(tmp_path / "source" / f"{split}.jsonl", [row])
@@ -213,4 +256,6 @@ def test_the_presets_data_are_what_prepare_writes(tmp_path: Path, monkeypatch: p
             monkeypatch.setattr(sys, "argv", ["splitppo", *line.split(), "--source=source"])
             assert main() == 0
         config = parse(["--config", str(preset)])
-        assert all(Path(file).is_file() for file in config.data.files + config.data.validation_files)
+        assert all(
+            Path(file).is_file() for file in config.data.files + config.data.validation_files
+        )

@@ -1,4 +1,5 @@
-"""The report: what it measures (overlap), what it picks (the step), and that the picture is drawn."""
+"""The report: what it measures (overlap), what it picks (the step), and that the picture is
+drawn."""
 
 import json
 import os
@@ -14,8 +15,24 @@ from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.tools.runs import COLOURS, Run, Span, Step, as_text, read_runs, results_table, settings_table
-from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, choose_step, raster, shared_work
+from splitppo.tools.runs import (
+    COLOURS,
+    Run,
+    Span,
+    Step,
+    as_text,
+    read_runs,
+    results_table,
+    settings_table,
+)
+from splitppo.tools.timeline import (
+    OTHER_COLOUR,
+    SPAN_COLOURS,
+    build_timeline,
+    choose_step,
+    raster,
+    shared_work,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +40,17 @@ ROOT = Path(__file__).parents[2]
 def spans_of(step: int, length: float = 4.0) -> tuple[list[Span], list[Span]]:
     """A step of both columns: the critic's update of it ends 1 s into the next step."""
     t = 1000.0 + 4.0 * step
-    actor = [("sync", t, t + 0.02), ("rollout", t + 0.02, t + 2), ("wait_advantages", t + 2, t + 2.5)]
+    actor = [
+        ("sync", t, t + 0.02),
+        ("rollout", t + 0.02, t + 2),
+        ("wait_advantages", t + 2, t + 2.5),
+    ]
     actor += [("update", t + 2.5, t + length)]
-    critic = [("wait_rollouts", t + 1, t + 1.5), ("score", t + 1.5, t + 2.5), ("novel_work", t + 2.5, t + 3)]
+    critic = [
+        ("wait_rollouts", t + 1, t + 1.5),
+        ("score", t + 1.5, t + 2.5),
+        ("novel_work", t + 2.5, t + 3),
+    ]
     critic += [("update", t + 3, t + 5)]
     return actor, critic
 
@@ -33,22 +58,40 @@ def spans_of(step: int, length: float = 4.0) -> tuple[list[Span], list[Span]]:
 def write_run(run: Path, steps: int = 8, critic: bool = True) -> Path:
     """A made-up run; its step 0 is a validation alone."""
     (run / "metrics").mkdir(parents=True)
-    rows: dict[str, list] = {"actor": [{"step": 0, "time": 1.0, "val/score/mean": 0.1, "spans": []}], "critic": []}
+    rows: dict[str, list] = {
+        "actor": [{"step": 0, "time": 1.0, "val/score/mean": 0.1, "spans": []}],
+        "critic": [],
+    }
     for step in range(1, steps + 1):
         a, c = spans_of(step)
         rows["actor"].append(
-            {"step": step, "time": 1.0, "actor/pg_loss": -0.1 / step, "timing_s/step": 4.0, "spans": a}
+            {
+                "step": step,
+                "time": 1.0,
+                "actor/pg_loss": -0.1 / step,
+                "timing_s/step": 4.0,
+                "spans": a,
+            }
         )
-        rows["critic"].append({"step": step, "time": 1.0, "critic/score/mean": 0.1 * step, "spans": c})
+        rows["critic"].append(
+            {"step": step, "time": 1.0, "critic/score/mean": 0.1 * step, "spans": c}
+        )
     for name in ("actor", "critic") if critic else ("actor",):
-        (run / "metrics" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+        (run / "metrics" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows[name])
+        )
     return run
 
 
 def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "splitppo", "report", *map(str, args)]
     return subprocess.run(
-        line, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        line,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -60,8 +103,17 @@ def share_of(picture: np.ndarray, colour: str) -> float:
 
 def test_overlap_counts_only_work_of_both():
     actor = [("rollout", 0.0, 4.0), ("wait_advantages", 4.0, 5.0), ("update", 5.0, 8.0)]
-    critic = [("update", -1.0, 1.0), ("wait_rollouts", 1.0, 3.0), ("score", 3.0, 4.5), ("update", 6.0, 12.0)]
-    assert shared_work(actor, critic) == shared_work(critic, actor) == [(0.0, 1.0), (3.0, 4.0), (6.0, 8.0)]
+    critic = [
+        ("update", -1.0, 1.0),
+        ("wait_rollouts", 1.0, 3.0),
+        ("score", 3.0, 4.5),
+        ("update", 6.0, 12.0),
+    ]
+    assert (
+        shared_work(actor, critic)
+        == shared_work(critic, actor)
+        == [(0.0, 1.0), (3.0, 4.0), (6.0, 8.0)]
+    )
     assert shared_work(actor, []) == []
     assert shared_work([("rollout", 0, 1)], [("score", 1, 2)]) == [], "touching is no overlap"
 
@@ -69,7 +121,9 @@ def test_overlap_counts_only_work_of_both():
 def test_typical_step_is_the_median_of_the_last_half():
     lengths = {1: 3.0, 2: 3.0, 3: 9.0, 4: 5.0, 5: 4.0, 6: 8.0}
     actor = {n: Step({}, spans_of(n, length)[0]) for n, length in lengths.items()}
-    critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}  # behind by a step, as it is at work
+    critic = {
+        n: Step({}, spans_of(n)[1]) for n in range(1, 6)
+    }  # behind by a step, as it is at work
     assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
     actor |= {7: Step({}, spans_of(7, 4.5)[0])}
     both = {n: Step({}, spans_of(n)[1]) for n in range(1, 8)}
@@ -85,7 +139,8 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
     actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
     critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
     middle = build_timeline(actor, critic, 2)
-    # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under the policy's update
+    # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under
+    # the policy's update
     assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
     assert middle.title == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
     after = {2: Step({}, [("update", 1012.0, 1013.0)])}
@@ -95,7 +150,9 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
 def test_a_raster_of_slots_over_tokens():
     """Of the last six steps; the third slot has a row that goes on."""
     actor = {n: Step({}, [], slots=[[[n, 9]]]) for n in range(4)}
-    actor |= {n: Step({}, []) for n in (4, 5)} | {n: Step({}, [], slots=[[[3 * n, 1]]] * 3) for n in range(6, 10)}
+    actor |= {n: Step({}, []) for n in (4, 5)} | {
+        n: Step({}, [], slots=[[[3 * n, 1]]] * 3) for n in range(6, 10)
+    }
     actor[10] = Step({}, [], slots=[[[30, 5], [33, 3]], [[31, 2]], [[29, 1], [32, 7]]])
     actor[11] = Step({}, [], slots=[[[36, 2]], [[34, 2]], [[32, 4]]])
     title, begins, bars = raster(actor)
@@ -105,7 +162,9 @@ def test_a_raster_of_slots_over_tokens():
     colours = [[colour for colour, *_ in rows] for rows in bars]
     assert colours[2][-1] == colours[2][-2]
     assert len(set(colours[0])) == len(colours[0])
-    assert title == "3 slots, a colour a row: 79% busy"  # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
+    assert (
+        title == "3 slots, a colour a row: 79% busy"
+    )  # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
     assert raster({1: Step({}, [])})[1:] == ([], [])
 
 
@@ -114,7 +173,10 @@ def test_command_draws_the_newest_run(tmp_path: Path):
     done = command(cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.splitlines()[-2:] == ["run folder: runs/first", "report: runs/first/report.png"]
+    assert done.stdout.splitlines()[-2:] == [
+        "run folder: runs/first",
+        "report: runs/first/report.png",
+    ]
     file = tmp_path / "runs" / "first" / "report.png"
     picture = imread(file)
     assert picture.shape == (1490, 2000, 4)
@@ -151,8 +213,11 @@ def test_a_command_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
-def compared_run(folder: Path, settings: Config | None, metrics: dict[int, dict[str, float]]) -> Path:
-    """A run that holds nothing but these settings and metrics, those of the critic in the critic's file."""
+def compared_run(
+    folder: Path, settings: Config | None, metrics: dict[int, dict[str, float]]
+) -> Path:
+    """A run that holds nothing but these settings and metrics, those of the critic in the critic's
+    file."""
     (folder / "metrics").mkdir(parents=True)
     for role in ("actor", "critic"):
         kept = [
@@ -160,7 +225,9 @@ def compared_run(folder: Path, settings: Config | None, metrics: dict[int, dict[
             | {k: v for k, v in found.items() if k.startswith("critic/") == (role == "critic")}
             for step, found in metrics.items()
         ]
-        (folder / "metrics" / f"{role}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        (folder / "metrics" / f"{role}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in kept)
+        )
     if settings:
         (folder / "config.toml").write_text(to_toml(settings))
     return folder
@@ -168,15 +235,24 @@ def compared_run(folder: Path, settings: Config | None, metrics: dict[int, dict[
 
 @pytest.fixture
 def two_runs(tmp_path: Path) -> list[Path]:
-    """One with validations and twelve minutes long; one without, of another version, that recorded less."""
+    """One with validations and twelve minutes long; one without, of another version, that recorded
+    less."""
     long = {0: {"val/score/mean": 0.1, "timing_s/step": 60.0}}
     for step in range(1, 4):
         speed = {"timing_s/step": 220.0 + 5 * step, "perf/throughput": 1000.0 * step}
         long[step] = {"critic/score/mean": step / 10, **speed}
     long[2]["val/score/mean"], long[3]["val/score/mean"] = 0.75, 0.5
-    first = compared_run(tmp_path / "long", Config(steps=3, seed=1, run_dir="long", ppo=PPOConfig(kl_target=0.1)), long)
-    second = compared_run(tmp_path / "short", Config(steps=9, seed=1, run_dir="x"), {1: {"critic/score/mean": 0.25}})
-    text = (second / "config.toml").read_text().replace("lam = 0.95\n", "") + "[older]\nflag = [1.0]\n"
+    first = compared_run(
+        tmp_path / "long",
+        Config(steps=3, seed=1, run_dir="long", ppo=PPOConfig(kl_target=0.1)),
+        long,
+    )
+    second = compared_run(
+        tmp_path / "short", Config(steps=9, seed=1, run_dir="x"), {1: {"critic/score/mean": 0.25}}
+    )
+    text = (second / "config.toml").read_text().replace(
+        "lam = 0.95\n", ""
+    ) + "[older]\nflag = [1.0]\n"
     (second / "config.toml").write_text(text)
     return [first, second]
 
@@ -199,7 +275,9 @@ def test_settings_that_differ_between_runs(two_runs: list[Path]):
         ("older.flag", "-", "[1.0]"),
     ]
     for run, given in zip(two_runs, (["steps"], ["ppo.kl_target", "run_dir"]), strict=True):
-        assert settings_table(read_runs(two_runs))[1:] == rows, "one of them has no record of what its user set"
+        assert settings_table(read_runs(two_runs))[1:] == rows, (
+            "one of them has no record of what its user set"
+        )
         (run / "given.json").write_text(json.dumps(given))
     assert [row[0] for row in settings_table(read_runs(two_runs))[1:]] == ["steps", "ppo.kl_target"]
     (two_runs[1] / "config.toml").unlink()
@@ -208,25 +286,35 @@ def test_settings_that_differ_between_runs(two_runs: list[Path]):
 
 def test_a_table_has_at_most_120_columns():
     names = [f"run {i} of a long name" for i in range(10)]
-    lines = as_text([("setting", *names), ("data.files", *['["' + "a" * 200 + '"]' for _ in names])])
+    lines = as_text(
+        [("setting", *names), ("data.files", *['["' + "a" * 200 + '"]' for _ in names])]
+    )
     assert {len(line) for line in lines} == {120}
     assert lines[1].split()[0] == "data.files"
     assert lines[1].count("…") == 10
     assert as_text([("a", "b"), ("long one", "x\ny")]) == ["a         b", "long one  x y"]
 
 
-def test_runs_over_each_other(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_runs_over_each_other(
+    two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["splitppo", "report", *map(str, two_runs)])
     assert main() == 0
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == "report: report_long_short.png"
-    assert [line.split()[:2] for line in told[:3]] == [["run", "steps"], ["long", "3"], ["short", "1"]]
+    assert [line.split()[:2] for line in told[:3]] == [
+        ["run", "steps"],
+        ["long", "3"],
+        ["short", "1"],
+    ]
     assert ["ppo.lam", "0.95", "-"] in [line.split() for line in told]
     picture = imread(tmp_path / "report_long_short.png")
     assert all(share_of(picture, colour) > 0.0002 for colour in COLOURS[:2])
     assert share_of(picture, COLOURS[2]) == 0
-    monkeypatch.setattr(sys, "argv", ["splitppo", "report", *map(str, two_runs), "--html", "--out", "both.html"])
+    monkeypatch.setattr(
+        sys, "argv", ["splitppo", "report", *map(str, two_runs), "--html", "--out", "both.html"]
+    )
     assert main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "page: both.html"
 
@@ -237,7 +325,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
     assert [run.colour for run in read_runs(folders)] == list(COLOURS[:2])
 
 
-def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     run = write_run(tmp_path / "run", steps=2)
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
     (tmp_path / "empty" / "metrics" / "actor.jsonl").touch()
@@ -247,10 +337,16 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         (["nowhere"], "nowhere has no step in metrics/actor.jsonl"),
         (["empty"], "empty has no step in metrics/actor.jsonl"),
         ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
-        ([str(run), "--out", "no/folder.png"], "no/folder.png: No such file or directory; fix that, or name"),
+        (
+            [str(run), "--out", "no/folder.png"],
+            "no/folder.png: No such file or directory; fix that, or name",
+        ),
         ([str(run), "--out", "picture.doc"], "picture.doc can't be written"),
         ([str(run), "--html", "--out", "no/page.html"], "no/page.html: No such file or directory"),
-        ([str(run), "--html", "--step", "9"], "--step 9 has no recorded spans; steps with spans: 1 to 2"),
+        (
+            [str(run), "--html", "--step", "9"],
+            "--step 9 has no recorded spans; steps with spans: 1 to 2",
+        ),
         ([str(run), "nowhere"], "nowhere has no step in metrics/actor.jsonl"),
         ([str(run), "empty", "--step", "1"], "--step 1 is for one run"),
         ([str(run), str(run), "--out", "picture.doc"], "picture.doc can't be written"),
@@ -269,7 +365,8 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_help_needs_no_torch():
-    """Each command's --help, in one process; what a run's tools import with torch, they import when it is needed."""
+    """Each command's --help, in one process; what a run's tools import with torch, they import when
+    it is needed."""
     program = """if True:
         import sys
         from splitppo.__main__ import COMMANDS, main
@@ -278,7 +375,9 @@ def test_help_needs_no_torch():
             assert main() == 0, name
             assert "torch" not in sys.modules, f"{name} --help imports torch"
     """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert all(
         f"usage: splitppo {name}" in done.stdout

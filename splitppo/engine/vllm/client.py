@@ -1,8 +1,9 @@
-"""The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the actor's GPU.
+"""The trainer's side of a vLLM engine. host.py is the other side: a process of its own on the
+actor's GPU.
 
-The ranks of an engine talk to it (messages.py) through a Unix socket in a private folder (no port). Weights go through
-two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a GPU, a file on the CPU. This
-process never imports vLLM, which changes the settings of its process.
+The ranks of an engine talk to it (messages.py) through a Unix socket in a private folder (no port).
+Weights go through two buckets, memory that the trainer fills and vLLM's workers map: CUDA IPC on a
+GPU, a file on the CPU. This process never imports vLLM, which changes the settings of its process.
 """
 
 import logging
@@ -22,7 +23,19 @@ from transformers import PretrainedConfig
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import TICK, Ask, Piece, RolloutEngine, check_weights, weight_names
-from splitppo.engine.vllm.messages import Close, Done, Entry, Halt, Hello, Load, Pieces, Sleep, Submit, Verify, Wake
+from splitppo.engine.vllm.messages import (
+    Close,
+    Done,
+    Entry,
+    Halt,
+    Hello,
+    Load,
+    Pieces,
+    Sleep,
+    Submit,
+    Verify,
+    Wake,
+)
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -39,7 +52,8 @@ class VLLMEngine(RolloutEngine):
     Args:
         config: the policy's. address: the socket's path.
         index: of this rank among those of the engine. process: given to the first of them.
-        sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not fit the GPU together.
+        sleep: `off`, `1`, `2` (vLLM's levels), or `auto`: level 2 while trainer and engine do not
+            fit the GPU together.
         peak: bytes that the trainer will allocate on this GPU at most, estimated.
         timeout: seconds to wait for an answer.
     """
@@ -49,14 +63,25 @@ class VLLMEngine(RolloutEngine):
         device: torch.device, dtype: torch.dtype, sleep: str = "off", peak: float = 0.0, timeout: float = 1800.0,
     ):  # fmt: skip
         super().__init__()
-        self.address, self.index, self.process, self.device, self.dtype = address, index, process, device, dtype
-        self.sleep, self.peak, self.timeout = sleep, peak, timeout
+        self.address = address
+        self.index = index
+        self.process = process
+        self.device = device
+        self.dtype = dtype
+        self.sleep = sleep
+        self.peak = peak
+        self.timeout = timeout
         self.names = weight_names(build(config, "policy"))
-        self._sender = ThreadPoolExecutor(1, "requests")  # a thread: while the engine sends rows, it reads nothing
-        self._sampling, self._seed = RolloutConfig(), 0
+        self._sender = ThreadPoolExecutor(
+            1, "requests"
+        )  # a thread: while the engine sends rows, it reads nothing
+        self._sampling = RolloutConfig()
+        self._seed = 0
         self._heard = 0.0  # when the engine last said something
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._conn: Any = None  # the socket; None before `connect`, after `close` and after a failure
+        self._conn: Any = (
+            None  # the socket; None before `connect`, after `close` and after a failure
+        )
 
     def connect(self) -> str:
         start = time.monotonic()
@@ -69,7 +94,9 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(0.02)
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
         size = max(BUCKET[self.device.type], largest)
-        paths = [str(Path(self.address).parent / f"bucket_{self.index}_{number}") for number in range(2)]
+        paths = [
+            str(Path(self.address).parent / f"bucket_{self.index}_{number}") for number in range(2)
+        ]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
         handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
@@ -80,7 +107,8 @@ class VLLMEngine(RolloutEngine):
         return line
 
     def release_memory(self, *, trained: bool) -> None:
-        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the GPU together."""
+        """Puts the engine to sleep. With `auto` it stays awake if engine and trainer's peak fit the
+        GPU together."""
         if self.sleep == "off":
             return
         stay = self.sleep == "auto" and trained and self._fits()
@@ -88,7 +116,8 @@ class VLLMEngine(RolloutEngine):
         self.loaded = self._level < 2
 
     def close(self) -> None:
-        self.loaded, connected = False, self._conn is not None
+        self.loaded = False
+        connected = self._conn is not None
         if self.process:
             self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
@@ -100,14 +129,17 @@ class VLLMEngine(RolloutEngine):
             self.process.end(kill=not connected)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sends the weights. Raises UserError if vLLM's model has no place for one, EngineError if one differs then."""
+        """Sends the weights. Raises UserError if vLLM's model has no place for one, EngineError if
+        one differs then."""
         self._wake("weights")
         sums: dict[str, Tensor] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
         try:
             for bucket, entries in self._fill(weights, sums):
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()  # another process reads the bucket next
+                    torch.cuda.current_stream(
+                        self.device
+                    ).synchronize()  # another process reads the bucket next
                 if loading:
                     self._answer(Load)
                 self._send(Load(bucket, entries))
@@ -123,12 +155,15 @@ class VLLMEngine(RolloutEngine):
             raise UserError(f"{wrong}: {', '.join(lost[:3])}; use --engine.kind hf")
         if different:
             wrong = f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's"
-            raise EngineError(f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM")
+            raise EngineError(
+                f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM"
+            )
         self._wake("weights", "kv_cache")
 
     def _begin(self, sampling: RolloutConfig, seed: int) -> None:
         self._wake("weights", "kv_cache")
-        self._sampling, self._seed = sampling, seed
+        self._sampling = sampling
+        self._seed = seed
         self._heard = time.monotonic()
 
     def _submit(self, asks: Sequence[Ask]) -> None:
@@ -154,8 +189,8 @@ class VLLMEngine(RolloutEngine):
     def _fill(
         self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
     ) -> Iterator[tuple[int, list[Entry]]]:
-        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into `sums`. Yields the
-        bucket's number, and what is in it."""
+        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into
+        `sums`. Yields the bucket's number, and what is in it."""
         bucket = at = 0
         entries: list[Entry] = []
         for name, given in check_weights(weights, self.names):
@@ -163,7 +198,8 @@ class VLLMEngine(RolloutEngine):
             if at + tensor.nbytes > len(self._buckets[bucket]):
                 yield bucket, entries
                 bucket = 1 - bucket
-                at, entries = 0, []
+                at = 0
+                entries = []
             self._buckets[bucket][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             sums[name] = checksum(tensor)
             entries.append(Entry(name, tensor.dtype, tensor.shape, at))
@@ -171,7 +207,8 @@ class VLLMEngine(RolloutEngine):
         yield bucket, entries
 
     def _wake(self, *tags: str) -> None:
-        """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's cache."""
+        """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's
+        cache."""
         if not self._level:
             return
         torch.cuda.empty_cache()
@@ -179,13 +216,16 @@ class VLLMEngine(RolloutEngine):
         self._level = 0 if "kv_cache" in tags else self._level
 
     def _fits(self) -> bool:
-        """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold now. The peak is the
-        estimated one if no step has reached it yet: rows may grow, and with windows the first are short."""
+        """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold
+        now. The peak is the estimated one if no step has reached it yet: rows may grow, and with
+        windows the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         sizes = [f"{size / 2**30:.1f}" for size in (total, others, peak)]
-        logging.getLogger(__name__).info("of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes)
+        logging.getLogger(__name__).info(
+            "of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes
+        )
         return others + peak <= USABLE * total
 
     def _send(self, message: Any) -> None:
@@ -216,12 +256,16 @@ class VLLMEngine(RolloutEngine):
         self._conn = None
         if self.process:
             return self.process.exit_report()
-        return EngineError("the vLLM engine of this rank has ended; the rank that started it says why")
+        return EngineError(
+            "the vLLM engine of this rank has ended; the rank that started it says why"
+        )
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
         waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
-        return EngineError(f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited)
+        return EngineError(
+            f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited
+        )
 
 
 def _bucket(path: str, size: int, device: torch.device) -> Tensor:

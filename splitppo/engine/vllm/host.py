@@ -23,7 +23,18 @@ import torch
 
 from splitppo.engine import Piece
 from splitppo.engine.vllm import vllm_version
-from splitppo.engine.vllm.messages import Close, Done, Halt, Hello, Load, Pieces, Sleep, Submit, Verify, Wake
+from splitppo.engine.vllm.messages import (
+    Close,
+    Done,
+    Halt,
+    Hello,
+    Load,
+    Pieces,
+    Sleep,
+    Submit,
+    Verify,
+    Wake,
+)
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
 from splitppo.engine.vllm.weight_check import compare
@@ -34,13 +45,15 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's own already
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",  # random ids tell the late output of an aborted row from a new row
+    # random ids tell the late output of an aborted row from a new row
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's ranks use the same cores
 }
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Batch sizes for CUDA graphs: two for each doubling, up to `rows`. A batch runs in the next larger size."""
+    """Batch sizes for CUDA graphs: two for each doubling, up to `rows`. A batch runs in the next
+    larger size."""
     powers = [2**i for i in range(rows.bit_length())]
     between = [3 * power // 2 for power in powers if power >= 16]
     return sorted({size for size in powers + between if size < rows} | {rows})
@@ -52,16 +65,25 @@ def build_llm(plan: Plan) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _patch_vllm(plan)
-    config, engine = plan.config, plan.config.engine
+    config = plan.config
+    engine = plan.config.engine
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
-        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators do not support.
+        # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators
+        # do not support.
         tokens = max(8192, plan.max_tokens, plan.max_rows)
-        options: Any = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens, "enforce_eager": True}
+        options: Any = {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": tokens,
+            "enforce_eager": True,
+        }
     else:
         options = {
-            "max_num_batched_tokens": max(8192, plan.max_rows),  # a rollout starts with all its prompts
-            "gpu_memory_utilization": 0.01,  # vLLM only compares it with the free memory; kv_bytes sets the size
+            "max_num_batched_tokens": max(
+                8192, plan.max_rows
+            ),  # a rollout starts with all its prompts
+            # vLLM only compares it with the free memory; kv_bytes sets the size
+            "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": engine.sleep != "off",
             "enforce_eager": engine.eager,
         }
@@ -70,7 +92,8 @@ def build_llm(plan: Plan) -> Any:
         EngineArgs(
             model=plan.folder,
             trust_remote_code=config.policy.trust_remote_code,
-            skip_tokenizer_init=not config.rollout.stop,  # requests are ids; only stop strings need text
+            # requests are ids; only stop strings need text
+            skip_tokenizer_init=not config.rollout.stop,
             load_format="dummy",
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
@@ -93,15 +116,16 @@ def _patch_vllm(plan: Plan) -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     if plan.config.engine.tensor_parallel == 1:
-        # vLLM inspects the model's class in another process, so that it can still fork workers. Without any that only
-        # costs time: 12 s with a cold cache.
+        # vLLM inspects the model's class in another process, so that it can still fork workers.
+        # Without any that only costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
     sampling = plan.config.rollout
     warm = params_of(sampling, seed=0, eos=plan.eos, tokens=sampling.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
-    # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP port for this, later
-    # versions leave a file behind. vLLM names its shared memory after the file, so the name is unique.
+    # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP
+    # port for this, later versions leave a file behind. vLLM names its shared memory after the
+    # file, so the name is unique.
     folder = Path(plan.address).parent
     for module in (multiproc_executor, uniproc_executor):
         module.get_distributed_init_method = lambda ip, port: f"file://{folder}/{folder.name}"
@@ -109,30 +133,47 @@ def _patch_vllm(plan: Plan) -> None:
 
 
 def start_llm(plan: Plan) -> tuple[Any, str]:
-    """Builds the engine, limited to the plan's vocabulary. Returns it with a line about it for the log."""
+    """Builds the engine, limited to the plan's vocabulary. Returns it with a line about it for the
+    log."""
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    found, scheduling = vllm_version() or "", "vLLM's own scheduling, "
+    found = vllm_version() or ""
+    scheduling = "vLLM's own scheduling, "
     if plan.config.engine.steady and found.startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
         scheduling = "" if steady(llm.engine_core.engine_core.scheduler, plan.eos) else scheduling
-    cache, seconds = llm.vllm_config.cache_config, time.monotonic() - start
+    cache = llm.vllm_config.cache_config
+    seconds = time.monotonic() - start
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    return llm, f"vLLM {found}, built in {seconds:.1f} s, {scheduling}KV cache for {kv_tokens:,} tokens"
+    return (
+        llm,
+        f"vLLM {found}, built in {seconds:.1f} s, {scheduling}KV cache for {kv_tokens:,} tokens",
+    )
 
 
 class Host:
     """The engine and the ranks that it serves."""
 
     def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
-        self.llm, self.conns, self.rows = llm, conns, Rows(llm, plan.eos)
-        self.inbox: list[deque[Any]] = [deque() for _ in conns]  # what ranks have sent before the others
-        self.steps, self.seconds = 0, 0.0  # vLLM's steps since the start
+        self.llm = llm
+        self.conns = conns
+        self.rows = Rows(llm, plan.eos)
+        self.inbox: list[deque[Any]] = [
+            deque() for _ in conns
+        ]  # what ranks have sent before the others
+        # vLLM's steps since the start
+        self.steps = 0
+        self.seconds = 0.0
         self.began: dict[int, tuple[int, float]] = {}  # both when a rank's first row began
         self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
-        self.together = {Load: self._load, Verify: self._verify, Sleep: self._sleep, Wake: self._wake}
+        self.together = {
+            Load: self._load,
+            Verify: self._verify,
+            Sleep: self._sleep,
+            Wake: self._wake,
+        }
 
     def serve(self) -> None:
         """Runs until all ranks have sent Close."""
@@ -148,7 +189,8 @@ class Host:
             if self.rows.open:
                 start = time.monotonic()
                 ended = self.rows.step()
-                self.steps, self.seconds = self.steps + 1, self.seconds + time.monotonic() - start
+                self.steps = self.steps + 1
+                self.seconds = self.seconds + time.monotonic() - start
                 self._send(ended)
 
     def _handle(self, rank: int, message: Any) -> None:
@@ -168,11 +210,13 @@ class Host:
                     conn.send(Done(answer))
 
     def _load(self, buckets: Sequence[Load]) -> None:
-        bucket, entries = buckets[0].bucket, buckets[0].entries
+        bucket = buckets[0].bucket
+        entries = buckets[0].entries
         self.llm.collective_rpc("splitppo_load", args=(bucket, entries))
 
     def _verify(self, sent: Sequence[Verify]) -> tuple[list[str], list[str]]:
-        """The names of tensors that the engine does not have completely, and of tensors that differ there."""
+        """The names of tensors that the engine does not have completely, and of tensors that differ
+        there."""
         self._drain()  # the prefix cache holds keys of the old weights
         return compare([part.sums for part in sent], self.llm.collective_rpc("splitppo_report"))
 
@@ -203,7 +247,9 @@ class Host:
         for rank in {rank for rank, _ in ended}:
             steps, seconds = self.began[rank]
             step_ms = 1e3 * (self.seconds - seconds) / (self.steps - steps)
-            self.conns[rank].send(Pieces([piece for owner, piece in ended if owner == rank], step_ms))
+            self.conns[rank].send(
+                Pieces([piece for owner, piece in ended if owner == rank], step_ms)
+            )
 
 
 def connect(plan: Plan) -> list[tuple[Connection, Any]]:
@@ -217,7 +263,8 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
 
 
 def read_plan() -> Plan:
-    """Waits for the plan on stdin and moves the output to its log. Raises EOFError if the rank has ended."""
+    """Waits for the plan on stdin and moves the output to its log. Raises EOFError if the rank has
+    ended."""
     plan = pickle.load(sys.stdin.buffer)
     with open(plan.log, "ab", buffering=0) as log:
         log.write(os.pread(1, 2**24, 0))
@@ -229,7 +276,11 @@ def read_plan() -> Plan:
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
-    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
+    for module in (
+        "vllm.engine.arg_utils",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.gpu_worker",
+    ):
         importlib.import_module(module)
     try:
         plan = read_plan()

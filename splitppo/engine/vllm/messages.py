@@ -20,8 +20,9 @@ class Entry:
     first: int
 
 
-# From a rank to the engine. All ranks of an engine send Hello once, then Load, Verify, Sleep and Wake together: the
-# engine does it when all have asked, and answers each with Done. Begin, Submit and Halt are of one rank alone.
+# From a rank to the engine. All ranks of an engine send Hello once, then Load, Verify, Sleep and
+# Wake together: the engine does it when all have asked, and answers each with Done. Begin, Submit
+# and Halt are of one rank alone.
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Close:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What has ended of the rank's rows. `step_ms`: mean milliseconds of a decode step since the first of them."""
+    """What has ended of the rank's rows. `step_ms`: mean milliseconds of a decode step since the
+    first of them."""
 
     pieces: Sequence[Piece]
     step_ms: float

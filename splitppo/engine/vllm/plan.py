@@ -8,7 +8,9 @@ from transformers import PretrainedConfig
 from splitppo.config import Config
 from splitppo.errors import UserError
 
-RESERVE = 3 * 2**30  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
+RESERVE = (
+    3 * 2**30
+)  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
 BLOCK = 128  # tokens; vLLM's KV blocks have 16 to 128
 
 
@@ -40,7 +42,9 @@ class Plan:
     threads: int
 
 
-def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
+def kv_bytes_per_token(
+    config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1
+) -> int:
     """Bytes of a token's keys and values on each GPU, over all layers."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -49,16 +53,30 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_para
 
 
 def kv_cache_bytes(
-    per_token: int, *, rows: int, tokens: int, weights: int, total: int, fraction: float, reserve: int = RESERVE
+    per_token: int,
+    *,
+    rows: int,
+    tokens: int,
+    weights: int,
+    total: int,
+    fraction: float,
+    reserve: int = RESERVE,
 ) -> int:
-    """Bytes of the KV cache: enough for `rows` rows of `tokens` tokens, at most what the weights' bytes leave of the
-    `fraction` that the engine may use of the device's `total`. Raises UserError if that does not hold one row."""
+    """Bytes of the KV cache: enough for `rows` rows of `tokens` tokens, at most what the weights'
+    bytes leave of the `fraction` that the engine may use of the device's `total`. Raises UserError
+    if that does not hold one row."""
     row = (-(-tokens // BLOCK) + 1) * BLOCK * per_token
     room = int(total * fraction) - weights - reserve
     if room < row:
         needed = (weights + reserve + row) / total
         small = f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights"
-        rest = f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row"
-        remedy = f"use {needed + 0.005:.2f} or more" if needed < 0.99 else "use more engine.tensor_parallel"
+        rest = (
+            f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row"
+        )
+        remedy = (
+            f"use {needed + 0.005:.2f} or more"
+            if needed < 0.99
+            else "use more engine.tensor_parallel"
+        )
         raise UserError(f"{small} {rest}; {remedy}")
     return min(room, max(rows, 2) * row)

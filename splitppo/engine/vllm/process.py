@@ -1,4 +1,5 @@
-"""The process of a vLLM engine, as the rank that starts it sees it: environment, start, end and exit report."""
+"""The process of a vLLM engine, as the rank that starts it sees it: environment, start, end and
+exit report."""
 
 import os
 import pickle
@@ -16,20 +17,26 @@ from typing import Any, cast
 from splitppo.engine.vllm.plan import Plan
 from splitppo.job.child import clean_environment
 
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # variables with the settings of PyTorch's allocator
+ALLOCATOR = {
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+}  # variables with the settings of PyTorch's allocator
 
 
 class EngineError(RuntimeError):
-    """The engine's process failed. The message holds the end of its log, with a traceback if there is one."""
+    """The engine's process failed. The message holds the end of its log, with a traceback if there
+    is one."""
 
 
 def fixed_segments(settings: str) -> str:
-    """PyTorch's allocator settings without expandable segments: CUDA IPC and vLLM's sleep do not support them."""
+    """PyTorch's allocator settings without expandable segments: CUDA IPC and vLLM's sleep do not
+    support them."""
     return re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", settings)
 
 
 def child_environment(devices: Sequence[str]) -> dict[str, str]:
-    """The environment of an engine that sees these GPUs only, as CUDA_VISIBLE_DEVICES names them; none: on the CPU."""
+    """The environment of an engine that sees these GPUs only, as CUDA_VISIBLE_DEVICES names them;
+    none: on the CPU."""
     env = clean_environment()
     env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for its ranks
     for name in ALLOCATOR & env.keys():
@@ -37,10 +44,15 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
     if devices:
         # for each host and GPU: engines that start together would write to the same files
         cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
-        env["VLLM_CACHE_ROOT"] = str(cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}")
+        env["VLLM_CACHE_ROOT"] = str(
+            cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}"
+        )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        env["OMP_NUM_THREADS"] = "1"  # vLLM's own setting for its workers; torch would take all cores in each engine
-        # Each row has a seed. vLLM's second runner draws all such rows in one kernel, the first runs a kernel per row.
+        env["OMP_NUM_THREADS"] = (
+            "1"  # vLLM's own setting for its workers; torch would take all cores in each engine
+        )
+        # Each row has a seed. vLLM's second runner draws all such rows in one kernel, the first
+        # runs a kernel per row.
         env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     return env
 
@@ -52,28 +64,39 @@ def visible_device(local: int) -> str:
 
 
 class Process:
-    """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run gets ready; `begin`
-    then sends the engine to build. While `watched`, its end raises an EngineError in the main thread."""
+    """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run
+    gets ready; `begin` then sends the engine to build. While `watched`, its end raises an
+    EngineError in the main thread."""
 
     def __init__(self, devices: Sequence[str]):
         self.log: Path | None = None
         self.watched = True
-        # Holds the socket. Only this user can enter it, and the path is short enough for a socket address.
+        # Holds the socket. Only this user can enter it, and the path is short enough for a socket
+        # address.
         self.folder = Path(tempfile.mkdtemp(prefix="splitppo-", dir="/tmp"))
-        # This shell removes the folder, on request or when this process ends for whatever reason, and its engine too.
-        detached: Any = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # This shell removes the folder, on request or when this process ends for whatever reason,
+        # and its engine too.
+        detached: Any = {
+            "start_new_session": True,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         shell = ["sh", "-c", 'read _ || sleep 0.5; rm -rf "$0"', str(self.folder)]
         self._remover = subprocess.Popen(shell, stdin=subprocess.PIPE, text=True, **detached)
         self._early = os.memfd_create("engine")  # the output until the log file is known
         command = [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())]
-        # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the trainer.
+        # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the
+        # trainer.
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": self._early, "stderr": self._early}
-        self.popen = subprocess.Popen(command, env=child_environment(devices), start_new_session=True, **pipes)
+        self.popen = subprocess.Popen(
+            command, env=child_environment(devices), start_new_session=True, **pipes
+        )
         self._previous: Any = signal.signal(signal.SIGCHLD, self._on_child)
 
     def begin(self, plan: Plan) -> None:
         """Sends the plan. Raises EngineError if the process has ended."""
-        self.log, pipe = Path(plan.log), cast(Any, self.popen.stdin)
+        self.log = Path(plan.log)
+        pipe = cast(Any, self.popen.stdin)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with pipe:
@@ -82,7 +105,8 @@ class Process:
             raise self.exit_report() from None
 
     def exit_report(self, wait: float = 5.0) -> EngineError:
-        """How the process ended, with the end of its log. The end comes a moment after the sockets close: `wait`."""
+        """How the process ended, with the end of its log. The end comes a moment after the sockets
+        close: `wait`."""
         self.watched = False
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(wait)
@@ -99,7 +123,8 @@ class Process:
         return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
 
     def end(self, *, kill: bool = False) -> None:
-        """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`, at once."""
+        """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`,
+        at once."""
         self.watched = False
         try:
             self.popen.wait(timeout=0 if kill else 10)

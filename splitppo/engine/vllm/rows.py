@@ -11,7 +11,8 @@ from splitppo.engine import Ask, Piece, row_seed
 from splitppo.engine.vllm.messages import Submit
 from splitppo.rollout import End
 
-# vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and stop strings.
+# vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and
+# stop strings.
 ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
@@ -27,7 +28,8 @@ class OpenRow:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One token for each of several rows that did not end. Replaces one of vLLM's outputs for each row."""
+    """One token for each of several rows that did not end. Replaces one of vLLM's outputs for each
+    row."""
 
     names: list[str]  # request ids
     tokens: list[int]
@@ -37,12 +39,14 @@ class TokenBatch:
 class Rows:
     """The open rows of an engine; `eos`: ids that end a response.
 
-    Tokens are taken directly from vLLM's core. Its front end needs more time for each token than the GPU does with a
-    small model. Only rows with stop strings go through the front end, which makes the text to search.
+    Tokens are taken directly from vLLM's core. Its front end needs more time for each token than
+    the GPU does with a small model. Only rows with stop strings go through the front end, which
+    makes the text to search.
     """
 
     def __init__(self, llm: Any, eos: Sequence[int]):
-        self.llm, self.eos = llm, list(eos)
+        self.llm = llm
+        self.eos = list(eos)
         self.open: dict[str, OpenRow] = {}  # by request id
         self._text = False  # whether stop strings may end these rows
 
@@ -52,11 +56,15 @@ class Rows:
         self._text = bool(sampling.stop)
         for ask in submitted.asks:
             noise = row_seed(submitted.seed, ask.row, ask.begun)
-            params = params_of(sampling, seed=noise, eos=self.eos, tokens=ask.tokens, fixed=not ask.free)
+            params = params_of(
+                sampling, seed=noise, eos=self.eos, tokens=ask.tokens, fixed=not ask.free
+            )
             name = f"{rank}/{ask.row}"
             core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
             if not self._text:
-                self.llm.output_processor.abort_requests([core_name], internal=True)  # in the front end only
+                self.llm.output_processor.abort_requests(
+                    [core_name], internal=True
+                )  # in the front end only
             self.open[name if self._text else core_name] = OpenRow(rank, ask)
 
     def abort(self, rank: int) -> None:
@@ -76,10 +84,13 @@ class Rows:
         return {row.rank for row in self.open.values()}
 
     def _ended(self) -> list[tuple[OpenRow, str]]:
-        ended, rows = [], self.open
+        ended = []
+        rows = self.open
         for output in self.llm.engine_core.get_output().outputs:
             if isinstance(output, TokenBatch):
-                for name, token, logprob in zip(output.names, output.tokens, output.logprobs, strict=True):
+                for name, token, logprob in zip(
+                    output.names, output.tokens, output.logprobs, strict=True
+                ):
                     rows[name].tokens.append(token)
                     rows[name].logprobs.append(logprob)
             elif row := rows.get(output.request_id):  # else it is late, of an aborted row
@@ -95,14 +106,18 @@ class Rows:
         for output in self.llm.step():
             if output.finished and (row := self.open.pop(output.request_id, None)):
                 whole = output.outputs[0]
-                row.tokens, row.logprobs = list(whole.token_ids), list(whole.logprobs.logprobs)
+                row.tokens = list(whole.token_ids)
+                row.logprobs = list(whole.logprobs.logprobs)
                 by_string = whole.finish_reason == "stop" and isinstance(whole.stop_reason, str)
                 ended.append((row, "string" if by_string else whole.finish_reason))
         return ended
 
 
-def params_of(sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False) -> Any:
-    """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no fewer."""
+def params_of(
+    sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens: int, fixed: bool = False
+) -> Any:
+    """vLLM's SamplingParams of a row. It gets at most `tokens` tokens, and with `fixed` no
+    fewer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -124,7 +139,8 @@ def params_of(sampling: RolloutConfig, *, seed: int, eos: Sequence[int], tokens:
 
 
 def piece_of(row: OpenRow, reason: str) -> Piece:
-    """What was drawn for a row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY` knows."""
+    """What was drawn for a row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY`
+    knows."""
     number = row.ask.row
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
         counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"

@@ -1,7 +1,8 @@
 """The proof of a sync: the engine has every tensor that the trainer sent, complete and unchanged.
 
-vLLM's models fuse, shard, pad, duplicate and reorder what they load, and document it nowhere. So the first load is
-traced, to see which part of a sent tensor goes where. Each sync then compares checksums of these parts.
+vLLM's models fuse, shard, pad, duplicate and reorder what they load, and document it nowhere. So
+the first load is traced, to see which part of a sent tensor goes where. Each sync then compares
+checksums of these parts.
 """
 
 import functools
@@ -18,12 +19,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-Box = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and offset of a view, in numbers
-Piece = tuple[Box, str, Box]  # a part of a sent tensor; the engine's tensor that holds it; the part of that tensor
-Report = tuple[dict[str, int], dict[str, list[Box]], list[str]]  # checksums as received; parts loaded; what differs
+Box = tuple[
+    tuple[int, ...], tuple[int, ...], int
+]  # shape, strides and offset of a view, in numbers
+Piece = tuple[
+    Box, str, Box
+]  # a part of a sent tensor; the engine's tensor that holds it; the part of that tensor
+Report = tuple[
+    dict[str, int], dict[str, list[Box]], list[str]
+]  # checksums as received; parts loaded; what differs
 
 BLOCK = 2**22  # numbers that are weighted at once; takes 32 MiB
-MAX_RUNS = 2**14  # runs of a reordered tensor; with more, the tensor counts as one that can't be compared
+MAX_RUNS = (
+    2**14
+)  # runs of a reordered tensor; with more, the tensor counts as one that can't be compared
 FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
 
 
@@ -37,13 +46,17 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the numbers' bit patterns, each times an odd weight of its position, modulo 2**64: an int64 on the
-    tensor's device, the same on all devices, and 0 for zeros."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    """The sum of the numbers' bit patterns, each times an odd weight of its position, modulo 2**64:
+    an int64 on the tensor's device, the same on all devices, and 0 for zeros."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
     numbers = tensor.detach().reshape(-1).view(integers)
     weights = _weights(numbers.device)
     sums = [(block * weights[: len(block)]).sum() for block in numbers.split(BLOCK)]
-    return (torch.stack(sums) * weights[: len(sums)] ** 2).sum()  # squared: no two positions have the same weight
+    return (
+        torch.stack(sums) * weights[: len(sums)] ** 2
+    ).sum()  # squared: no two positions have the same weight
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -54,9 +67,12 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 @functools.cache
 def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     """The ranges (first, end) of a tensor of `numbers` numbers that no box covers."""
-    spread, unit = [], numbers
+    spread = []
+    unit = numbers
     for shape, strides, offset in boxes:
-        axes = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+        axes = sorted(
+            (stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1
+        )
         run = 1
         while axes and axes[0][0] == run:
             run *= axes.pop(0)[1]
@@ -65,7 +81,8 @@ def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     covered = torch.ones(numbers // unit + 2, dtype=torch.int8)  # with a border at each end
     covered[1:-1] = 0
     for axes, run, offset in spread:
-        sizes, strides = [size for _, size in axes], [stride // unit for stride, _ in axes]
+        sizes = [size for _, size in axes]
+        strides = [stride // unit for stride, _ in axes]
         covered.as_strided([*sizes, run // unit], [*strides, 1], offset // unit + 1).fill_(1)
     edges = (covered.diff().nonzero()[:, 0] * unit).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -75,7 +92,9 @@ class _Owners:
     """Finds the tensor that a view belongs to."""
 
     def __init__(self, named: Mapping[str, Tensor]):
-        self.spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named.items())
+        self.spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named.items()
+        )
 
     def find(self, tensor: Any) -> tuple[str, int] | None:
         """The owner's name, and the view's offset in it, in numbers."""
@@ -87,14 +106,16 @@ class _Owners:
 
 
 class _Trace(TorchDispatchMode):
-    """Records during `load_weights` which parts of the `sent` tensors (views of one bucket) are copied where."""
+    """Records during `load_weights` which parts of the `sent` tensors (views of one bucket) are
+    copied where."""
 
     def __init__(self, sent: Mapping[str, Tensor]):
         super().__init__()
         self.sent = _Owners(sent)
         self.names = sorted(sent, key=lambda name: sent[name].storage_offset())
         self.firsts = torch.tensor([sent[name].storage_offset() for name in self.names])
-        # The loader's temporary tensors by memory address, each with the index in the bucket of each of its numbers.
+        # The loader's temporary tensors by memory address, each with the index in the bucket of
+        # each of its numbers.
         self.temporaries: dict[int, tuple[Tensor, Tensor]] = {}
         self.writes: list[tuple[Tensor, Tensor]] = []
 
@@ -103,11 +124,20 @@ class _Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
             self.writes.append((args[0], args[1]))
-        elif isinstance(out, Tensor) and not self._tracks(out) and any(map(self._tracks, tree_iter((args, kwargs)))):
+        elif (
+            isinstance(out, Tensor)
+            and not self._tracks(out)
+            and any(map(self._tracks, tree_iter((args, kwargs))))
+        ):
             indices = tree_map_only(Tensor, self._indices, args)
-            others = {name: value for name, value in kwargs.items() if name not in ("dtype", "device")}
-            with suppress(RuntimeError, TypeError):  # integers do not support this function, so it is no copy
-                moved, storage = func(*indices, **others), out.untyped_storage()
+            others = {
+                name: value for name, value in kwargs.items() if name not in ("dtype", "device")
+            }
+            with suppress(
+                RuntimeError, TypeError
+            ):  # integers do not support this function, so it is no copy
+                moved = func(*indices, **others)
+                storage = out.untyped_storage()
                 whole = torch.full((storage.nbytes() // out.element_size(),), -1)
                 whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(moved)
                 self.temporaries[storage.data_ptr()] = out, whole
@@ -115,33 +145,50 @@ class _Trace(TorchDispatchMode):
 
     def pieces(self, held: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
         """The pieces of each sent tensor that were copied to the engine's tensors `held`."""
-        owners, found = _Owners(held), {name: list[Piece]() for name in self.names}
+        owners = _Owners(held)
+        found = {name: list[Piece]() for name in self.names}
         for to, source in self.writes:
-            shape, at = tuple(to.shape), owners.find(to)
+            shape = tuple(to.shape)
+            at = owners.find(to)
             if at and (sent := self.sent.find(source)):
                 box = shape, source.expand(shape).stride(), sent[1]
                 found[sent[0]].append((box, at[0], (shape, to.stride(), at[1])))
             elif at and self._tracks(source) and to.is_contiguous():
-                for name, first, count, start in self._runs(self._indices(source).expand(shape).reshape(-1)):
-                    found[name].append((((count,), (1,), first), at[0], ((count,), (1,), at[1] + start)))
+                for name, first, count, start in self._runs(
+                    self._indices(source).expand(shape).reshape(-1)
+                ):
+                    found[name].append(
+                        (((count,), (1,), first), at[0], ((count,), (1,), at[1] + start))
+                    )
         return found
 
     def _runs(self, indices: Tensor) -> Iterator[tuple[str, int, int, int]]:
-        """Runs of consecutive indices in a sent tensor: its name, first number there, length, first number here."""
+        """Runs of consecutive indices in a sent tensor: its name, first number there, length, first
+        number here."""
         owners = torch.bucketize(indices, self.firsts, right=True) - 1
         cuts = ((indices.diff() != 1) | (owners.diff() != 0)).nonzero()[:, 0] + 1
         if len(cuts) < MAX_RUNS:
             for start, end in pairwise([0, *cuts.tolist(), len(indices)]):
                 if (owner := int(owners[start])) >= 0:
-                    yield self.names[owner], int(indices[start] - self.firsts[owner]), end - start, start
+                    yield (
+                        self.names[owner],
+                        int(indices[start] - self.firsts[owner]),
+                        end - start,
+                        start,
+                    )
 
     def _tracks(self, tensor: Any) -> bool:
-        known = isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.temporaries
+        known = (
+            isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.temporaries
+        )
         return known or self.sent.find(tensor) is not None
 
     def _indices(self, tensor: Tensor) -> Tensor:
-        """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for other numbers."""
-        shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for
+        other numbers."""
+        shape = tuple(tensor.shape)
+        strides = tensor.stride()
+        offset = tensor.storage_offset()
         if temporary := self.temporaries.get(tensor.untyped_storage().data_ptr()):
             return temporary[1].as_strided(shape, strides, offset)
         if not self._tracks(tensor):
@@ -156,7 +203,9 @@ class Received:
     def __init__(self, model: Any):
         self.model = model
         self.pieces: dict[str, list[Piece]] = {}
-        self.sums: dict[str, list[Tensor]] = {}  # checksums of each tensor as received, and of its pieces
+        self.sums: dict[
+            str, list[Tensor]
+        ] = {}  # checksums of each tensor as received, and of its pieces
         self.dtype = torch.float32
 
     def load(self, sent: Mapping[str, Tensor]) -> None:
@@ -166,14 +215,21 @@ class Received:
             self.model.load_weights(iter(sent.items()))
         self.pieces |= trace.pieces(self._held()) if trace else {}
         for name, tensor in sent.items():
-            self.dtype, whole = tensor.dtype, checksum(tensor)
+            self.dtype = tensor.dtype
+            whole = checksum(tensor)
             views = [part(tensor, box) for box, _, _ in self.pieces[name]]
             same = (view.is_contiguous() and view.numel() == tensor.numel() for view in views)
-            self.sums[name] = [whole, *(whole if s else checksum(v) for s, v in zip(same, views, strict=True))]
+            self.sums[name] = [
+                whole,
+                *(whole if s else checksum(v) for s, v in zip(same, views, strict=True)),
+            ]
 
     def report(self) -> Report:
-        """Compares the model's tensors with the tensors as received. Parts that were never loaded must be zero."""
-        held, boxes, checks = self._held(), defaultdict[str, list[Box]](list), []
+        """Compares the model's tensors with the tensors as received. Parts that were never loaded
+        must be zero."""
+        held = self._held()
+        boxes = defaultdict[str, list[Box]](list)
+        checks = []
         for name, pieces in self.pieces.items():
             for (_, owner, box), expected in zip(pieces, self.sums[name][1:], strict=True):
                 boxes[owner].append(box)
@@ -182,22 +238,35 @@ class Received:
         for owner in [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
             for first, end in gaps(held[owner].numel(), tuple(boxes[owner])):  # padding
                 checks.append((owner, checksum(part(held[owner], ((end - first,), (1,), first)))))
-        differences = torch.stack([difference for _, difference in checks]).tolist() if checks else []
-        different = {owner for (owner, _), difference in zip(checks, differences, strict=True) if difference}
-        totals = torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
+        differences = (
+            torch.stack([difference for _, difference in checks]).tolist() if checks else []
+        )
+        different = {
+            owner for (owner, _), difference in zip(checks, differences, strict=True) if difference
+        }
+        totals = (
+            torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
+        )
         loaded = {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()}
         return dict(zip(self.sums, totals, strict=True)), loaded, sorted(different)
 
     def _held(self) -> dict[str, Tensor]:
         """The model's tensors by name; of tensors that share memory, one."""
         named = [*self.model.named_buffers(), *self.model.named_parameters()]
-        return dict({tensor.data_ptr(): (name, tensor) for name, tensor in named if tensor.numel()}.values())
+        return dict(
+            {tensor.data_ptr(): (name, tensor) for name, tensor in named if tensor.numel()}.values()
+        )
 
 
-def compare(sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Report]) -> tuple[list[str], list[str]]:
-    """Compares the tensors `sent` to each worker (name -> count of numbers and checksum) with the workers' reports.
-    Returns the names of those that the workers together do not hold completely, and of tensors that differ."""
-    boxes = {name: [box for _, loaded, _ in reports for box in loaded.get(name, [])] for name in sent[0]}
+def compare(
+    sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Report]
+) -> tuple[list[str], list[str]]:
+    """Compares the tensors `sent` to each worker (name -> count of numbers and checksum) with the
+    workers' reports. Returns the names of those that the workers together do not hold completely,
+    and of tensors that differ."""
+    boxes = {
+        name: [box for _, loaded, _ in reports for box in loaded.get(name, [])] for name in sent[0]
+    }
     lost = [name for name, (numbers, _) in sent[0].items() if gaps(numbers, tuple(boxes[name]))]
     different = [name for _, _, names in reports for name in names]
     for tensors, (received, _, _) in zip(sent, reports, strict=True):

@@ -1,4 +1,5 @@
-"""Code in vLLM's workers, imported before the model is built: loads the trainer's buckets, reports what is held."""
+"""Code in vLLM's workers, imported before the model is built: loads the trainer's buckets, reports
+what is held."""
 
 # pyright: reportMissingImports=false
 
@@ -40,11 +41,15 @@ class WeightReceiver:
         self._splitppo_received = Received(self.get_model())
 
     def splitppo_limit(self, vocabulary: int) -> None:
-        """Prevents ids from `vocabulary` on from being drawn. The logits keep their length, for which vLLM's kernels
-        were compiled."""
-        found = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)]
+        """Prevents ids from `vocabulary` on from being drawn. The logits keep their length, for
+        which vLLM's kernels were compiled."""
+        found = [
+            module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)
+        ]
         if not found:
-            raise RuntimeError(f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by")
+            raise RuntimeError(
+                f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by"
+            )
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
             if logits is not None:  # not all workers of a tensor-parallel engine have the logits
@@ -56,7 +61,8 @@ class WeightReceiver:
 
     def splitppo_load(self, number: int, entries: list[Entry]) -> None:
         """Loads a bucket's tensors."""
-        bucket, sent = self._splitppo_buckets[number], {}
+        bucket = self._splitppo_buckets[number]
+        sent = {}
         for entry in entries:
             size = entry.shape.numel() * entry.dtype.itemsize
             own = bucket[entry.first : entry.first + size]
