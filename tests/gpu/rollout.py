@@ -1,6 +1,8 @@
 """How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step
 by rows left, each both as vLLM's scheduler has it and with `engine.steady`, and the ratio. With
---profile, what the device is busy with in a step, over one more rollout of each size.
+--profile, what the device is busy with in a step, over one more rollout of each size. With
+--window, instead, where the seconds of a step with windows go: each row goes on from a part of its
+response, as in a long run, and gets so many tokens.
 
     VLLM_USE_V2_MODEL_RUNNER=1 python tests/gpu/rollout.py MODEL [flags below]
 
@@ -10,7 +12,9 @@ vLLM does.
 
 import argparse
 import os
+import pickle
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -24,10 +28,20 @@ from transformers import AutoConfig
 from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.engine import Ask
 from splitppo.engine.vllm.host import SETTINGS, start_llm
-from splitppo.engine.vllm.messages import Submit
+from splitppo.engine.vllm.messages import Pieces, Submit
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
 from splitppo.tools.bench import lengths_of
+
+PROFILED = 64  # decode steps
+KERNELS = (  # what a kernel's name says it is of; the first that fits
+    (
+        "sampling",
+        "sampl|softmax|topk|top_k|sort|multinomial|exponential|gumbel|argmax|logprob|random",
+    ),
+    ("attention", "flash|attention|fmha|reshape_and_cache"),
+    ("products", "gemm|cutlass|nvjet|matmul|cublas|splitk"),
+)
 
 
 def parse() -> argparse.Namespace:
@@ -45,6 +59,7 @@ def parse() -> argparse.Namespace:
         "--vocabulary", type=int, help="ids that may be drawn, as a tokenizer has; else the model's"
     )
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--window", type=int, default=0, help="tokens that each row gets")
     return parser.parse_args()
 
 
@@ -166,12 +181,80 @@ def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
         )
 
 
+def open_prompts(lengths: list[int], rows: int, prompt: int, ids: int) -> list[list[int]]:
+    """Prompts with what the rows have sampled so far, as slots have them in a long run: a row is met
+    by its length, anywhere in it."""
+    draw = random.Random(0)
+    found = draw.choices(lengths, weights=lengths, k=rows)
+    sizes = [prompt + draw.randrange(length) for length in found]
+    return [[draw.randrange(1, ids) for _ in range(size)] for size in sizes]
+
+
+def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
+    """Prints the seconds of a rollout in which each row gets `tokens` tokens, by what they go to."""
+    scheduler = llm.engine_core.engine_core.scheduler
+    spent: dict[str, list[float]] = {"schedule": [], "update_from_output": []}
+    for name, seconds in spent.items():
+        setattr(scheduler, name, timed(getattr(scheduler, name), seconds))
+    rows = Rows(llm, plan.eos)
+    asks = [Ask(row, ids, 0, tokens, False) for row, ids in enumerate(prompts)]
+    sent = time.perf_counter()
+    submitted = pickle.loads(pickle.dumps(Submit(asks, plan.config.rollout, 1)))
+    began = time.perf_counter()
+    rows.add(0, submitted)
+    while not all(row.tokens for row in rows.open.values()):
+        rows.step()
+    prefixes = time.perf_counter() - began
+    for seconds in spent.values():
+        seconds.clear()
+    steps = 0
+    busy: dict[str, float] = {}
+    pieces = []
+    began = time.perf_counter()
+    while rows.open:
+        pieces += rows.step()
+        steps += 1
+    decoding = time.perf_counter() - began
+    scheduling = sum(map(sum, spent.values()))
+    answered = time.perf_counter()
+    pickle.loads(pickle.dumps(Pieces([piece for _, piece in pieces], 0.0)))
+    messages = began - sent - prefixes + time.perf_counter() - answered
+    while not llm.reset_prefix_cache():
+        llm.step()
+    rows.add(0, submitted)
+    while not all(row.tokens for row in rows.open.values()):
+        rows.step()
+    on_gpu = plan.device == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(PROFILED):
+            rows.step()
+    rows.abort(0)
+    for event in profiler.key_averages():
+        part = next((name for name, sign in KERNELS if re.search(sign, event.key, re.I)), "other")
+        spent_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        busy[part] = busy.get(part, 0.0) + spent_us / 1e6 / PROFILED
+    print(f"{len(prompts)} rows, {sum(map(len, prompts)):,} tokens of prompts and prefixes")
+    print(f"  prefixes computed again {prefixes:.2f} s; {steps} decode steps {decoding:.2f} s")
+    print(
+        f"  a decode step {1e3 * decoding / steps:.2f} ms; scheduling {1e3 * scheduling / steps:.2f}"
+    )
+    print(f"  messages, there and back, pickled and read: {messages:.3f} s in all")
+    for part, seconds in sorted(busy.items(), key=lambda item: -item[1]):
+        print(f"  kernels of {part}: {1e3 * seconds:.2f} ms a step", flush=True)
+
+
 def main() -> None:
     options = parse()
     os.environ.update(SETTINGS)
     lengths = lengths_of(options.lengths)
-    longest = max(lengths)
+    longest = max(lengths) + options.window
     llm, plan = start(options, longest)
+    if options.window:
+        for count in options.rows:
+            prompts = open_prompts(lengths, count, options.prompt, plan.vocabulary)
+            window(llm, plan, prompts, options.window)
+        return
     for count in options.rows:
         own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
         both = [
