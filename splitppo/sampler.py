@@ -138,16 +138,16 @@ class Sampler:
         if not self.window:
             return []
         parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
-        rows = {row.row: row for row in exchange_rows(group, parts, logprobs=True)}
+        rows = {row.row % self.slots: row for row in exchange_rows(group, parts, logprobs=True)}
         return [
             [
-                number,
+                row.row,
                 b64encode(row.response).decode(),
                 b64encode(row.logprobs).decode(),
                 list(row.stretches),
                 self._asked(row),
             ]
-            for number, row in sorted(rows.items())
+            for _, row in sorted(rows.items())
         ]
 
     def load_state(self, state: Sequence[Any]) -> None:
