@@ -170,7 +170,7 @@ def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
 
 def unpack_rows(message: Tensor) -> list[Episode]:
     """The rows of `pack_rows`."""
-    stream = BytesIO(message.numpy())
+    stream = BytesIO(message.numpy().data)
     episodes = []
     while head := stream.read(ROW.size):
         row, end, tokens, count = ROW.unpack(head)

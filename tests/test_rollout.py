@@ -89,6 +89,8 @@ def test_what_is_derived_from_segments():
     assert TURNS.ids.tolist() == [5, *TURNS.response]
     assert TURNS.stretches == ((3, 2), (3, 1), (5, 1))
     assert Rollout([TURNS]).ages().tolist() == [2, 2, 2, 0]
+    opened = replace(TURNS, segments=TURNS.segments[:3])
+    assert [row.fresh for row in (TURNS, opened, replace(TURNS, segments=()))] == [1, 3, 0]
 
 
 def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
