@@ -17,7 +17,7 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
-from splitppo.rollout import Rollout, Sample, digest
+from splitppo.rollout import Episode, Rollout, digest
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
@@ -96,7 +96,7 @@ class Actor:
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
 
-    def generate(self, step: int) -> Iterator[list[Sample]]:
+    def generate(self, step: int) -> Iterator[list[Episode]]:
         """The rows of this rank's slots as they end; empty lists in between. Prints its progress if
         it takes long."""
         config = self.context.config
@@ -321,8 +321,8 @@ class Actor:
     ) -> dict[str, float]:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`.
         Means over rows and tokens are left out if no row has ended."""
-        prompts = sum(len(sample.prompt) for sample in rollout.samples)
-        cut = sum(sample.truncated for sample in rollout.samples)
+        prompts = sum(len(episode.prompt) for episode in rollout.episodes)
+        cut = sum(episode.truncated for episode in rollout.episodes)
         ages = rollout.ages()
         fresh = int((ages == 0).sum())
         counts = [
@@ -352,7 +352,7 @@ class Actor:
             "perf/engine_step_ms/max": max(step_ms),
         }
         if self.sampler.window:
-            now += sum(row.stretches[-1][1] for row in self.sampler.open.values() if row.stretches)
+            now += sum(row.fresh for row in self.sampler.open.values())
             lengths = [row.tokens for row in self.sampler.open.values()]
             found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
             found |= {

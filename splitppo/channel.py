@@ -33,7 +33,7 @@ from torch import Tensor
 from splitppo.errors import WireError
 from splitppo.job.collectives import Group
 from splitppo.placement import Ownership, Placement, Role, chunk_sizes
-from splitppo.rollout import Rollout, Sample, exchange_rows, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import Episode, Rollout, exchange_rows, pack_rows, unpack_rows
 
 
 @dataclass(frozen=True)
@@ -252,24 +252,24 @@ class RolloutLink(_Link):
         self._step = 0
         self._peer_of: dict[int, int] = {}  # slot -> peer
         self._place: dict[int, int] = {}  # slot -> tokens that it has decoded in this step
-        self._filling: dict[int, list[Sample]] = {}  # peer -> rows of its next chunk
+        self._filling: dict[int, list[Episode]] = {}  # peer -> rows of its next chunk
         self._due: dict[
             int, deque[tuple[Hop, int | None]]
         ] = {}  # peer -> its chunks; their rows, None: as many as end
-        self._ready: list[tuple[Hop, list[Sample]]] = []
+        self._ready: list[tuple[Hop, list[Episode]]] = []
         self._poster = ThreadPoolExecutor(1, "rollouts")
 
-    def offer(self, step: int, finished: Iterable[Sample]) -> None:
+    def offer(self, step: int, finished: Iterable[Episode]) -> None:
         """Actor: takes rows as they finish; posts each full chunk whose critic is clear to receive;
         never waits."""
         self._begin(step)
-        for sample in finished if self.group.speaks else ():
-            slot = sample.row % self.ownership(step).count
+        for episode in finished if self.group.speaks else ():
+            slot = episode.row % self.ownership(step).count
             if self.window:  # slots decode side by side
-                self._place[slot] += sample.stretches[-1][1]
+                self._place[slot] += episode.fresh
                 self._close_before((self._place[slot] * self.chunks - 1) // self.window)
             peer = self._peer_of[slot]
-            self._filling[peer].append(sample)
+            self._filling[peer].append(episode)
             if len(self._filling[peer]) == self._due[peer][0][1]:
                 self._close(peer)
         waiting = self._ready
@@ -296,16 +296,16 @@ class RolloutLink(_Link):
         self._ready = []
         return self._poster.submit(self._post, left)
 
-    def recv(self, step: int, chunk: int) -> list[Sample]:
+    def recv(self, step: int, chunk: int) -> list[Episode]:
         """Critic: the rows of one chunk from all actor ranks, without log-probs, which stay on the
         actor."""
-        samples = []
+        episodes = []
         for rank, slots in self._peers(step):
             if self.window or chunk_sizes(len(slots), self.chunks)[chunk]:
                 hop = self._hop(step, rank, chunk)
-                header, ids = self._recv(hop, torch.int32, lambda head: sum(packed_sizes(head)))
-                samples += unpack_rows(header, ids)
-        return samples
+                _, message = self._recv(hop, torch.int32, lambda head: head[0])
+                episodes += unpack_rows(message)
+        return episodes
 
     def _begin(self, step: int) -> None:
         """Plans the messages of a step, at its first call; on the rank that sends for its set."""
@@ -333,10 +333,10 @@ class RolloutLink(_Link):
         """Makes the peer's next chunk ready."""
         self._ready.append((self._due[peer].popleft()[0], self._filling.pop(peer, [])))
 
-    def _post(self, chunks: Sequence[tuple[Hop, list[Sample]]]) -> None:
-        for hop, samples in chunks:
-            header, ids = pack_rows(samples)
-            self.wire.send(hop, ids, header)
+    def _post(self, chunks: Sequence[tuple[Hop, list[Episode]]]) -> None:
+        for hop, episodes in chunks:
+            message = pack_rows(episodes)
+            self.wire.send(hop, message, [len(message)])
 
 
 class TensorLink(_Link):
@@ -409,7 +409,7 @@ class Exchange:
         if self.same:
             return rollout
         sent = self._sent("actor", "critic", step, rollout)
-        parts = [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent]
+        parts = [[rollout.episodes[rollout.index[row]] for row in rows] for rows in sent]
         return Rollout(exchange_rows(self.groups["actor"], parts))
 
     def _tensors(

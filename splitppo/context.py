@@ -57,7 +57,7 @@ class Context:
         """The rows of each mini-batch that the losses are over; the arguments are those of
         `Ownership.slots`."""
         masked = self.config.ppo.mask_truncated
-        rows = [sample.row for sample in rollout.samples if not (masked and sample.truncated)]
+        rows = [e.row for e in rollout.episodes if not (masked and e.truncated)]
         owned = self.ownership(step)
         return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
 

@@ -114,8 +114,8 @@ class Critic:
 
     def _start_rewards(self, rollout: Rollout) -> Pending:
         rows = [
-            (self.context.prompt(sample.row), self.context.decode(sample.response))
-            for sample in rollout.samples
+            (self.context.prompt(episode.row), self.context.decode(episode.response))
+            for episode in rollout.episodes
         ]
         return self.scorer.submit(rows)
 
@@ -148,7 +148,7 @@ class Critic:
         if self.reward_model is None:
             return torch.zeros(len(prompts)), {}, []
         config = self.context.config.reward
-        scores, cut = self.reward_model.score(prompts, rollout.samples)
+        scores, cut = self.reward_model.score(prompts, rollout.episodes)
         wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
         failures = [
             (row, Failure("reward_model", "invalid", wrong.format(score)))
@@ -255,7 +255,7 @@ class Critic:
         (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
-        truncated = [sample.truncated for sample in rollout.samples]
+        truncated = [episode.truncated for episode in rollout.episodes]
         limit = config.rollout.max_new_tokens
         return shape_scores(
             scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit
@@ -358,7 +358,7 @@ class Critic:
         decode = self.context.decode
         rollout = scored.rollout
         tokens = token_figures(scored.rollout, scored.figures, decode)
-        rows = zip(rollout.samples, scored.scores.tolist(), tokens, strict=True)
+        rows = zip(rollout.episodes, scored.scores.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
         return [
             record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}
@@ -405,7 +405,7 @@ class Critic:
 
 def join(parts: Sequence[Scored]) -> Scored:
     """The chunks of a step as one."""
-    rollout = Rollout([sample for part in parts for sample in part.rollout.samples])
+    rollout = Rollout(episode for part in parts for episode in part.rollout.episodes)
     rows = [row for part in parts for row in part.rollout.rows]
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:

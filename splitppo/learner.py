@@ -25,7 +25,7 @@ from splitppo.models.names import buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
-from splitppo.rollout import Rollout, pad_rows
+from splitppo.rollout import Rollout
 
 GATHER_BYTES = (
     2**27
@@ -128,7 +128,7 @@ class Learner:
         the names of the fields that the objective needs."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
-        batch = micro_batch(rollout.samples, self.runner.device, packed=is_packed(self.model))
+        batch = micro_batch(rollout.episodes, self.runner.device, packed=is_packed(self.model))
         zeros = torch.zeros(batch.mask.shape, device=self.runner.device)
         loss, _ = objective(self.model, batch, dict.fromkeys(given, zeros))
         loss.backward()
@@ -291,14 +291,16 @@ class Learner:
         for number, rows in enumerate(plan, 1):
             if self.gather_once:
                 keep_gathered(self.model, last=number == len(plan))
-            samples = [rollout.samples[i] for i in rows]
-            batch = micro_batch(samples, self.runner.device, packed=is_packed(self.model))
+            episodes = [rollout.episodes[i] for i in rows]
+            batch = micro_batch(episodes, self.runner.device, packed=is_packed(self.model))
             packed = {
                 name: [tensors[i] for i in rows] or [torch.zeros(1)]
                 for name, tensors in by_row.items()
             }
             padded = {
-                name: to_device(pad_rows(tensors), self.runner.device)
+                name: to_device(
+                    nn.utils.rnn.pad_sequence(tensors, batch_first=True), self.runner.device
+                )
                 for name, tensors in packed.items()
             }
             loss, metrics = objective(self.model, batch, padded)

@@ -6,19 +6,26 @@ are over these alone, so the packed tensors `[N]` hold nothing else.
 """
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 End = Literal["eos", "stop", "limit", "environment"]
-ENDS: tuple[End, ...] = get_args(End)
-HEADER = 6  # numbers that describe a row in `pack_rows`
+ENDS: tuple[End | None, ...] = (*get_args(End), None)
 IDS = "i"  # the kind of an array of token ids: int32
 LOGPROBS = "f"  # of log-probs: float32
+# a message has before each row: its number, its end, tokens of the prompt, segments; before each
+# segment: ids, log-probs (-1: observed), version, reward
+ROW = struct.Struct("=qiii")
+SEGMENT = struct.Struct("=iiif")
 
 
 def digest(*things: object) -> str:
@@ -49,148 +56,146 @@ class Prompt:
     column: str | list[dict[str, Any]] = ""
 
 
+class Segment(NamedTuple):
+    """Tokens of a row that came at once: sampled by the policy, or observed, which is what an
+    environment answered.
+
+    Attributes:
+        ids: the token ids, int32.
+        logprobs: the engine's log-probs at the sampling temperature, float32, or an empty array
+            away from the rank that sampled them. None: the ids were observed.
+        version: the step whose weights sampled the ids.
+        reward: of the turn that the segment ends.
+    """
+
+    ids: array
+    logprobs: array | None
+    version: int = 0
+    reward: float = 0.0
+
+
 @dataclass(frozen=True)
-class Sample:
-    """One row while it is open, and when it has ended. Its ids and log-probs are arrays, four bytes
-    a number, whatever sequences they are given as: they are copied, sent and pickled as bytes.
+class Episode:
+    """One row, while it is open and when it has ended. Only the sampler appends segments.
 
     Attributes:
         row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
-        prompt, response: token ids. The response holds its end-of-sequence token or stop string, if
-            it ended by one, and, between two turns, what an environment answered.
-        logprobs: the engine's log-probs of the response tokens at the sampling temperature.
+        prompt: token ids, int32.
+        segments: what came after the prompt. The last one holds the end-of-sequence token or stop
+            string, if the row ended by one.
         end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the
             environment. None: it is open.
-        mask: of each id of `response`, whether the policy sampled it; None: all.
-        turns: where each turn ends, counted in response tokens; empty: one turn.
-        stretches: (step, response tokens that it sampled), for each step that did; empty: not
-            recorded.
     """
 
     row: int
-    prompt: Sequence[int]
-    response: Sequence[int]
-    logprobs: Sequence[float]
+    prompt: array
+    segments: tuple[Segment, ...] = ()
     end: End | None = None
-    mask: list[bool] | None = None
-    turns: tuple[int, ...] = ()
-    stretches: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self):
-        for name, kind in (("prompt", IDS), ("response", IDS), ("logprobs", LOGPROBS)):
-            object.__setattr__(self, name, numbers(getattr(self, name), kind))
-
-    def extended(
-        self, step: int, tokens: Sequence[int], logprobs: Sequence[float], end: End | None
-    ) -> "Sample":
-        """The row with tokens that a step's weights have sampled behind the others."""
-        return replace(
-            self,
-            response=numbers(self.response, IDS) + numbers(tokens, IDS),
-            logprobs=numbers(self.logprobs, LOGPROBS) + numbers(logprobs, LOGPROBS),
-            end=end,
-            stretches=(*self.stretches, (step, len(tokens))),
-        )
 
     @property
     def truncated(self) -> bool:
         """Whether the row was cut at max_new_tokens."""
         return self.end == "limit"
 
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """(version, tokens) of each segment that was sampled."""
+        return tuple((s.version, len(s.ids)) for s in self.segments if s.logprobs is not None)
+
     @property
     def tokens(self) -> int:
         """The number of response tokens."""
-        return len(self.response) if self.mask is None else sum(self.mask)
+        return sum(tokens for _, tokens in self.stretches)
+
+    @property
+    def fresh(self) -> int:
+        """The response tokens of the last step that sampled some."""
+        return sum(tokens for step, tokens in self.stretches if step == self.stretches[-1][0])
+
+    @property
+    def response(self) -> array:
+        """The ids after the prompt, sampled and observed."""
+        return array(IDS, b"".join(segment.ids for segment in self.segments))
+
+    @property
+    def logprobs(self) -> array:
+        """The log-probs of the response tokens."""
+        return array(LOGPROBS, b"".join(segment.logprobs or b"" for segment in self.segments))
 
     @property
     def ids(self) -> Tensor:
         """Prompt and response, `[n]` int32."""
-        return torch.cat([tensor_of(self.prompt, IDS), tensor_of(self.response, IDS)])
+        return tensor_of([self.prompt, *(segment.ids for segment in self.segments)], torch.int32)
 
     @property
     def places(self) -> Tensor:
         """Where in `response` the response tokens stand; `[T_i]` int64."""
-        return (
-            torch.arange(len(self.response))
-            if self.mask is None
-            else torch.tensor(self.mask).nonzero()[:, 0]
+        ends = accumulate(len(segment.ids) for segment in self.segments)
+        parts = (
+            torch.arange(end - len(segment.ids), end)
+            for segment, end in zip(self.segments, ends, strict=True)
+            if segment.logprobs is not None
         )
+        return torch.cat([torch.arange(0), *parts])
 
 
-def numbers(values: Sequence[float], kind: str) -> array:
-    """Ids (`IDS`) or log-probs (`LOGPROBS`) as an array; an array as it is."""
-    return values if isinstance(values, array) else array(kind, values)
+def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
+    """An ended row whose response was sampled at once; it has no log-probs."""
+    segment = Segment(array(IDS, response), array(LOGPROBS))
+    return Episode(row, array(IDS, prompt), (segment,), "eos")
 
 
-def tensor_of(values: Sequence[float], kind: str) -> Tensor:
-    """`[n]` int32 ids or float32 log-probs, in the array's memory."""
-    dtype = torch.int32 if kind == IDS else torch.float32
-    held = numbers(values, kind)
+def tensor_of(parts: Iterable[Any], dtype: torch.dtype) -> Tensor:
+    """Arrays or bytes, one after the other, as a tensor `[n]`."""
+    held = bytearray().join(parts)
     return torch.frombuffer(held, dtype=dtype) if held else torch.zeros(0, dtype=dtype)
 
 
-def array_of(tensor: Tensor, kind: str) -> array:
-    """A copy of an int32 or float32 tensor `[n]`."""
-    return array(kind, tensor.numpy().tobytes())
-
-
-def pack_rows(samples: Sequence[Sample]) -> tuple[list[int], Tensor]:
-    """Rows, without log-probs and stretches: `HEADER` integers for each row, and all ids, `[n]`
-    int32."""
-    header = []
-    ids = array(IDS)
-    for sample in samples:
-        # open rows do not travel
-        masked = sample.mask is not None
-        end = ENDS.index(cast(End, sample.end))
-        header += [
-            sample.row,
-            len(sample.prompt),
-            len(sample.response),
-            end,
-            len(sample.turns),
-            masked,
+def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
+    """Rows as a message, `[n]` int32: of each row ROW and the prompt; of each segment SEGMENT, the
+    ids and, if asked for, the bits of the log-probs."""
+    parts: list[Any] = []
+    for episode in episodes:
+        end = ENDS.index(episode.end)
+        parts += [
+            ROW.pack(episode.row, end, len(episode.prompt), len(episode.segments)),
+            episode.prompt,
         ]
-        for part in (sample.prompt, sample.response, sample.mask or (), sample.turns):
-            ids += numbers(part, IDS)
-    return [int(number) for number in header], tensor_of(ids, IDS)
+        for ids, sampled, version, reward in episode.segments:
+            sent = sampled if sampled and logprobs else b""
+            count = -1 if sampled is None else len(sent)
+            parts += [SEGMENT.pack(len(ids), count, version, reward), ids, sent]
+    return tensor_of(parts, torch.int32)
 
 
-def packed_sizes(header: Sequence[int]) -> list[int]:
-    """How many ids each row of `pack_rows` has, by its header."""
-    parts = zip(*(header[i::HEADER] for i in (1, 2, 4, 5)), strict=True)
-    return [prompt + response * (1 + masked) + turns for prompt, response, turns, masked in parts]
+def unpack_rows(message: Tensor) -> list[Episode]:
+    """The rows of `pack_rows`."""
+    stream = BytesIO(message.numpy().data)
+    episodes = []
+    while head := stream.read(ROW.size):
+        row, end, tokens, count = ROW.unpack(head)
+        prompt = array(IDS, stream.read(4 * tokens))
+        segments = []
+        for _ in range(count):
+            tokens, sampled, version, reward = SEGMENT.unpack(stream.read(SEGMENT.size))
+            ids = array(IDS, stream.read(4 * tokens))
+            logprobs = None if sampled < 0 else array(LOGPROBS, stream.read(4 * sampled))
+            segments.append(Segment(ids, logprobs, version, reward))
+        episodes.append(Episode(row, prompt, tuple(segments), ENDS[end]))
+    return episodes
 
 
-def unpack_rows(header: Sequence[int], ids: Tensor) -> list[Sample]:
-    """The rows of `pack_rows`; their log-probs are empty."""
-    samples = []
-    sizes = packed_sizes(header)
-    for first, part in zip(range(0, len(header), HEADER), ids.split(sizes), strict=True):
-        row, prompt, response, end, _, masked = header[first : first + HEADER]
-        own = array_of(part, IDS)
-        both = prompt + response
-        mask = [bool(flag) for flag in own[both : both + response]] if masked else None
-        turns = tuple(own[both + response * masked :])
-        samples.append(
-            Sample(row, own[:prompt], own[prompt:both], [], cast(Any, ENDS)[end], mask, turns)
-        )
-    return samples
-
-
-def exchange_rows(group: Any, parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here,
-    without log-probs."""
-    packed = [pack_rows(part) for part in parts]
-    headers = group.all_to_all([torch.tensor(header, dtype=torch.int64) for header, _ in packed])
-    ids = group.all_to_all([ids for _, ids in packed])
-    pairs = zip(headers, ids, strict=True)
-    return [sample for header, part in pairs for sample in unpack_rows(header.tolist(), part)]
+def exchange_rows(
+    group: Any, parts: Sequence[Iterable[Episode]], *, logprobs: bool = False
+) -> list[Episode]:
+    """Sends each rank of a `Group`, in their order, its part; returns what all have sent here, with
+    log-probs if asked for."""
+    messages = group.all_to_all([pack_rows(part, logprobs=logprobs) for part in parts])
+    return [episode for message in messages for episode in unpack_rows(message)]
 
 
 class Rollout:
-    """The rows that one rank holds in a step, given in any order and kept in ascending order of
-    rows.
+    """The rows that one rank holds in a step, given in any order and kept in ascending order.
 
     Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors
     `[N]` on the CPU: the response tokens of one row after the other.
@@ -200,11 +205,14 @@ class Rollout:
         totals: all tokens of each row: prompt, response tokens, observations.
     """
 
-    def __init__(self, samples: Sequence[Sample]):
-        self.samples = sorted(samples, key=lambda sample: sample.row)
-        self.rows = [sample.row for sample in self.samples]
-        self.lengths = [sample.tokens for sample in self.samples]
-        self.totals = [len(sample.prompt) + len(sample.response) for sample in self.samples]
+    def __init__(self, episodes: Iterable[Episode]):
+        self.episodes = sorted(episodes, key=lambda episode: episode.row)
+        self.rows = [episode.row for episode in self.episodes]
+        self.lengths = [episode.tokens for episode in self.episodes]
+        self.totals = [
+            len(episode.prompt) + sum(len(segment.ids) for segment in episode.segments)
+            for episode in self.episodes
+        ]
         self.index = {row: i for i, row in enumerate(self.rows)}
 
     @property
@@ -229,32 +237,21 @@ class Rollout:
 
     def sums(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B]`, the sum of each row."""
-        row_of = torch.arange(len(self.rows)).repeat_interleave(
-            torch.tensor(self.lengths, dtype=torch.int64)
-        )
-        wide = torch.zeros(len(self.rows), dtype=torch.float64).index_add_(
-            0, row_of, packed.double()
-        )
-        return wide.to(packed.dtype)
+        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths).long())
+        wide = torch.zeros(len(self.rows), dtype=torch.float64)
+        return wide.index_add_(0, row_of, packed.double()).to(packed.dtype)
 
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""
-        return torch.cat(
-            [torch.zeros(0), *(tensor_of(sample.logprobs, LOGPROBS) for sample in self.samples)]
-        )
+        return tensor_of([episode.logprobs for episode in self.episodes], torch.float32)
 
     def ages(self) -> Tensor:
         """`[N]` int64: for each response token, how many steps before its row's last one it was
         sampled."""
         parts = [
-            (s.stretches[-1][0] - step, tokens)
-            for s in self.samples
-            for step, tokens in s.stretches
+            (episode.stretches[-1][0] - step, tokens)
+            for episode in self.episodes
+            for step, tokens in episode.stretches
         ]
         ages, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
         return ages.repeat_interleave(tokens)
-
-
-def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors `[T_i]` to one `[B, T]`, right-padded with 0."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -13,31 +13,26 @@ from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, RolloutEngine
+from splitppo.engine import Ask, Piece, RolloutEngine
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
-from splitppo.rollout import IDS, LOGPROBS, Prompt, Sample, array_of, digest, numbers, tensor_of
+from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, digest, exchange_rows
 
 RECORDED = 32  # slots, the first, whose rows the metrics have
 
 
 class OpenRow(NamedTuple):
-    """What every rank knows of a slot's open row: its number, and (step, tokens) for each step that
-    sampled some."""
+    """What every rank knows of a slot's open row: its number, the response tokens that it has so
+    far, and how many of them are of the last step."""
 
     row: int
-    stretches: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """The tokens that it has so far."""
-        return sum(tokens for _, tokens in self.stretches)
+    tokens: int = 0
+    fresh: int = 0
 
 
 class Sampler:
@@ -72,10 +67,10 @@ class Sampler:
         self.window = window
         self.lengths = lengths
         self.open: dict[int, OpenRow] = {}
-        self.held: dict[int, Sample] = {}
+        self.held: dict[int, Episode] = {}
         # by this rank since the last `share`: slots' open rows; of the first slots, the (row,
         # tokens) that they decoded
-        self._changed: dict[int, Sample] = {}
+        self._changed: dict[int, Episode] = {}
         self._decoded: dict[int, list[tuple[int, int]]] = {}
 
     def generate(
@@ -86,25 +81,24 @@ class Sampler:
         sampling: RolloutConfig,
         seed: int,
         group: Group | None = None,
-    ) -> Iterator[list[Sample]]:
+    ) -> Iterator[list[Episode]]:
         """Generates the step's rows of these slots. The ranks of a set call it with the same slots;
         each one's engine takes a part of them, and all get the same rows.
 
         Yields:
             the rows that have just ended, and every few milliseconds an empty list, so that the
-            caller can do other
-            work. Closing or dropping the iterator (an exception in a `for` loop drops it) stops the
-            engine's work.
+            caller can do other work. Closing or dropping the iterator (an exception in a `for` loop
+            drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
         with closing(self._decode(engine, step, slots[rank::size], sampling, seed)) as own:
             for stopped in _of_set(own, group) if group and size > 1 else own:
                 yield [row for row in stopped if self._keep(row)]
 
-    def row(self, step: int, slot: int) -> Sample:
+    def row(self, step: int, slot: int) -> Episode:
         """The row that a slot begins a step with; this rank owns the slot."""
-        known = slot in self.open  # its contents must be here
-        return self.held[slot] if known else self._fresh((step - 1) * self.slots + slot)
+        first = (step - 1) * self.slots + slot
+        return self.held[slot] if slot in self.open else self._fresh(first)
 
     def share(
         self, group: Group, owned: Callable[[], Sequence[Sequence[int]]]
@@ -115,24 +109,20 @@ class Sampler:
         `RECORDED` slots have decoded: (row, tokens) one after another.
         """
         changed = self._changed
-        known = [(slot, row.row, row.stretches) for slot, row in changed.items()]
-        parts = group.all_gather((known, self._decoded))
+        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in changed.items()}
         decoded = {}
-        for rows, part in parts:
-            self.open |= {slot: OpenRow(row, stretches) for slot, row, stretches in rows}
+        for rows, part in group.all_gather((known, self._decoded)):
+            self.open |= rows
             decoded |= part
         self._changed = {}
         self._decoded = {}
         if self.window:
             slots = owned()
             here = set(slots[group.dp_rank])
-            sent = [sorted(changed.keys() & set(own)) for own in slots]
-            received = group.all_to_all(
-                [_contents([changed[slot] for slot in own]) for own in sent]
-            )
+            sent = [[changed[slot] for slot in own if slot in changed] for own in slots]
+            moved = exchange_rows(group, sent, logprobs=True)
             self.held = {slot: row for slot, row in self.held.items() if slot in here}
-            for (rows, _), part in zip(parts, received, strict=True):
-                self.held |= self._rows(sorted(here.intersection(slot for slot, *_ in rows)), part)
+            self.held |= {row.row % self.slots: row for row in moved}
         return [decoded[slot] for slot in sorted(decoded)]
 
     def contexts(self) -> list[int]:
@@ -147,17 +137,13 @@ class Sampler:
         it; the first one gets the rows."""
         if not self.window:
             return []
-        own = sorted(self.held)
-        nothing = [_contents([])] * (group.dp_size - 1)
-        received = group.all_to_all([_contents([self.held[slot] for slot in own]), *nothing])
-        rows: dict[int, Sample] = {}
-        for slots, part in zip(group.all_gather(own), received, strict=True):
-            rows |= self._rows(slots if group.dp_rank == 0 else [], part)
+        parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
+        rows = {row.row % self.slots: row for row in exchange_rows(group, parts, logprobs=True)}
         return [
             [
                 row.row,
-                _text(row.response, IDS),
-                _text(row.logprobs, LOGPROBS),
+                b64encode(row.response).decode(),
+                b64encode(row.logprobs).decode(),
                 list(row.stretches),
                 self._asked(row),
             ]
@@ -170,31 +156,33 @@ class Sampler:
         prompt, or are too long. Older checkpoints have no hashes, or lists for arrays."""
         if state and not (self.window and len(state) == self.slots):
             raise UserError(
-                f"the checkpoint holds the rows of {len(state)} slots that go on; set rollout.window above 0 and"
-                f" rollout.batch_size={len(state)}"
+                f"the checkpoint holds the rows of {len(state)} slots that go on;"
+                f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
         longest = max((sum(tokens for _, tokens in entry[3]) for entry in state), default=0)
         for number, response, logprobs, stretches, *asked in state:
-            row = Sample(
-                number,
-                self.prompt(number).tokens,
-                _array(response, IDS),
-                _array(logprobs, LOGPROBS),
-                stretches=tuple((step, tokens) for step, tokens in stretches),
-            )
-            if row.response and asked not in ([], [self._asked(row)]):
+            ids = _array(response, IDS)
+            sampled = _array(logprobs, LOGPROBS)
+            ends = accumulate(tokens for _, tokens in stretches)
+            segments = [
+                Segment(ids[end - tokens : end], sampled[end - tokens : end], step)
+                for (step, tokens), end in zip(stretches, ends, strict=True)
+            ]
+            row = replace(self._fresh(number), segments=tuple(segments))
+            if segments and asked not in ([], [self._asked(row)]):
                 raise UserError(
-                    f"row {number} of the checkpoint goes on, and its prompt is another one here (hash"
-                    f" {self._asked(row)}, not {asked[0]}); restore seed, data, rollout.samples and rollout.lengths"
-                    " of its run, or start from its exported policy (splitppo export)"
+                    f"row {number} of the checkpoint goes on, and its prompt is another one here"
+                    f" (hash {self._asked(row)}, not {asked[0]}); restore seed, data,"
+                    " rollout.samples and rollout.lengths of its run, or start from its exported"
+                    " policy (splitppo export)"
                 )
             if self._left(row) < 1:
                 raise UserError(
-                    f"rollout.max_new_tokens={self.limit}, and row {number} of the checkpoint goes on after"
-                    f" {row.tokens} tokens; set it to {longest + 1} at least"
+                    f"rollout.max_new_tokens={self.limit}, and row {number} of the checkpoint goes"
+                    f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
             slot = number % self.slots
-            self.open[slot] = OpenRow(number, row.stretches)
+            self.open[slot] = OpenRow(number, row.tokens, row.fresh)
             self.held[slot] = row
 
     def _decode(
@@ -204,84 +192,68 @@ class Sampler:
         slots: Sequence[int],
         sampling: RolloutConfig,
         seed: int,
-    ) -> Generator[list[Sample], None, None]:
+    ) -> Generator[list[Episode], None, None]:
         """The rows of these slots as they stop: ended, or open since their slot has decoded the
         window's tokens."""
         budgets = dict.fromkeys(slots, self.window or sys.maxsize)
-        asked: dict[int, Sample] = {}
+        asked: dict[int, Episode] = {}
 
-        def ask(row: Sample) -> Ask:
+        def ask(row: Episode) -> Ask:
             asked[row.row] = row
             tokens = min(self._left(row), budgets[row.row % self.slots])
             free = self._length(row.row) is None
-            return Ask(row.row, [*row.prompt, *row.response], len(row.response), tokens, free)
+            return Ask(row.row, [*row.prompt, *row.response], row.tokens, tokens, free)
+
+        def take(piece: Piece) -> Episode:
+            row = asked.pop(piece.row)
+            slot = piece.row % self.slots
+            budgets[slot] -= len(piece.tokens)
+            # the engine knows how many tokens it was asked for, and not why
+            goes_on = piece.end == "limit" and len(piece.tokens) < self._left(row)
+            if self.window and not goes_on and budgets[slot]:
+                # first of all: its place is empty
+                engine.submit([ask(self._fresh(piece.row + self.slots))])
+            segment = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), step)
+            end = None if goes_on else piece.end
+            return replace(row, segments=(*row.segments, segment), end=end)
 
         engine.begin(sampling, seed)
         try:
             first = [self.row(step, slot) for slot in slots]
-            first.sort(key=lambda row: len(row.prompt) + len(row.response))
+            first.sort(key=lambda row: len(row.prompt) + row.tokens)
             engine.submit([ask(row) for row in first])
             while asked:
-                stopped = []
-                for piece in engine.poll():
-                    before = asked.pop(piece.row)
-                    slot = piece.row % self.slots
-                    budgets[slot] -= len(piece.tokens)
-                    # the engine knows how many tokens it was asked for, and not why
-                    goes_on = piece.end == "limit" and len(piece.tokens) < self._left(before)
-                    if self.window and not goes_on and budgets[slot]:
-                        engine.submit(
-                            [ask(self._fresh(piece.row + self.slots))]
-                        )  # first of all: its place is empty
-                    stopped.append(
-                        before.extended(
-                            step, piece.tokens, piece.logprobs, None if goes_on else piece.end
-                        )
-                    )
-                yield stopped
+                yield [take(piece) for piece in engine.poll()]
         finally:
             engine.abort()
 
-    def _keep(self, row: Sample) -> bool:
+    def _keep(self, row: Episode) -> bool:
         """Remembers what a slot goes on with. Returns whether the row has ended."""
         slot = row.row % self.slots
         if slot < RECORDED:
-            self._decoded.setdefault(slot, []).append((row.row, row.stretches[-1][1]))
+            self._decoded.setdefault(slot, []).append((row.row, row.fresh))
         if self.window:
             self._changed[slot] = self._fresh(row.row + self.slots) if row.end else row
         return row.end is not None
 
-    def _rows(self, slots: Sequence[int], contents: Tensor) -> dict[int, Sample]:
-        """The open rows of these slots, by slot, from their `_contents`."""
-        tokens = [self.open[slot].tokens for slot in slots]
-        ids = contents[: sum(tokens)].split(tokens)
-        logprobs = contents[sum(tokens) :].split(tokens)
-        rows = {}
-        for slot, response, sampled in zip(slots, ids, logprobs, strict=True):
-            known = self.open[slot]
-            prompt = self.prompt(known.row).tokens
-            held = array_of(response, IDS), array_of(sampled, LOGPROBS)
-            rows[slot] = Sample(known.row, prompt, *held, stretches=known.stretches)
-        return rows
-
-    def _left(self, row: Sample) -> int:
+    def _left(self, row: Episode) -> int:
         """Tokens that a row may still get."""
-        return (self._length(row.row) or self.limit) - len(row.response)
+        return (self._length(row.row) or self.limit) - row.tokens
 
     def _length(self, row: int) -> int | None:
         return self.lengths[row % len(self.lengths)] if self.lengths else None
 
-    def _asked(self, row: Sample) -> str:
+    def _asked(self, row: Episode) -> str:
         return digest(self.prompt(row.row).tokens, self._length(row.row))
 
-    def _fresh(self, row: int) -> Sample:
-        return Sample(row, self.prompt(row).tokens, [], [])
+    def _fresh(self, row: int) -> Episode:
+        return Episode(row, array(IDS, self.prompt(row).tokens))
 
 
-def _of_set(own: Iterator[list[Sample]], group: Group) -> Iterator[list[Sample]]:
+def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:
     """The rows of all engines of a set, on each of its ranks in the same order, whichever engine is
     the faster."""
-    waiting = [deque[Sample]() for _ in range(group.set_size)]
+    waiting = [deque[Episode]() for _ in range(group.set_size)]
     found: list[Any] = []
     while found != [None] * group.set_size:
         found = group.gather_set(next(own, None))
@@ -295,20 +267,6 @@ def _of_set(own: Iterator[list[Sample]], group: Group) -> Iterator[list[Sample]]
         yield ready
 
 
-def _contents(rows: Sequence[Sample]) -> Tensor:
-    """What the rows have sampled so far: their ids, then the bits of their log-probs; `[2 N]`
-    int32."""
-    none = torch.zeros(0, dtype=torch.int32)
-    ids = [tensor_of(row.response, IDS) for row in rows]
-    logprobs = [tensor_of(row.logprobs, LOGPROBS).view(torch.int32) for row in rows]
-    return torch.cat([none, *ids, *logprobs])
-
-
-def _text(values: Sequence[float], kind: str) -> str:
-    """An array as a checkpoint's JSON holds it."""
-    return b64encode(numbers(values, kind)).decode()
-
-
 def _array(stored: str | list[float], kind: str) -> array:
-    """What `_text` returned, or an older checkpoint's list."""
+    """An array of a checkpoint's JSON, where older ones have a list."""
     return array(kind, b64decode(stored) if isinstance(stored, str) else stored)

@@ -40,16 +40,16 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
     for step in run.steps():
         with log.span("sync"):
             actor.sync()
-        samples = []
+        episodes = []
         with log.span("rollout"):
             for finished in actor.generate(step):
-                samples += finished
+                episodes += finished
                 links.rollouts.offer(step, finished)
             actor.release_engine()
         posted = links.rollouts.flush(step)
         with log.span("barrier_wait"):
             actor.group.barrier()
-        rollout = Rollout(samples)
+        rollout = Rollout(episodes)
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = actor.logprobs(step, rollout)
@@ -110,7 +110,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
         with log.span("sync"):
             actor.sync()
         with log.span("rollout"):
-            rollout = Rollout([sample for finished in actor.generate(step) for sample in finished])
+            rollout = Rollout(row for finished in actor.generate(step) for row in finished)
             actor.release_engine()
         with log.span("barrier_wait"):
             theirs = exchange.rollouts(step, rollout)

@@ -12,7 +12,7 @@ from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, failure_line
 from splitppo.rewards.summary import Response, answer, metrics
-from splitppo.rollout import Sample
+from splitppo.rollout import Episode
 from splitppo.sampler import Sampler
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
@@ -52,7 +52,7 @@ class Validator:
         n = self.config.log.validate_samples
         mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
         rows = [prompt * n + j for prompt in mine for j in range(n)]
-        batches: list[tuple[list[Sample], list[str], Pending]] = []
+        batches: list[tuple[list[Episode], list[str], Pending]] = []
         rollout = self.config.rollout
         sampling = replace(rollout, temperature=self.config.log.validate_temperature)
         seed = row_seed(self.config.seed, NO_ROW, 0)
@@ -61,27 +61,27 @@ class Validator:
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                texts = [self.decode(sample.response) for sample in finished]
+                texts = [self.decode(episode.response) for episode in finished]
                 # the scorer works while the engine generates
                 pairs = [
-                    (self.prompts[sample.row // n], text)
-                    for sample, text in zip(finished, texts, strict=True)
+                    (self.prompts[episode.row // n], text)
+                    for episode, text in zip(finished, texts, strict=True)
                 ]
                 batches.append((finished, texts, self.scorer.submit(pairs)))
         found = []
         written = []
         failures = []
-        for samples, texts, pending in batches:
-            for sample, text, scored in zip(
-                samples, texts, self.group.of_first(pending), strict=True
+        for episodes, texts, pending in batches:
+            for episode, text, scored in zip(
+                episodes, texts, self.group.of_first(pending), strict=True
             ):
-                what = answer(text), len(sample.response), sample.truncated, bool(scored.failures)
-                found.append(Response(sample.row, scored.score, dict(scored.figures), *what))
-                failures += [(sample.row, failure) for failure in scored.failures]
+                what = answer(text), len(episode.response), episode.truncated, bool(scored.failures)
+                found.append(Response(episode.row, scored.score, dict(scored.figures), *what))
+                failures += [(episode.row, failure) for failure in scored.failures]
                 if (
-                    sample.row < FILE_ROWS
+                    episode.row < FILE_ROWS
                 ):  # every rank has the prompts, so only responses are gathered
-                    written.append((sample.row, text, scored.score, sample.end))
+                    written.append((episode.row, text, scored.score, episode.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)

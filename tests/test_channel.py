@@ -8,12 +8,12 @@ import re
 import signal
 import threading
 import time
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from episodes import episode
 from ranks import run_ranks, run_threads, thread_collectives, thread_groups
 
 from splitppo.channel import Exchange, Hop, Links, Wire
@@ -23,7 +23,7 @@ from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.placement import Placement, Role, own, place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout
 
 
 class QueueWire(Wire):
@@ -70,10 +70,10 @@ def make_samples(rows, step):
         generator = random.Random(f"{row}/{step}")
         prompt = [generator.randrange(1000) for _ in range(generator.randint(1, 5))]
         response = [generator.randrange(1000) for _ in range(generator.randint(1, 9))]
-        sample = Sample(row, prompt, response, [0.0] * len(response), "eos" if row % 2 else "limit")
+        sample = episode(row, prompt, response, end="eos" if row % 2 else "limit")
         if row % 3 == 0 and len(response) > 2:
             mask = [True, False, *[True] * (len(response) - 2)]
-            sample = replace(sample, mask=mask, turns=(1, len(response) - 1), end="environment")
+            sample = episode(row, prompt, response, end="environment", mask=mask)
         samples.append(sample)
     return samples
 
@@ -152,9 +152,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             due = make_samples(ownership(step).all_slots("critic", groups[rank].dp_rank), step)
             index = [float(sample.row) for sample in due for _ in range(sample.tokens)]
             seen[rank, step] = (
-                rollout.samples == [replace(sample, logprobs=[]) for sample in due]
-                and old.tolist() == index
-                and torch.equal(old, -ref)
+                rollout.episodes == due and old.tolist() == index and torch.equal(old, -ref)
             )
 
     def guarded(function, rank):
@@ -244,17 +242,17 @@ def exchanging_rank(group, critics, windows):
             for slot in slots
             for turn in range((slot + step) % 3 if windows else 1)
         ]
-        return Rollout([replace(sample, logprobs=[]) for sample in make_samples(numbers, step)])
+        return Rollout(make_samples(numbers, step))
 
     def numbered(rollout):
         """Another number for each token."""
-        return torch.tensor([s.row + i / 16 for s in rollout.samples for i in range(s.tokens)])
+        return torch.tensor([s.row + i / 16 for s in rollout.episodes for i in range(s.tokens)])
 
     exchange, seen = Exchange(groups, ownership), []
     for step in (1, 2, 3):
         rollout, scored = rows(step, "actor"), rows(step, "critic")
         found = exchange.rollouts(step, rollout)
-        seen.append(found.samples == scored.samples)
+        seen.append(found.episodes == scored.episodes)
         seen.append((found is rollout) == (sizes["actor"] == sizes["critic"]))
         old, ref = exchange.logprobs(step, rollout, scored, [numbered(rollout), -numbered(rollout)])
         seen += [torch.equal(old, numbered(scored)), torch.equal(ref, -old)]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_threads
 from torch import Tensor, nn
 
@@ -18,13 +19,13 @@ from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import End, Rollout, Sample
+from splitppo.rollout import End, Episode, Rollout
 
 CPU = torch.device("cpu")
 
 
-def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Sample:
-    return Sample(row, [5] * prompt, [7] * len(logprobs), list(logprobs), end)
+def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Episode:
+    return episode(row, [5] * prompt, [7] * len(logprobs), list(logprobs), end)
 
 
 # The critic: two ranks with a row each

@@ -120,7 +120,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
                     far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2))
                     for i in range(len(s.response))
                 ]
-                logprobs = cast(Any, s.logprobs)
+                logprobs = cast(Any, s.segments[0].logprobs)
                 for i, change in enumerate(off):
                     logprobs[i] += change
             by_itself = {
@@ -134,7 +134,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
     def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
         rows = {
             s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated)
-            for s in rollout.samples
+            for s in rollout.episodes
         }
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)

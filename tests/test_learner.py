@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_ranks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -30,7 +31,7 @@ from splitppo.models.sharding import COMPILER, local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill, materialize
 from splitppo.placement import own, place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout
 from splitppo.run import checkpoint
 from splitppo.run import saver as saving
 from splitppo.run.saver import Saver, load
@@ -54,7 +55,7 @@ def samples(rows: Iterable[int] = range(BATCH)):
         generator = torch.Generator().manual_seed(row)
         prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
         response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
-        made.append(Sample(row, prompt, response, [0.0] * len(response), "eos"))
+        made.append(episode(row, prompt, response, [0.0] * len(response), "eos"))
     return made
 
 
@@ -63,7 +64,7 @@ def fields(rollout):
     return {
         "old": old,
         "advantages": torch.cat(
-            [torch.tensor([float(s.row % 3 - 1)] * len(s.response)) for s in rollout.samples]
+            [torch.tensor([float(s.row % 3 - 1)] * len(s.response)) for s in rollout.episodes]
             or [torch.zeros(0)]
         ),
     }
@@ -155,7 +156,7 @@ def plain(folder, kind, weights):
     rollout = Rollout(samples())
     given, outs, losses = fields(rollout), {}, []
     tokens = rollout.tokens
-    for i, sample in enumerate(rollout.samples):
+    for i, sample in enumerate(rollout.episodes):
         batch = micro_batch([sample], CPU)
         row = {name: rollout.split(packed)[i][None] for name, packed in given.items()}
         objective = policy_objective if kind == "policy" else value_objective

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_threads
 
 from splitppo import algo
@@ -21,7 +22,7 @@ from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
 from splitppo.rewards.scorer import Failure
-from splitppo.rollout import End, Prompt, Rollout, Sample
+from splitppo.rollout import End, Prompt, Rollout
 from splitppo.run.life import Run
 from splitppo.sampler import Sampler
 
@@ -58,7 +59,7 @@ def packed(figures: list[list[float]], rank: int) -> torch.Tensor:
 
 def rollout_of(rank: int) -> Rollout:
     return Rollout(
-        [Sample(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], ENDS[r]) for r in HELD[rank]]
+        [episode(r, [1] * PROMPTS[r], [2] * LENGTHS[r], SAMPLED[r], ENDS[r]) for r in HELD[rank]]
     )
 
 

@@ -1,67 +1,96 @@
 """Rows with stretches that the policy did not sample: as messages, as a rollout, as the inputs of a
 forward pass."""
 
-import pickle
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
 import torch
+from episodes import episode
+from ranks import ALONE, run_threads
 
+from splitppo.job.collectives import Group
 from splitppo.models.batching import ROUND, micro_batch
-from splitppo.rollout import ENDS, HEADER, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import ENDS, Episode, Rollout, Segment, exchange_rows, pack_rows, unpack_rows
 
 CPU = torch.device("cpu")
-PLAIN = Sample(4, [5, 6, 7], [8, 9], [-1.0, -2.0], "eos")
-TURNS = Sample(1, [5], [7, 8, 9, 10, 11, 12], [-1.0, -2.0, -3.0, -4.0], "environment",
-               [True, True, False, False, True, True], (2, 4))  # fmt: skip
-EDGES = Sample(
-    2, [1, 2], [3, 4, 5], [-1.0], "stop", [False, True, False], (1,)
-)  # observations first and last
+PLAIN = episode(4, [5, 6, 7], [8, 9], [-1.0, -2.0])
+TURNS = episode(
+    1,
+    [5],
+    [7, 8, 9, 10, 11, 12],
+    [-1.0, -2.0, -3.0, -4.0],
+    "environment",
+    mask=[True, True, False, False, True, True],
+    steps=[3, 3, 0, 0, 3, 5],
+)
+# observations first and last
+EDGES = episode(2, [1, 2], [3, 4, 5], [-1.0], "stop", mask=[False, True, False])
 
 
-def some_samples() -> list[Sample]:
-    """Of every end, with and without masks and turns, some without a response."""
-    draw, found = random.Random(3), []
-    for row in range(40):
-        response = [draw.randrange(1000) for _ in range(draw.randrange(6))]
-        mask = [draw.random() < 0.6 for _ in response] if row % 3 else None
-        count = len(response) if mask is None else sum(mask)
-        turns = (
-            tuple(sorted(draw.sample(range(1, count + 1), draw.randrange(count)))) if count else ()
-        )
-        prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 4))]
-        found.append(Sample(row, prompt, response, [], ENDS[row % len(ENDS)], mask, turns))
+def some_episodes() -> list[Episode]:
+    """Open and of every end, of up to five segments, some without tokens, some with log-probs."""
+    draw = random.Random(3)
+    found = []
+    for row in range(60):
+        segments = []
+        for _ in range(row % 6):
+            ids = array("i", [draw.randrange(2**31) for _ in range(draw.randrange(4))])
+            logprobs = array("f", [-draw.random() for _ in ids[: len(ids) * (row % 2)]])
+            sampled = draw.random() < 0.6
+            turn = draw.choice([0.0, -0.5, 1.25])
+            segments.append(Segment(ids, logprobs if sampled else None, draw.randrange(9), turn))
+        prompt = array("i", [draw.randrange(1000) for _ in range(draw.randint(1, 4))])
+        found.append(Episode(2**33 + row, prompt, tuple(segments), ENDS[row % len(ENDS)]))
     return found
 
 
+def without_logprobs(row: Episode) -> Episode:
+    parts = (part._replace(logprobs=part.logprobs and array("f")) for part in row.segments)
+    return replace(row, segments=tuple(parts))
+
+
 def test_rows_come_back_from_a_message():
-    samples = some_samples()
-    header, ids = pack_rows(samples)
-    assert all(type(number) is int for number in header)
-    assert ids.dtype == torch.int32
-    assert unpack_rows(header, ids) == samples
-    sizes = packed_sizes(header)
-    assert (len(header), len(sizes), sum(sizes)) == (HEADER * len(samples), len(samples), len(ids))
-    at = 0
-    for i, (sample, size) in enumerate(zip(samples, sizes, strict=True)):  # and each on its own
-        assert unpack_rows(header[HEADER * i : HEADER * (i + 1)], ids[at : at + size]) == [sample]
-        at += size
-    header, ids = pack_rows([])
-    assert (header, len(ids), unpack_rows(header, ids)) == ([], 0, [])
+    """With observations, each segment's step and its turn's reward; log-probs if asked for."""
+    episodes = some_episodes()
+    message = pack_rows(episodes, logprobs=True)
+    assert message.dtype == torch.int32
+    assert unpack_rows(message) == episodes
+    assert unpack_rows(pack_rows(episodes)) == [without_logprobs(row) for row in episodes]
+    cut = [pack_rows(part) for part in (episodes[:7], episodes[7:])]
+    assert torch.equal(torch.cat(cut), pack_rows(episodes)), "messages can follow one another"
+    assert unpack_rows(pack_rows([])) == exchange_rows(ALONE, [[]]) == []
 
 
-def test_log_probs_stay_behind():
-    (found,) = unpack_rows(*pack_rows([TURNS]))
-    assert found == Sample(1, [5], TURNS.response, [], "environment", TURNS.mask, (2, 4))
+def exchanged(group: Group) -> list[list[Episode]]:
+    own = some_episodes()[group.dp_rank :: group.dp_size]
+    parts = [own[: 3 * rank] for rank in range(group.dp_size)]
+    return [exchange_rows(group, parts, logprobs=kept) for kept in (True, False)]
+
+
+def test_rows_change_ranks():
+    found = run_threads(3, exchanged)
+    own = [some_episodes()[rank::3] for rank in range(3)]
+    for rank, (whole, bare) in enumerate(found):
+        assert whole == [row for part in own for row in part[: 3 * rank]]
+        assert bare == [without_logprobs(row) for row in whole]
 
 
 def test_response_tokens_are_those_that_the_policy_sampled():
     assert [s.tokens for s in (PLAIN, TURNS, EDGES)] == [2, 4, 1]
     assert [s.places.tolist() for s in (PLAIN, TURNS, EDGES)] == [[0, 1], [0, 1, 4, 5], [1]]
-    assert [Sample(0, [1], [2], [0.0], end).truncated for end in ENDS] == [
-        end == "limit" for end in ENDS
-    ]
+    assert [replace(PLAIN, end=end).truncated for end in ENDS] == [end == "limit" for end in ENDS]
+
+
+def test_what_is_derived_from_segments():
+    assert [*TURNS.response] == [7, 8, 9, 10, 11, 12]
+    assert [*TURNS.logprobs] == [-1, -2, -3, -4]
+    assert TURNS.ids.tolist() == [5, *TURNS.response]
+    assert TURNS.stretches == ((3, 2), (3, 1), (5, 1))
+    assert Rollout([TURNS]).ages().tolist() == [2, 2, 2, 0]
+    opened = replace(TURNS, segments=TURNS.segments[:3])
+    assert [row.fresh for row in (TURNS, opened, replace(TURNS, segments=()))] == [1, 3, 0]
 
 
 def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
@@ -81,16 +110,6 @@ def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
         == Rollout([]).ages().shape
         == (0,)
     )
-
-
-def test_ids_and_log_probs_are_arrays_of_four_bytes_a_number():
-    found = pickle.loads(pickle.dumps(Sample(4, [5] * 500, [8] * 500, [-1.0] * 500, "eos")))
-    assert [
-        (part.typecode, part.itemsize) for part in (found.prompt, found.response, found.logprobs)
-    ] == [("i", 4), ("i", 4), ("f", 4)]
-    assert len(pickle.dumps(found)) < 4 * 1500 + 500
-    assert found.ids.tolist() == [5] * 500 + [8] * 500
-    assert found == replace(found, prompt=[5] * 500, logprobs=[-1.0] * 500)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from episodes import episode
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +28,7 @@ from splitppo.errors import UserError
 from splitppo.job import collectives, nodes, runtime
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import Ownership, Placement, Role, chunk_sizes, own, place
-from splitppo.rollout import Sample, pack_rows
+from splitppo.rollout import pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
 WORLDS = [8, 16, 128, 1024]
@@ -175,10 +176,9 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
         counts = chunk_sizes(len(due), CHUNKS)
         first = sum(counts[: hop.chunk])
         rows = due[first : first + counts[hop.chunk]]
-        header, _ = pack_rows([Sample(row, [5] * 3, [5] * 4, [], "eos") for row in rows])
-        payload = torch.full([7 * len(rows)], 5, dtype=dtype)
-        count.add(hop.channel, payload.nbytes + 8 * len(header))
-        return header, payload
+        payload = pack_rows(episode(row, [5] * 3, [5] * 4) for row in rows)
+        count.add(hop.channel, payload.nbytes + 8)
+        return [len(payload)], payload
 
     dist.init_process_group = lambda *_, **__: init(
         "fake", store=FakeStore(), rank=rank, world_size=world

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
@@ -28,7 +29,7 @@ from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import own, place
 from splitppo.rewards.model import RewardModel, RewardText
-from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import checkpoint
 from splitppo.sampler import Sampler
 from splitppo.tools.export import export
@@ -69,13 +70,13 @@ def folders(tmp_path_factory) -> Path:
     return path
 
 
-def samples() -> list[Sample]:
+def samples() -> list[Episode]:
     made = []
     for row in range(BATCH):
         generator = torch.Generator().manual_seed(row)
         prompt = torch.randint(3, 80, (1 + row % 4,), generator=generator).tolist()
         response = torch.randint(3, 80, (1 + (row * 5) % 8,), generator=generator).tolist()
-        made.append(Sample(row, prompt, response, [0.0] * len(response), "eos"))
+        made.append(episode(row, prompt, response, [0.0] * len(response), "eos"))
     return made
 
 
@@ -120,7 +121,7 @@ def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch
     return (
         rollout,
         rows,
-        {"target": torch.tensor([target(s.row) for s in rollout.samples for _ in s.response])},
+        {"target": torch.tensor([target(s.row) for s in rollout.episodes for _ in s.response])},
     )
 
 
@@ -183,7 +184,7 @@ def plain(
         model["score"].load_state_dict(head)
     before = {name: x.clone() for name, x in model.state_dict().items()}
 
-    def of_row(sample: Sample) -> torch.Tensor:
+    def of_row(sample: Episode) -> torch.Tensor:
         ids, n = sample.ids[None].long(), len(sample.response)
         if kind == "value":
             return model["score"](model["model"](input_ids=ids).last_hidden_state[0, -n - 1 : -1])[

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_threads
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill
 from splitppo.placement import place
-from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.rollout import Episode, Prompt, Rollout
 
 CPU = torch.device("cpu")
 OUTPUTS = PolicyOutputs(0.7, 80)
@@ -52,35 +53,33 @@ def draw(name: str, count: int) -> list[int]:
     ).tolist()
 
 
-def with_turns() -> list[Sample]:
+def with_turns() -> list[Episode]:
     found = []
     for row, (prompt, turns) in enumerate(EPISODES):
         lengths = [part for turn in turns for part in turn]
         response = draw(f"response {row}", sum(lengths))
         mask = [number % 2 == 0 for number, length in enumerate(lengths) for _ in range(length)]
         sizes = torch.tensor([said for said, _ in turns])
-        ends = tuple(sizes.cumsum(0).tolist())
         found.append(
-            Sample(
+            episode(
                 row,
                 draw(f"prompt {row}", prompt),
                 response,
                 [0.0] * int(sizes.sum()),
                 "environment",
-                mask,
-                ends,
+                mask=mask,
             )
         )
     return found
 
 
-def turn_by_turn() -> list[Sample]:
+def turn_by_turn() -> list[Episode]:
     """Each turn as a plain row, whose prompt is all that came before."""
-    found: list[Sample] = []
+    found: list[Episode] = []
     for sample, (_, turns) in zip(with_turns(), EPISODES, strict=True):
         before, rest = list(sample.prompt), list(sample.response)
         for said, answered in turns:
-            found.append(Sample(len(found), before, rest[:said], [0.0] * said, "eos"))
+            found.append(episode(len(found), before, rest[:said], [0.0] * said, "eos"))
             before, rest = before + rest[: said + answered], rest[said + answered :]
     return found
 
@@ -127,7 +126,7 @@ def runtime() -> Iterator[Runtime]:
     runtime.close()
 
 
-def trained(folder: Path, group: Group, kind: Kind, samples: list[Sample], *, packed: bool) -> Any:
+def trained(folder: Path, group: Group, kind: Kind, samples: list[Episode], *, packed: bool) -> Any:
     """A forward pass and an update: outputs `[N]`, figures, the gradient by name, the weights
     after."""
     model = build(read_config(str(folder)), kind, packed=packed)
@@ -161,7 +160,7 @@ def trained(folder: Path, group: Group, kind: Kind, samples: list[Sample], *, pa
 def test_a_row_with_turns_is_trained_on_as_its_turns_are(folder, runtime, kind, packed):
     group = runtime.groups["actor"]
     rows, turns = with_turns(), turn_by_turn()
-    assert rows[0].mask == [True, True, False, False, True, True]
+    assert rows[0].places.tolist() == [0, 1, 4, 5]
     assert (
         sum(sample.tokens for sample in rows) == sum(len(sample.response) for sample in turns) == 21
     )
@@ -190,7 +189,7 @@ VALUES = [0.5, -1.0, 2.0, 0.25]
 
 
 def advantages_of(
-    group: Group, samples: list[Sample], scores: list[float]
+    group: Group, samples: list[Episode], scores: list[float]
 ) -> tuple[list[float], list[float]]:
     """Of rows whose first has VALUES and a KL of 0.1 a token, and the others nothing."""
     rollout = Rollout(samples)
@@ -269,7 +268,7 @@ def test_gae_goes_over_the_response_tokens_in_sequence():
     nexts = [*VALUES[1:], 0.0]
     deltas = [r + GAMMA * n - v for r, n, v in zip(rewards, nexts, VALUES, strict=True)]
     due = [sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, 4)) for t in range(4)]
-    longer = Sample(1, [5], [6] * 7, [0.0] * 7, "eos")  # so that the row is padded
+    longer = episode(1, [5], [6] * 7, [0.0] * 7, "eos")  # so that the row is padded
     for samples, scores in (([first], [3.0]), ([first, longer], [3.0, 0.0])):
         ((advantages, returns),) = run_threads(1, advantages_of, samples, scores)
         assert advantages == pytest.approx(due, abs=1e-6)

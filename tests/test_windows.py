@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import ALONE, run_ranks, run_threads
 from runs import assert_same, figures, main_rank
 from test_channel import pair
@@ -37,7 +38,7 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import memory
 from splitppo.run.build import build_context, build_sampler
 from splitppo.run.checks import warnings
@@ -264,7 +265,7 @@ def sampler_of(
     return Sampler(slots, asked, limit=limit, window=window, lengths=lengths)
 
 
-def drawn(sampler: Sampler, step: int, slots: Sequence[int]) -> tuple[list[Sample], list[Ask]]:
+def drawn(sampler: Sampler, step: int, slots: Sequence[int]) -> tuple[list[Episode], list[Ask]]:
     """The rows that end in a step, and what was asked for them."""
     engine: Any = Drawing()
     lists = list(sampler.generate(engine, step, slots, RolloutConfig(), 0))
@@ -289,7 +290,7 @@ def shared(group: Group) -> list[Any]:
 def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
     assert first[4:] == second[4:]
-    assert first[5] == {0: OpenRow(3, ((1, 3),)), 1: OpenRow(4), 2: OpenRow(2, ((1, 5),))}
+    assert first[5] == {0: OpenRow(3, 3, 3), 1: OpenRow(4), 2: OpenRow(2, 5, 5)}
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (
         0,
         [(0, ((1, 2),)), (1, ((1, 5),))],
@@ -385,7 +386,7 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
         context = build_context(resolved, runtime, sampler, [])
-        sampler.open = {1: OpenRow(1, ((3, 5), (4, 4))), 3: OpenRow(7, ((4, 4),))}
+        sampler.open = {1: OpenRow(1, 9, 4), 3: OpenRow(7, 4, 4)}
         owned = context.ownership(5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}
@@ -409,8 +410,9 @@ def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
     one."""
     sender, receiver, _ = pair(4, chunks=3, window=12)
 
-    def ended(row: int, *stretches: tuple[int, int]) -> Sample:
-        return Sample(row, [1], [5] * sum(n for _, n in stretches), [], "eos", stretches=stretches)
+    def ended(row: int, *stretches: tuple[int, int]) -> Episode:
+        steps = [step for step, n in stretches for _ in range(n)]
+        return episode(row, [1], [5] * len(steps), steps=steps)
 
     sender.rollouts.offer(2, [ended(0, (2, 1)), ended(5, (1, 7), (2, 4))])
     sender.rollouts.offer(2, [ended(4, (2, 4)), ended(9, (2, 8))])  # the slots' second rows

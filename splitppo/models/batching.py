@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitppo.rollout import Rollout, Sample, pad_rows
+from splitppo.rollout import Episode, Rollout, episode_of
 
 Fields = dict[str, Tensor]  # per-token tensors by name, packed `[N]` or padded `[B, T]`
 MiniBatches = Sequence[Sequence[int]]  # the rows of each mini-batch
@@ -42,16 +42,16 @@ class MicroBatch:
 
 
 def micro_batch(
-    samples: Sequence[Sample], device: torch.device, *, packed: bool = False
+    episodes: Sequence[Episode], device: torch.device, *, packed: bool = False
 ) -> MicroBatch:
     """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its
     group's passes."""
-    rows = [sample.ids.long() for sample in samples] or [torch.zeros(2, dtype=torch.int64)]
-    sampled = [sample.places + len(sample.prompt) for sample in samples] or [rows[0][:0]]
+    rows = [episode.ids.long() for episode in episodes] or [torch.zeros(2, dtype=torch.int64)]
+    sampled = [episode.places + len(episode.prompt) for episode in episodes] or [rows[0][:0]]
     if packed:
         inputs, starts = _packed_inputs(rows)
     else:
-        ids = pad_rows(rows)
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         inputs = {"input_ids": ids}
         starts = [i * ids.shape[1] for i in range(len(rows))]
     before = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
@@ -147,4 +147,4 @@ def dummy_rollout(tokens: int = 4096) -> Rollout:
     """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes:
     the compiler would take a dimension of the same size to be the same dimension."""
     rows = -(-tokens // 106) | 1
-    return Rollout([Sample(row, [0] * 7, [0] * 99, [0.0] * 99, "eos") for row in range(rows)])
+    return Rollout(episode_of(row, [0] * 7, [0] * 99) for row in range(rows))

@@ -22,7 +22,7 @@ def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
     """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut.
     `scores`: `[B]`."""
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
-    cut = torch.tensor([sample.truncated for sample in rollout.samples], dtype=torch.bool)
+    cut = torch.tensor([episode.truncated for episode in rollout.episodes], dtype=torch.bool)
     left = (
         sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)
     )  # tokens after each

@@ -16,7 +16,7 @@ from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
 from splitppo.models.heads import PolicyOutputs, value_outputs
-from splitppo.rollout import Sample
+from splitppo.rollout import Episode, episode_of
 
 CPU = torch.device("cpu")
 TOLERANCE = (
@@ -48,17 +48,17 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
     )
     if packed and width > WIDEST_HEAD:
         return f"its attention heads are {width} wide, and {WIDEST_HEAD} is the most"
-    samples = []
+    episodes = []
     problem = ""
     for row, (prompt, response) in enumerate(ROWS):
         ids = torch.randint(1, VOCABULARY, (prompt + response,)).tolist()
-        samples.append(Sample(row, ids[:prompt], ids[prompt:], [], "eos"))
+        episodes.append(episode_of(row, ids[:prompt], ids[prompt:]))
     for small in _small_copies(config):
         try:
             plain = _random_model(small)
             head = nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
             expected = [
-                _expected(plain, head if kind == "value" else None, sample) for sample in samples
+                _expected(plain, head if kind == "value" else None, episode) for episode in episodes
             ]
         except Exception as error:  # this copy is too small for its type; the next one may do
             problem = (
@@ -69,7 +69,7 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
         model = build(small, kind, packed=packed)
         weights = plain.state_dict() | head.state_dict(prefix="score.")
         model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-        cuts = [([samples[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
+        cuts = [([episodes[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
         error = max(_error(model, kind, packed, *cut) for cut in cuts)
         return (
             "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"
@@ -81,21 +81,21 @@ def _error(
     model: nn.Module,
     kind: Kind,
     packed: bool,
-    samples: Sequence[Sample],
+    episodes: Sequence[Episode],
     expected: Sequence[Tensor],
 ) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
-    batch = micro_batch(samples, CPU, packed=packed)
+    batch = micro_batch(episodes, CPU, packed=packed)
     policy = PolicyOutputs(1.0, VOCABULARY)
     out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
     return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
 
 
-def _expected(plain: Any, head: nn.Module | None, sample: Sample) -> Tensor:
+def _expected(plain: Any, head: nn.Module | None, episode: Episode) -> Tensor:
     """`[T]` log-probs of a row alone, by transformers; with a head its values."""
-    ids = sample.ids.long()[None]
-    n = len(sample.response)
+    ids = episode.ids.long()[None]
+    n = len(episode.response)
     if head is not None:
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)

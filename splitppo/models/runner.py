@@ -23,7 +23,7 @@ from splitppo.models.batching import (
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.offload import HostShards
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import Rollout, Sample, exchange_rows
+from splitppo.rollout import Episode, Rollout, exchange_rows
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -47,7 +47,7 @@ class Runner:
         found = []
         for rows in cut:
             batch = micro_batch(
-                [rollout.samples[i] for i in rows], self.device, packed=is_packed(model)
+                [rollout.episodes[i] for i in rows], self.device, packed=is_packed(model)
             )
             found.append([out.float() for out in outputs(model, batch)])
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
@@ -82,7 +82,7 @@ class Runner:
         """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so
         that all have about equal work. All learn the rows' lengths; a row itself goes to the rank
         that trains on it alone. `fields` are packed tensors `[N]` float32. Returns what this rank
-        trains on, in the form of the arguments; the samples have no log-probs."""
+        trains on, in the form of the arguments; the episodes have no log-probs."""
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
@@ -98,17 +98,17 @@ class Runner:
             kept.append([rows[i] for i in bins[group.dp_rank]])
             for rank, places in enumerate(bins):
                 sent[rank] += [rows[i] for i in places if rows[i] in mine]
-        samples = exchange_rows(
-            group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent]
+        episodes = exchange_rows(
+            group, [[rollout.episodes[rollout.index[row]] for row in rows] for rows in sent]
         )
         # a token's values side by side, so that one row's part follows another's
         stacked = torch.stack(list(fields.values()), dim=1)
         held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
         parts = [torch.cat([stacked[:0], *(held[row] for row in rows)]).flatten() for rows in sent]
         values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
-        pieces = values.split([sample.tokens for sample in samples])
-        by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
-        got = Rollout(samples)
+        pieces = values.split([episode.tokens for episode in episodes])
+        by_row = {episode.row: piece for episode, piece in zip(episodes, pieces, strict=True)}
+        got = Rollout(episodes)
         packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
         return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 
@@ -130,13 +130,13 @@ class Frozen:
         self.shards = HostShards(model, runner.device) if offload else None
         self.release_memory()
 
-    def with_peers(self, samples: Sequence[Sample]) -> list[Sample]:
+    def with_peers(self, episodes: Sequence[Episode]) -> list[Episode]:
         """The rows that the model must run for these: also those of the other ranks with which it
         shares layers."""
         ranks = parts_of(self.model).ranks
         if ranks is None or ranks.peers is None:
-            return list(samples)
-        return exchange_rows(ranks.peers, [samples] * ranks.peers.dp_size)
+            return list(episodes)
+        return exchange_rows(ranks.peers, [episodes] * ranks.peers.dp_size)
 
     def to_device(self) -> nn.Module:
         """Returns the model after bringing its shards to the device."""
@@ -160,7 +160,7 @@ class Reference(Frozen):
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
         without rows."""
-        whole = Rollout(self.with_peers(rollout.samples))
+        whole = Rollout(self.with_peers(rollout.episodes))
         return whole.select(
             self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows
         )

@@ -115,12 +115,12 @@ def token_figures(
     """For each row of a rollout: the `text` of each token of `response`, and its figures to four
     digits, None where the policy did not sample the token. `figures` are `[N]` by name."""
     parts = {name: rollout.split(packed) for name, packed in figures.items()}
-    for i, sample in enumerate(rollout.samples):
-        lines: dict[str, list[Any]] = {"text": token_texts(decode, sample.response)}
+    for i, episode in enumerate(rollout.episodes):
+        lines: dict[str, list[Any]] = {"text": token_texts(decode, episode.response)}
         for name, rows in parts.items():
             found = {
                 at: round(x, 4)
-                for at, x in zip(sample.places.tolist(), rows[i].tolist(), strict=True)
+                for at, x in zip(episode.places.tolist(), rows[i].tolist(), strict=True)
             }
-            lines[name] = [found.get(at) for at in range(len(sample.response))]
+            lines[name] = [found.get(at) for at in range(len(episode.response))]
         yield lines

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
-from splitppo.rollout import Prompt, Rollout, Sample
+from splitppo.rollout import Episode, Prompt, Rollout, episode_of
 
 
 class RewardText:
@@ -43,12 +43,12 @@ class RewardText:
             else "plain text, the response behind the prompt"
         )
 
-    def encode(self, prompt: Prompt, sample: Sample) -> tuple[list[int], bool]:
+    def encode(self, prompt: Prompt, episode: Episode) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut."""
         if self.same:
-            ids = sample.ids.tolist()
+            ids = episode.ids.tolist()
             return ids[-self.longest :], len(ids) > self.longest
-        response = self.policy.decode(list(sample.response), skip_special_tokens=True)
+        response = self.policy.decode(list(episode.response), skip_special_tokens=True)
         if self.chat:
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
             messages = [*messages, {"role": "assistant", "content": response}]
@@ -71,21 +71,23 @@ class RewardModel(Frozen):
         self.text = text
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    def score(
+        self, prompts: Sequence[Prompt], episodes: Sequence[Episode]
+    ) -> tuple[Tensor, Tensor]:
         """Scores of rows. All ranks of the group must call it, even those without rows. Returns
         `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut."""
         encoded = [
-            self.text.encode(prompt, sample)
-            for prompt, sample in zip(prompts, samples, strict=True)
+            self.text.encode(prompt, episode)
+            for prompt, episode in zip(prompts, episodes, strict=True)
         ]
         # the last token stands for the response: a text has one score
         texts = [
-            Sample(s.row, ids[:-1], ids[-1:], [], "eos")
-            for s, (ids, _) in zip(samples, encoded, strict=True)
+            episode_of(episode.row, ids[:-1], ids[-1:])
+            for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
         whole = Rollout(self.with_peers(texts))
         (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
-        return whole.select(scores, [s.row for s in samples]), torch.tensor(
+        return whole.select(scores, [episode.row for episode in episodes]), torch.tensor(
             [float(cut) for _, cut in encoded]
         )
 

@@ -104,8 +104,8 @@ def load(
             # the noise depends on the row's number
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
-            rollout = Rollout([sample for part in parts for sample in part])
-            values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
+            rollout = Rollout(episode for part in parts for episode in part)
+            values = value_outputs(value, micro_batch(rollout.episodes, engine.device))[0].cpu()
             found += token_figures(
                 rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )

@@ -18,11 +18,13 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import ranks
 import torch
+from episodes import episode
 from ranks import run_threads
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -33,7 +35,7 @@ from splitppo.job.collectives import Group
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Runner
 from splitppo.placement import cut_evenly, own
-from splitppo.rollout import HEADER, Prompt, Rollout, Sample, pack_rows, packed_sizes, unpack_rows
+from splitppo.rollout import Episode, Prompt, Rollout, pack_rows, unpack_rows
 from splitppo.sampler import Sampler
 
 PROMPT, MINI, FIELDS, BUDGET = [7] * 128, 4, 3, 32_768
@@ -63,15 +65,9 @@ def lengths_of(tokens: int, mean: int, ranks: int) -> list[int]:
     return [max(1, round(mean * draw.lognormvariate(-0.18, 0.6))) for _ in range(rows)]
 
 
-def sample_of(row: int, length: int) -> Sample:
-    return Sample(
-        row,
-        PROMPT,
-        range(length),
-        [-0.5] * length,
-        "eos",
-        stretches=((1, length // 2), (2, -(-length // 2))),
-    )
+def sample_of(row: int, length: int) -> Episode:
+    steps = [1] * (length // 2) + [2] * -(-length // 2)
+    return episode(row, PROMPT, range(length), [-0.5] * length, steps=steps)
 
 
 # ---- before: rows as lists, `[B, T]` padding, every rank gets every row
@@ -113,8 +109,8 @@ def old_advantages(
 
 def old_unpack(header: list[int], ids: list[int]) -> list[Any]:
     rows, at = [], 0
-    for first, size in zip(range(0, len(header), HEADER), packed_sizes(header), strict=True):
-        row, prompt, response, *_ = header[first : first + HEADER]
+    for row, prompt, response in zip(header[::3], header[1::3], header[2::3], strict=True):
+        size = prompt + response
         part = ids[at : at + size]
         rows.append(
             SimpleNamespace(
@@ -183,9 +179,7 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
     mine = [listed(row) for row in range(0, len(lengths), ranks)]
     own_lengths = [len(row.response) for row in mine]
     packed = [torch.randn(sum(own_lengths)) for _ in range(3)]
-    every, _ = pack_rows([sample_of(row, 1) for row in range(len(lengths))])
-    for row, length in enumerate(lengths):
-        every[HEADER * row + 2] = length
+    every = [x for row, length in enumerate(lengths) for x in (row, len(PROMPT), length)]
     ids = torch.zeros(sum(lengths) + len(PROMPT) * len(lengths), dtype=torch.int64)
     values = torch.zeros(sum(lengths), FIELDS)
     mini = [list(range(i, len(lengths), MINI)) for i in range(MINI)]
@@ -194,7 +188,7 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
     ages = lambda: torch.tensor([age for n in own_lengths for age in (0, 1) for _ in range(n // 2)])  # noqa: E731
     clock("before", "ages", ages, 2)
     sent = clock("before", "wire", lambda: torch.tensor(old_pack(mine), dtype=torch.int32))
-    header, _ = pack_rows([sample_of(row.row, len(row.response)) for row in mine])
+    header = [x for row in mine for x in (row.row, len(PROMPT), len(row.response))]
     clock("before", "wire", lambda: old_unpack(header, sent.tolist()))
     clock(
         "before",
@@ -202,12 +196,10 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
         lambda: [torch.tensor(row.prompt + row.response) for row in mine],
         PASSES,
     )
-    plan = (
-        lambda: [
-            pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)
-        ]
+    parts = [own_lengths[i::MINI] for i in range(MINI)]
+    clock(
+        "before", "plan", lambda: [pad_sequence([torch.ones(n) for n in part]) for part in parts], 2
     )
-    clock("before", "plan", plan, 2)
     clock(
         "before",
         "plan",
@@ -247,7 +239,7 @@ def now(clock: Clock, lengths: list[int], ranks: int) -> None:
     clock("now", "tensors", rollout.logprobs, 2)
     clock("now", "ages", rollout.ages, 2)
     message = clock("now", "wire", lambda: pack_rows(samples[0]))
-    clock("now", "wire", lambda: unpack_rows(*message))
+    clock("now", "wire", lambda: unpack_rows(message))
     clock("now", "micro-batches", lambda: [sample.ids.long() for sample in samples[0]], PASSES)
     clock(
         "now",
@@ -280,7 +272,7 @@ def new_advantages(
     return [algo.whiten(advantages), returns, advantages, rewards]
 
 
-def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any) -> None:
+def exchange(group: Group, clock: Clock, samples: list[list[Episode]], owned: Any) -> None:
     """Balance and share on each rank; rank 0's time counts."""
     rank = group.dp_rank
     watch = clock if rank == 0 else Clock()
@@ -299,7 +291,7 @@ def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any
         owned.count, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1
     )
     for s in samples[rank]:
-        sampler._keep(Sample(s.row, s.prompt, [], []).extended(1, s.response, s.logprobs, None))
+        sampler._keep(replace(s, end=None))
     slots = owned.of_ranks("actor")
     watch("now", "share", lambda: sampler.share(pickling, lambda: slots))
 

@@ -8,7 +8,7 @@ from ranks import ALONE
 from test_engine import CLOSE, FIRST, Case, case, hf_case, tokenizer
 
 from splitppo.config import RolloutConfig
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Episode, Prompt
 from splitppo.sampler import Sampler
 
 __all__ = ["case", "hf_case", "tokenizer"]  # fixtures
@@ -28,11 +28,11 @@ def decode(
     *,
     parts: int = 1,
     temperature: float = 1.0,
-) -> dict[int, Sample]:
+) -> dict[int, Episode]:
     """The rows that end in so many steps, with the same weights in all; each step is checked to be
     full. The slots come in so many calls, one after the other."""
     sampler = Sampler(SLOTS, prompt, limit=LIMIT, window=window, lengths=lengths)
-    ended: dict[int, Sample] = {}
+    ended: dict[int, Episode] = {}
     sampling = RolloutConfig(temperature=temperature)
     for step in range(1, steps + 1):
         for part in range(parts):
@@ -47,7 +47,7 @@ def decode(
     return ended
 
 
-def told(rows: dict[int, Sample]) -> dict[int, tuple[list[int], str | None]]:
+def told(rows: dict[int, Episode]) -> dict[int, tuple[list[int], str | None]]:
     return {row: (list(sample.response), sample.end) for row, sample in rows.items()}
 
 

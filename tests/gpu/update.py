@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from episodes import episode
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -31,7 +32,7 @@ from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import Role, place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout
 
 PEAK = 989e12  # of an H100 or H200 in dense bfloat16
 
@@ -61,7 +62,7 @@ def made_rollout(rows: int, vocabulary: int, seed: int) -> Rollout:
     lengths = [min(1024, max(1, round(draw.lognormvariate(5.16, 0.8)))) for _ in range(rows)]
     return Rollout(
         [
-            Sample(seed * rows + i, tokens(128), tokens(n), [-1.0] * n, "eos")
+            episode(seed * rows + i, tokens(128), tokens(n), [-1.0] * n, "eos")
             for i, n in enumerate(lengths)
         ]
     )

@@ -2,12 +2,12 @@
 them, and evenly."""
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_threads
 from transformers import LlamaConfig
 
@@ -16,25 +16,25 @@ from splitppo.models import runner as running
 from splitppo.models.batching import partition
 from splitppo.models.runner import Runner
 from splitppo.placement import own
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Episode, Rollout
 
 ROWS, LEFT_OUT = 120, {3, 50}
 # so wide that a row costs its tokens
 MODEL: Any = SimpleNamespace(config=LlamaConfig(hidden_size=2**40, num_attention_heads=1))
 
 
-def sample(row: int) -> Sample:
+def sample(row: int) -> Episode:
     """Every fourth row has two turns, with an environment's answer between them."""
     length = round(random.Random(row).lognormvariate(3.5, 0.8)) + 1
     response = [1000 * row + i for i in range(length)]
-    plain = Sample(row, [row] * (1 + row % 7), response, [], "eos" if row % 2 else "limit")
+    plain = episode(row, [row] * (1 + row % 7), response, [], "eos" if row % 2 else "limit")
     if row % 4 or length < 4:
         return plain
     mask = [not length // 3 <= i < length // 2 for i in range(length)]
-    return replace(plain, mask=mask, turns=(length // 3, sum(mask)), end="environment")
+    return episode(row, plain.prompt, response, end="environment", mask=mask)
 
 
-def sampled(row: Sample) -> torch.Tensor:
+def sampled(row: Episode) -> torch.Tensor:
     """The row's response tokens."""
     return torch.tensor(row.response)[row.places]
 
@@ -56,13 +56,13 @@ def balance_rank(group, count=ROWS, cuts=3):
     mine = owned.slots("actor", rank)
     rollout = Rollout([sample(row) for part in mine for row in part])
     trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
-    fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.samples)])}
+    fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.episodes)])}
     fields["twice"] = 2 * fields["old"]
     got, mini_batches, figures = runner_of(group).balance(MODEL, rollout, trained, fields)
     tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
     before = [sum(rollout.totals[rollout.index[row]] for row in part) for part in trained]
     per_row = {name: [t.tolist() for t in got.split(x)] for name, x in figures.items()}
-    return mini_batches, got.samples, per_row, tokens, before
+    return mini_batches, got.episodes, per_row, tokens, before
 
 
 def test_rows_are_spread_evenly_and_keep_what_is_theirs():
@@ -80,7 +80,7 @@ def test_rows_are_spread_evenly_and_keep_what_is_theirs():
     assert max(uneven) > 1.05, "there was nothing to even out"
     for mini_batches, held, per_row, _, _ in parts:
         assert [s.row for s in held] == sorted(row for part in mini_batches for row in part)
-        assert held == [sample(s.row) for s in held], "masks, turns and ends stay with their rows"
+        assert held == [sample(s.row) for s in held], "observations and ends stay with their rows"
         for row, old, twice in zip(held, per_row["old"], per_row["twice"], strict=True):
             assert old == (sampled(row) / 7).tolist()
             assert twice == (2 * sampled(row) / 7).tolist()

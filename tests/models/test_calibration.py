@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_threads
 
 from splitppo.job.collectives import Group
 from splitppo.models.calibration import quality
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout
 
 GAMMA = 0.9
 LENGTHS, SCORES = (4, 7, 1, 6, 5), (1.0, 0.0, 0.5, 1.0, -1.0)
@@ -22,7 +23,7 @@ def values() -> list[torch.Tensor]:
 def quality_rank(group: Group) -> dict:
     rows = HELD[group.dp_rank]
     samples = [
-        Sample(
+        episode(
             row,
             [1],
             list(range(LENGTHS[row])),

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,7 +28,7 @@ from splitppo.models.sharding import parallelize
 from splitppo.models.tiny import build_tokenizer
 from splitppo.models.weights import fill, save
 from splitppo.placement import place
-from splitppo.rollout import Sample
+from splitppo.rollout import Episode
 from splitppo.run.checks import preflight
 from splitppo.run.main import dry_run
 from splitppo.run.resolve import resolve
@@ -178,12 +179,12 @@ def written(folder: Path, config: Any) -> Any:
     return model
 
 
-def rows() -> list[Sample]:
+def rows() -> list[Episode]:
     generator = torch.Generator().manual_seed(0)
     cut = [(3, 5), (1, 9), (6, 1)]
     ids = [torch.randint(2, VOCABULARY, (p + r,), generator=generator).tolist() for p, r in cut]
     return [
-        Sample(i, row[:p], row[p:], [], "eos")
+        episode(i, row[:p], row[p:], [], "eos")
         for i, (row, (p, _)) in enumerate(zip(ids, cut, strict=True))
     ]
 

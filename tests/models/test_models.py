@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,7 +28,6 @@ from splitppo.models.heads import PolicyModel, PolicyOutputs
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import place
-from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
@@ -73,7 +73,7 @@ def rows():
         )
         for p, r in cut
     ]
-    return [Sample(i, p.tolist(), r.tolist(), [], "eos") for i, (p, r) in enumerate(draw)]
+    return [episode(i, p.tolist(), r.tolist(), [], "eos") for i, (p, r) in enumerate(draw)]
 
 
 def test_a_model_leaves_no_trace_in_the_configuration_it_is_built_from():

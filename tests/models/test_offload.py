@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_ranks
 from runs import figures, main_rank
 
@@ -24,7 +25,7 @@ from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import model_config
 from splitppo.models.weights import fill
 from splitppo.placement import place
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Rollout
 from splitppo.run import saver
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
     group, found, parts = runtime.groups["actor"], {}, []
     rows = Rollout(
         [
-            Sample(row, [5, 6], [7 + row] * (3 + row), [0.0] * (3 + row), "eos")
+            episode(row, [5, 6], [7 + row] * (3 + row), [0.0] * (3 + row), "eos")
             for row in (rank, rank + 2)
         ]
     )

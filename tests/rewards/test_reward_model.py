@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from episodes import episode
 from ranks import run_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,7 @@ from splitppo.models.sharding import parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
-from splitppo.rollout import Prompt, Sample
+from splitppo.rollout import Episode, Prompt
 
 CPU = torch.device("cpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789=+?! "
@@ -83,7 +84,7 @@ def spread(model: Any) -> Any:
     return model
 
 
-def some_rows(tokenizer: Any) -> tuple[list[Prompt], list[Sample]]:
+def some_rows(tokenizer: Any) -> tuple[list[Prompt], list[Episode]]:
     prompts, samples = [], []
     for row, (asked, said) in enumerate(
         (("12=", "12"), ("312=", "3123123"), ("0=", ""), ("21=", "2113"))
@@ -91,7 +92,7 @@ def some_rows(tokenizer: Any) -> tuple[list[Prompt], list[Sample]]:
         tokens, response = (tokenizer(text)["input_ids"] for text in (asked, said))
         prompts.append(Prompt(asked, tokens, "echo", said, {}))
         samples.append(
-            Sample(
+            episode(
                 row, tokens, [*response, tokenizer.eos_token_id], [0.0] * (len(response) + 1), "eos"
             )
         )

@@ -35,7 +35,7 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import build, read_config
 from splitppo.models.weights import fill
 from splitppo.placement import Placement, Role
-from splitppo.rollout import Rollout, Sample
+from splitppo.rollout import Episode, Rollout
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
 from splitppo.run.checks import warnings
@@ -662,7 +662,7 @@ def late_rows_rank(rank: int, argv: list[str]) -> int:
     """The second critic rank has its first rows a second late."""
     recv = RolloutLink.recv
 
-    def late(self: RolloutLink, step: int, chunk: int) -> list[Sample]:
+    def late(self: RolloutLink, step: int, chunk: int) -> list[Episode]:
         if rank == 2 and chunk == 0:
             time.sleep(1)
         return recv(self, step, chunk)
