@@ -20,26 +20,17 @@ from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = (
-    "run_dir",
-    "resume",
-    "policy.path",
-    "reference.path",
-    "value.path",
-    "data.files",
-    "data.validation_files",
-    "rollout.lengths",
-    "reward.function",
-    "reward.validation",
-    "reward.model",
+    *("run_dir", "resume", "policy.path", "reference.path", "value.path", "reward.model"),
+    *("data.files", "data.validation_files", "rollout.lengths"),
+    *("reward.function", "reward.validation"),
 )
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
     r"|.*\.tensor_parallel|(policy|value)\.offload"
 )
-TINY = str(
-    Path(__file__).with_name("tiny.toml")
-)  # defaults of the embedded model, which needs larger learning rates
+# defaults of the embedded model, which needs larger learning rates
+TINY = str(Path(__file__).with_name("tiny.toml"))
 
 
 def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
@@ -95,11 +86,8 @@ def given_settings(argv: Sequence[str]) -> list[str]:
 def has_steps(run_dir: Path) -> bool:
     """Whether a run in this folder has finished a step: its metrics have a line, or it has a
     checkpoint."""
-    files = [
-        *run_dir.glob("metrics/*.jsonl"),
-        *run_dir.glob("checkpoints/step_*/actor/manifest.json"),
-    ]
-    return any(path.stat().st_size for path in files)
+    patterns = ("metrics/*.jsonl", "checkpoints/step_*/actor/manifest.json")
+    return any(path.stat().st_size for pattern in patterns for path in run_dir.glob(pattern))
 
 
 def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str, Any]]:
@@ -111,10 +99,9 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
-    tiny = _value_of("--policy.path", given) in (None, "tiny")
-    return read_flags(
-        Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given]
-    )
+    if _value_of("--policy.path", given) in (None, "tiny"):
+        given = [*_flags(read_preset(TINY)), *given]
+    return read_flags(Config, "splitppo.train", given)
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
@@ -142,14 +129,16 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
     return finder.parse_known_args(argv)[0].value
 
 
-def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
-    """`wanted` made from a command line by tyro, to which `how` goes. A wrong flag is a UserError
-    of one line."""
+def read_flags(
+    wanted: Any, prog: str, args: Sequence[str], *, return_unknown_args: bool = False
+) -> Any:
+    """`wanted` made from a command line by tyro. A wrong flag is a UserError of one line; unknown
+    ones are returned beside it on demand."""
     check_text(args)
     box = io.StringIO()
     try:
         with redirect_stderr(box):
-            return tyro.cli(wanted, args=args, prog=prog, **how)
+            return tyro.cli(wanted, args=args, prog=prog, return_unknown_args=return_unknown_args)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -172,10 +161,8 @@ def _message_of(box: str) -> str:
     """The error in tyro's box, in one line."""
     lines = [line.strip("│|╭╮─ ") for line in box.splitlines() if re.search("[a-z']", line)]
     near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
-    message = " ".join(
-        takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:])
-    )
-    message = re.sub(r"\[/?bold\]", "", message.partition(" Got errors")[0])
+    said = takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:])
+    message = re.sub(r"\[/?bold\]", "", " ".join(said).partition(" Got errors")[0])
     if wrong := re.match(
         r"Error parsing (\S+): .*?('.*?')\]? Argument helptext: \S+ (\{.*?\}|\[.*?\]\]|\S+) (.*)",
         message,

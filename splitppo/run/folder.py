@@ -12,42 +12,41 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from splitppo.config import Config
 from splitppo.config.cli import PATHS, has_steps
 from splitppo.config.toml import GONE, leaves, to_toml, toml_value
+from splitppo.data import PromptSet
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
-from splitppo.rollout import Prompt
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, read_if_there, write_whole
 from splitppo.run.sources import absolute
 
-# settings that may change when a run resumes; with a dot at the end, all of a table. What the
-# longest prompt changes is seen in the prompts
-FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
-    compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
-    reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
-    rollout.max_prompt_tokens reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes
-    timeout steps"""
+# settings that may change when a run resumes. What the longest prompt changes, the prompts show
+FREE = (
+    r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
+    r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
+    r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
+    r"|rollout\.(chunks|max_prompt_tokens)"
+    r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
+)
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
 # in inputs.json
 TRAINING = "training prompts as rendered"
 VALIDATION = "validation prompts as rendered"
-FOLDERS = (
-    "checkpoints",
-    "logs",
-    "metrics",
-    "samples",
-    "tensorboard",
-    "tiny",
-    "validation",
-)  # of a run
+# of a run
+FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")
+# settings of which rank 0's value counts, or none
+MAY_DIFFER = ("config", "run_dir", "resume", "force")
 BLOCK = 2**18  # bytes read at once
 
 
@@ -101,25 +100,17 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
     folder's, unless forced."""
     if config.force:
         return
-    found = []
-    scheduled = any(
-        optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim)
-    )
-    for name, was, now in changes(config, folder, inputs):
-        free = any(
-            name.startswith(part) if part.endswith(".") else name == part for part in FREE.split()
-        )
-        if not free or (name == "steps" and scheduled):
-            why = (
-                " and the learning rate's schedule ends with the last step"
-                if name == "steps"
-                else ""
-            )
-            found.append(f"{name} was {was}, and is {now}{why}")
+    scheduled = {config.policy.optim.schedule, config.value.optim.schedule} != {"constant"}
+    end = " and the learning rate's schedule ends with the last step"
+    found = [
+        f"{name} was {was}, and is {now}{end * (name == 'steps')}"
+        for name, was, now in changes(config, folder, inputs)
+        if not re.fullmatch(FREE, name) or (name == "steps" and scheduled)
+    ]
     if found:
-        named = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
+        more = f"; and {len(found) - 6} more" * (len(found) > 6)
         raise UserError(
-            f"{named}: that is another run than the one in {folder}; "
+            f"{'; '.join(found[:6])}{more}: that is another run than the one in {folder}; "
             "restore the old values, choose another --run-dir, or --force to resume all the same"
         )
 
@@ -135,16 +126,15 @@ def changes(
     before = {}
     free = (folder / "inputs.json").is_file()
     if (path := folder / "config.toml").is_file():
-        settings = (
-            read_file(path, tomllib.loads, remedy),
-            tomllib.loads(to_toml(absolute(config, folder))),
-        )
         before, now = (
             {
                 name: toml_value(_without_place(name, value) if free else value)
                 for name, value in leaves(table)
             }
-            for table in settings
+            for table in (
+                read_file(path, tomllib.loads, remedy),
+                tomllib.loads(to_toml(absolute(config, folder))),
+            )
         )
         now |= {
             name: before[name] if before[name] == toml_value(off) else "no setting of this version"
@@ -158,11 +148,11 @@ def changes(
         # earlier versions kept no hash of the prompts, and before a run begins there is none
         now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept} | dict(inputs)
         before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
-    both = [
+    return [
         (name, before.get(name, "unset"), now.get(name, "unset"))
         for name in sorted(before.keys() | now.keys())
+        if before.get(name, "unset") != now.get(name, "unset")
     ]
-    return [(name, was, given) for name, was, given in both if was != given]
 
 
 def _without_place(setting: str, value: Any) -> Any:
@@ -170,10 +160,9 @@ def _without_place(setting: str, value: Any) -> Any:
     that it is one."""
     if setting not in PATHS or "." not in setting or value == "tiny":
         return value
-    names = [
-        os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])
-    ]
-    return "a model" if setting.endswith((".path", ".model")) else names
+    if setting.endswith((".path", ".model")):
+        return "a model"
+    return [os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])]
 
 
 def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
@@ -188,34 +177,30 @@ def inputs_of(
     config: Config,
     models: Mapping[str, str],
     local: Mapping[str, str],
-    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+    prompts: Mapping[str, PromptSet] | None = None,
 ) -> dict[str, str]:
     """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's
     imports. FILE does not depend on where the hub's cache lies. `models`: model -> its folder or
     hub name. `local`: hub name -> its path. `prompts`: name -> prompts whose texts, as they are
     rendered, have a hash under that name."""
-    given = {
-        "data.files": config.data.files,
-        "data.validation_files": config.data.validation_files,
-        "rollout.lengths": (config.rollout.lengths or "",),
-        "reward.function": tuple(name.rpartition(":")[0] for name in config.reward.function),
-        "reward.validation": tuple(name.rpartition(":")[0] for name in config.reward.validation),
-    }
-    for folder, name in {
-        folder: name for name, folder in reversed([*models.items()])
-    }.items():  # each folder once
-        given["reward.model" if name == "reward" else f"{name}.path"] = (
-            () if folder == "tiny" else (folder,)
-        )
+    once = {folder: name for name, folder in reversed([*models.items()]) if folder != "tiny"}
+    given = [
+        *(("data.files", file) for file in config.data.files),
+        *(("data.validation_files", file) for file in config.data.validation_files),
+        ("rollout.lengths", config.rollout.lengths or ""),
+        *(("reward.function", name.rpartition(":")[0]) for name in config.reward.function),
+        *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
+        *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
+    ]
     found = {}
-    for setting, name in ((key, name) for key in given for name in given[key] if name):
+    for setting, name in (one for one in given if one[1]):
         path = Path(local.get(name, name)).expanduser()
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
         files = {file: file.name for file in inside} if path.is_dir() else {path: name}
         found |= {f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files}
-    for name, texts in (prompts or {}).items():
-        rendered = "\0".join(prompt.text for prompt in texts).encode(errors="surrogatepass")
-        found[name] = hashlib.blake2b(rendered, digest_size=16).hexdigest()
+    for name, split in (prompts or {}).items():
+        text = "\0".join(prompt.text for prompt in split.prompts).encode(errors="surrogatepass")
+        found[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
     return found
 
 
@@ -229,6 +214,24 @@ def fingerprint(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return f"{size:,} bytes, {digest.hexdigest()}"
+
+
+def facts_of(config: Config) -> dict[str, str]:
+    """What must be the same on all nodes: versions, this package's code, and the settings."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    found = {
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})",
+    }
+    if torch.cuda.is_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
+        found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
+    return found | {
+        f"--{name}": str(value) for name, value in leaves(asdict(config)) if name not in MAY_DIFFER
+    }
 
 
 def new_folder() -> Path:
@@ -283,13 +286,11 @@ def write_run_files(
         shutil.which("git")
         and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     )
+    packages = ("splitppo", "torch", "transformers", "safetensors", "vllm")
     versions = {
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
-        **{
-            name: installed(name)
-            for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")
-        },
+        **{name: installed(name) for name in packages},
         "git": revision or "not a checkout",
     }
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

@@ -15,11 +15,12 @@ from splitppo.errors import CLEAR, UserError, one_line, say
 
 # torchrun's flags that make sense here; an underscore may stand for a dash
 FLAGS = (
-    "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr",
-    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval",
-    "--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--role", "--numa-binding", "--signals-to-handle",
-    "--shutdown-timeout",
-)  # fmt: skip
+    *("--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--numa-binding", "--role"),
+    *("--master-addr", "--master-port", "--local-addr", "--max-restarts", "--monitor-interval"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
+    *("--signals-to-handle", "--shutdown-timeout"),
+)
 # SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
 RANK = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
@@ -80,10 +81,10 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             who = "the job"
         except Exception as error:
             cause = error.__cause__ if "See inner exception" in str(error) else error
-            problem = (
-                one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
-            )
-            raise UserError(f"{' '.join(flags)}: {problem}; see torchrun --help") from error
+            problem = one_line(str(cause).partition("\n")[0]).rstrip(".")
+            raise UserError(
+                f"{' '.join(flags)}: {problem or 'numbers must be above 0'}; see torchrun --help"
+            ) from error
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
         if status < 0 and Path(os.environ["SPLITPPO_STOPPED"]).exists():
             return RESUMABLE
@@ -93,7 +94,10 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
 
 def _what(status: int, who: str) -> str:
     if status > 0:
-        return f"{who} ended with exit status {status}: another rank failed, or it died without an error message"
+        return (
+            f"{who} ended with exit status {status}: "
+            "another rank failed, or it died without an error message"
+        )
     number = signal.Signals(-status)
     why = ", perhaps because memory ran out" * (number == signal.SIGKILL)
     return "interrupted" if number == signal.SIGINT else f"{who} was killed by {number.name}{why}"
@@ -103,9 +107,6 @@ def _state(run: str) -> str:
     """What is saved in a run's folder ("": it has none yet), and how to go on."""
     from splitppo.run.checkpoint import complete
 
-    saved = complete(Path(run)) if run else []
-    return (
-        f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
-        if saved
-        else "nothing is saved"
-    )
+    if run and (saved := complete(Path(run))):
+        return f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
+    return "nothing is saved"

@@ -27,9 +27,8 @@ from splitppo.run.checkpoint import (
 )
 from splitppo.run.files import read_file, sync_folder, write_whole
 
-Tensors = dict[
-    str, dict[str, Tensor]
-]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
+# kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
+Tensors = dict[str, dict[str, Tensor]]
 
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
@@ -144,8 +143,7 @@ class Saver:
         if self.error is not None:
             # torch's error holds each rank's error
             cause = next(iter(getattr(self.error, "failures", {}).values()), (self.error,))[0]
-            kind = UserError if isinstance(cause, OSError) else RuntimeError
-            raise kind(
+            raise (UserError if isinstance(cause, OSError) else RuntimeError)(
                 f"the {self.role}'s part of checkpoint {step_folder(self.run_dir, self.step)} "
                 f"could not be written; earlier ones are whole ({cause})"
             ) from self.error
@@ -162,15 +160,12 @@ class Saver:
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
+            own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
-            dist.all_gather_object(
-                files, {name: measure(partial / name) for name in names}, group=self.group
-            )
+            dist.all_gather_object(files, own, group=self.group)
             if self.rank == 0:
                 write_manifest(
-                    partial,
-                    self.step,
-                    {name: file for held in files for name, file in held.items()},
+                    partial, self.step, {k: v for held in files for k, v in held.items()}
                 )
                 self.may_commit.wait()
                 partial.rename(part)

@@ -88,19 +88,16 @@ def _without_weights(folder: Path) -> set[Path]:
     return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
 
 
-def _modules(file: Path) -> set[Path]:
+def _modules(file: Path) -> list[Path]:
     """A Python file, and those beside it that it imports, directly or not. Of a package, all
     files."""
-    found = set()
-    waiting = {file}
-    while waiting:
-        found.add(path := waiting.pop())
-        imports = re.findall(
-            r"^\s*(?:import|from)\s(.*)", path.read_text(errors="replace"), re.MULTILINE
-        )
+    found = [file]
+    for path in found:  # it grows
+        text = path.read_text(errors="replace")
+        imports = re.findall(r"^\s*(?:import|from)\s(.*)", text, re.MULTILINE)
         for name in re.findall(r"\w+", " ".join(imports)):
             beside = {file.with_name(f"{name}.py"), *file.with_name(name).rglob("*.py")}
-            waiting |= {module for module in beside - found if module.is_file()}
+            found += [module for module in beside - {*found} if module.is_file()]
     return found
 
 
@@ -117,6 +114,6 @@ def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False)
         return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
     except UserError as error:
         raise UserError(
-            f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's cache; "
-            f"put that model there, or its files into {copy}"
+            f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's "
+            f"cache; put that model there, or its files into {copy}"
         ) from error
