@@ -14,8 +14,7 @@ from typing import Any
 
 import tyro
 
-from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
+from splitppo.config import Config, toml
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -52,17 +51,17 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
             settings = {}  # all of the preset's are right
         for name, value in settings.items():
             try:
-                read_flags(Config, "", as_flag(name, value))
+                read_flags(Config, "", toml.as_flag(name, value))
             except UserError as error:
                 raise UserError(
-                    f"--config {path}: {name} = {toml_value(value)}: {error}"
+                    f"--config {path}: {name} = {toml.toml_value(value)}: {error}"
                 ) from error
         raise
     run = Path(os.path.expanduser(config.run_dir or ""))
     if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
         with suppress(UserError), redirect_stderr(io.StringIO()):
-            kept = read_preset(str(run / "config.toml"), recorded=True)
+            kept = toml.read_preset(str(run / "config.toml"), recorded=True)
             kept = {name: value for name, value in kept.items() if not re.fullmatch(ANEW, name)}
             config = _read([*_flags(kept), *given])
     return map_paths(config, lambda _, file: os.path.expanduser(file))
@@ -70,9 +69,9 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
 
 def as_flags(config: Config) -> list[str]:
     """The settings that differ from their defaults, as arguments of the command line."""
-    defaults = dict(leaves(asdict(Config())))
+    defaults = dict(toml.leaves(asdict(Config())))
     return _flags(
-        {name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)}
+        {name: value for name, value in toml.leaves(asdict(config)) if value != defaults.get(name)}
     )
 
 
@@ -80,7 +79,7 @@ def given_settings(argv: Sequence[str]) -> list[str]:
     """The settings that a command line or its preset sets."""
     flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     given = {*flags, *(re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags), *_preset(argv)[1]}
-    return [name for name, _ in leaves(asdict(Config())) if name in given]
+    return [name for name, _ in toml.leaves(asdict(Config())) if name in given]
 
 
 def has_steps(run_dir: Path) -> bool:
@@ -93,14 +92,14 @@ def has_steps(run_dir: Path) -> bool:
 def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str, Any]]:
     """The file that `--config` names, and its settings; none without it."""
     preset = _value_of("--config", argv)
-    path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    return path, {} if preset is None else read_preset(path, recorded=recorded)
+    path = "" if preset is None else toml.find_preset(os.path.expanduser(preset))
+    return path, {} if preset is None else toml.read_preset(path, recorded=recorded)
 
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
     if _value_of("--policy.path", given) in (None, "tiny"):
-        given = [*_flags(read_preset(TINY)), *given]
+        given = [*_flags(toml.read_preset(TINY)), *given]
     return read_flags(Config, "splitppo.train", given)
 
 
@@ -172,4 +171,4 @@ def _message_of(box: str) -> str:
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in as_flag(name, value)]
+    return [word for name, value in settings.items() for word in toml.as_flag(name, value)]

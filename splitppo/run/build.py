@@ -24,10 +24,9 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
-from splitppo.models import build, weights
+from splitppo.models import build, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
-from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Ownership, Role, data_parallel, own
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
@@ -369,7 +368,7 @@ class Builder:
         model.requires_grad_(name != "reward")
         build.freeze(model, found.frozen, f"{name}.freeze")
         role = resolved.role_of(name)
-        parallelize(
+        sharding.parallelize(
             model,
             self.runtime.shards[role],
             dtype=resolved.dtype,

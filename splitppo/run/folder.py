@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 
-from splitppo.config import Config
-from splitppo.config.cli import PATHS, has_steps
-from splitppo.config.toml import GONE, leaves, to_toml, toml_value
+from splitppo.config import Config, cli, toml
 from splitppo.data import PromptSet
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
@@ -80,7 +78,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
                 "move it away, or choose another --run-dir"
             )
     found = checkpoint.find(folder, config.resume)
-    begun = not found and config.resume != "never" and has_steps(folder)
+    begun = not found and config.resume != "never" and cli.has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
         raise UserError(
@@ -128,17 +126,19 @@ def changes(
     if (path := folder / "config.toml").is_file():
         before, now = (
             {
-                name: toml_value(_without_place(name, value) if free else value)
-                for name, value in leaves(table)
+                name: toml.toml_value(_without_place(name, value) if free else value)
+                for name, value in toml.leaves(table)
             }
             for table in (
                 read_file(path, tomllib.loads, remedy),
-                tomllib.loads(to_toml(absolute(config, folder))),
+                tomllib.loads(toml.to_toml(absolute(config, folder))),
             )
         )
         now |= {
-            name: before[name] if before[name] == toml_value(off) else "no setting of this version"
-            for name, off in GONE.items()
+            name: before[name]
+            if before[name] == toml.toml_value(off)
+            else "no setting of this version"
+            for name, off in toml.GONE.items()
             if name in before
         }
     if inputs is not None and free:
@@ -158,7 +158,7 @@ def changes(
 def _without_place(setting: str, value: Any) -> Any:
     """What a setting says beside the place of its files: their names, and of a model nothing but
     that it is one."""
-    if setting not in PATHS or "." not in setting or value == "tiny":
+    if setting not in cli.PATHS or "." not in setting or value == "tiny":
         return value
     if setting.endswith((".path", ".model")):
         return "a model"
@@ -230,7 +230,9 @@ def facts_of(config: Config) -> dict[str, str]:
         nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
         found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
     return found | {
-        f"--{name}": str(value) for name, value in leaves(asdict(config)) if name not in MAY_DIFFER
+        f"--{name}": str(value)
+        for name, value in toml.leaves(asdict(config))
+        if name not in MAY_DIFFER
     }
 
 
@@ -250,7 +252,7 @@ def move_aside(config: Config, *, dry: bool = False) -> str:
     The folder must be locked, but for a `dry` run, which moves nothing. Returns a line that says
     so; "" if no run is there."""
     folder = Path(os.path.abspath(config.run_dir or ""))
-    if config.run_dir is None or config.resume != "never" or not has_steps(folder):
+    if config.run_dir is None or config.resume != "never" or not cli.has_steps(folder):
         return ""
     aside = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
     for path in () if dry else [path for path in folder.iterdir() if path.name != "lock"]:
@@ -268,18 +270,18 @@ def write_run_files(
 ) -> None:
     """Writes the settings, the names of those that the user has `given`, the inputs and the
     versions. Prints what a run `resumed` from a checkpoint changes."""
-    before = read_if_there(folder / "given.json", json.loads) if has_steps(folder) else []
+    before = read_if_there(folder / "given.json", json.loads) if cli.has_steps(folder) else []
     if before is not None:  # a run that an earlier version began has no such file
         write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
     if resumed:
         # not of another run's checkpoint
-        own = ", with its settings where the command gives none" * has_steps(folder)
+        own = ", with its settings where the command gives none" * cli.has_steps(folder)
         print(f"going on from {resumed}{own}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
-    elif has_steps(folder):
+    elif cli.has_steps(folder):
         warn(f"{folder} holds steps without a checkpoint: they are overwritten")
-    write_whole(folder / "config.toml", to_toml(absolute(config, folder)))
+    write_whole(folder / "config.toml", toml.to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     revision = (

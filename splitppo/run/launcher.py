@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from splitppo.config.cli import parse
-from splitppo.config.rules import check
+from splitppo.config import cli, rules
 from splitppo.errors import CLEAR, UserError, one_line, say
 
 # torchrun's flags that make sense here; an underscore may stand for a dash
@@ -46,8 +45,8 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns
     0, or the exit status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them,
     else 1. Raises UserError for wrong flags before a rank starts."""
-    config = parse(argv)
-    check(config)
+    config = cli.parse(argv)
+    rules.check(config)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
@@ -107,6 +106,9 @@ def _state(run: str) -> str:
     """What is saved in a run's folder ("": it has none yet), and how to go on."""
     from splitppo.run.checkpoint import complete
 
-    if run and (saved := complete(Path(run))):
-        return f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
-    return "nothing is saved"
+    saved = complete(Path(run)) if run else []
+    return (
+        f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
+        if saved
+        else "nothing is saved"
+    )

@@ -13,10 +13,7 @@ import torch
 import transformers
 
 from splitppo import data
-from splitppo.config import Config
-from splitppo.config.cli import given_settings, parse
-from splitppo.config.rules import check
-from splitppo.config.toml import to_toml
+from splitppo.config import Config, cli, rules, toml
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
@@ -73,8 +70,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
-    check(config)
+    config, unheld = checks.without_validation(sources.with_copies(cli.parse(argv)))
+    rules.check(config)
     if unheld and launch.rank == 0:
         say(unheld)
     if config.dry_run:
@@ -105,7 +102,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if runtime.status.stopped_before_restart():
         say("stopped: a stop was requested before this restart")
         return RESUMABLE
-    resolved = replace(resolved, given=given_settings(argv))
+    resolved = replace(resolved, given=cli.given_settings(argv))
     run = rank.run = Run(*agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
@@ -152,7 +149,7 @@ def dry_run(config: Config, launch: Launch) -> str:
         )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [
-        to_toml(resolved.config),
+        toml.to_toml(resolved.config),
         format_map(resolved.placement, hosts, [device.type] * len(hosts)),
         *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
         f"resolved: {resolved.to_json()}",

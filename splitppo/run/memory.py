@@ -10,9 +10,7 @@ from typing import Any, cast
 import torch
 
 from splitppo.engine.build import most_rows
-from splitppo.engine.vllm.client import BUCKET
-from splitppo.engine.vllm.plan import BLOCK, RESERVE, kv_bytes_per_token
-from splitppo.engine.vllm.process import ALLOCATOR
+from splitppo.engine.vllm import client, plan, process
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint, footprint
@@ -82,7 +80,7 @@ def use_expandable_segments(resolved: Resolved, rank: int) -> None:
     vLLM by CUDA IPC: PyTorch shares such segments through `pidfd_getfd`, which containers
     forbid."""
     shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
-    if shares or resolved.device.type != "cuda" or ALLOCATOR & os.environ.keys():
+    if shares or resolved.device.type != "cuda" or process.ALLOCATOR & os.environ.keys():
         return
     # for those who ask which settings hold
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -91,9 +89,8 @@ def use_expandable_segments(resolved: Resolved, rank: int) -> None:
 
 def gpu_memory(resolved: Resolved) -> float | None:
     """Bytes of the GPU; None without one."""
-    if resolved.device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return float(torch.cuda.get_device_properties(resolved.device).total_memory)
+    on_gpu = resolved.device.type == "cuda" and torch.cuda.is_available()
+    return float(torch.cuda.get_device_properties(resolved.device).total_memory) if on_gpu else None
 
 
 def card(memory: float) -> str:
@@ -298,8 +295,8 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     found, *_ = _of(resolved, "policy")
     most = most_rows(config, len(resolved.placement.groups["actor"]))
     rows = min(config.engine.max_rows, most) * size
-    blocks = -(-config.rollout.max_row_tokens // BLOCK) + 1
-    row = blocks * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
+    blocks = -(-config.rollout.max_row_tokens // plan.BLOCK) + 1
+    row = blocks * plan.BLOCK * plan.kv_bytes_per_token(model.config, resolved.dtype, size)
     whole = model.parameters * resolved.dtype.itemsize
     weights = whole / size
     embedding = found.vocabulary * found.hidden
@@ -312,10 +309,13 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
             sync,
             {"engine's cache": rows * row, "activations of the engine": states},
         )
-    room = memory * config.engine.memory_fraction - weights - RESERVE
+    room = memory * config.engine.memory_fraction - weights - plan.RESERVE
     awake = {f"{VLLM}weights": weights}
     cache = max(row, min(room, max(rows, 2) * row))
-    rest = {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(embedding, BUCKET["cuda"])}
+    rest = {
+        f"{VLLM}other memory": plan.RESERVE,
+        "buckets": 2.0 * max(embedding, client.BUCKET["cuda"]),
+    }
     return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
 

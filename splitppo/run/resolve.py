@@ -21,15 +21,7 @@ from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models import hub, tiny
-from splitppo.models.build import (
-    Kind,
-    count_parameters,
-    count_trained,
-    most_positions,
-    read_config,
-    shorten,
-)
+from splitppo.models import build, hub, tiny
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.weights import check_folder
@@ -37,7 +29,7 @@ from splitppo.placement import Placement, Role
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.sources import model_paths
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, build.Kind] = {
     "policy": "policy",
     "reference": "policy",
     "value": "value",
@@ -49,7 +41,7 @@ KINDS: Mapping[str, Kind] = {
 class Model:
     """One of the run's models."""
 
-    kind: Kind
+    kind: build.Kind
     name: str  # as the configuration names it
     path: str  # its folder, or `tiny`: the embedded model, built in the run's folder
     config: PretrainedConfig
@@ -63,12 +55,12 @@ class Model:
 
     @cached_property
     def parameters(self) -> int:
-        return count_parameters(self.config, self.kind)
+        return build.count_parameters(self.config, self.kind)
 
     @cached_property
     def trained(self) -> int:
         """Parameters of a policy or value model that are trained."""
-        return count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
+        return build.count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
 
 
 @dataclass(frozen=True)
@@ -205,12 +197,12 @@ def _read_model(
     """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
     is_value = name == "value"
     own_code = config.policy.trust_remote_code
-    found = tiny.model_config() if path == "tiny" else read_config(path, own_code=own_code)
+    found = tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
     model = Model(
         kind=KINDS[name],
         name=given,
         path=path,
-        config=shorten(found, config.value.layers, given) if is_value else found,
+        config=build.shorten(found, config.value.layers, given) if is_value else found,
         random_init=_is_drawn(config, name),
         packed=wanted and name != "reward",
         frozen=getattr(config, name).freeze if name in ("policy", "value") else (),
@@ -221,7 +213,7 @@ def _read_model(
         if probe and name != "reward":
             model = replace(model, packed=_packs(config, name, model))
     if model.frozen:  # refuses what matches nothing
-        count_trained(model.config, model.kind, model.frozen, f"{name}.freeze")
+        build.count_trained(model.config, model.kind, model.frozen, f"{name}.freeze")
     return model
 
 
@@ -308,7 +300,7 @@ def check_sizes(
     new = config.rollout.max_new_tokens
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
-        most, setting = most_positions(text)
+        most, setting = build.most_positions(text)
         if most and (prompt or longest) + new > most:
             given = f"a prompt of {longest} tokens"
             remedy = (

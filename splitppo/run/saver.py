@@ -13,9 +13,8 @@ from torch import Tensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
+from splitppo.models import offload, sharding
 from splitppo.models.names import numbered
-from splitppo.models.offload import host_copy
-from splitppo.models.sharding import described, local
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
@@ -39,7 +38,7 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
         for name, parameter in learner.sharded().items():
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
-                held.setdefault(kind, {})[numbered(name, number)] = described(
+                held.setdefault(kind, {})[numbered(name, number)] = sharding.described(
                     learner.model, name, tensor
                 )
     return held
@@ -95,7 +94,9 @@ class Saver:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
         first step."""
         for kind, tensors in tensors_of(self.learners).items():
-            self.copies[kind] = {name: host_copy(tensor) for name, tensor in tensors.items()}
+            self.copies[kind] = {
+                name: offload.host_copy(tensor) for name, tensor in tensors.items()
+            }
         for learner in self.learners:
             learner.release_memory(changed=False)
 
@@ -110,7 +111,9 @@ class Saver:
             self.allocate()
         for kind, tensors in tensors_of(self.learners).items():
             for name, tensor in tensors.items():
-                local(self.copies[kind][name]).copy_(local(tensor), non_blocking=True)
+                sharding.local(self.copies[kind][name]).copy_(
+                    sharding.local(tensor), non_blocking=True
+                )
         if self.learners[0].runner.device.type == "cuda":
             torch.cuda.synchronize(self.learners[0].runner.device)
         for learner in self.learners:

@@ -105,12 +105,13 @@ class Trackers:
     not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
-        names = config.log.trackers if active else ()
         self.run_dir = run_dir
         self.steps = config.steps
         self.last = start or -1  # the last step whose records are not sent
         self.records = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
-        self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
+        self.trackers = [
+            TRACKERS[name](config, run_dir, start) for name in config.log.trackers if active
+        ]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have
