@@ -85,8 +85,11 @@ def given_settings(argv: Sequence[str]) -> list[str]:
 def has_steps(run_dir: Path) -> bool:
     """Whether a run in this folder has finished a step: its metrics have a line, or it has a
     checkpoint."""
-    patterns = ("metrics/*.jsonl", "checkpoints/step_*/actor/manifest.json")
-    return any(path.stat().st_size for pattern in patterns for path in run_dir.glob(pattern))
+    return any(
+        path.stat().st_size
+        for pattern in ("metrics/*.jsonl", "checkpoints/step_*/actor/manifest.json")
+        for path in run_dir.glob(pattern)
+    )
 
 
 def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str, Any]]:

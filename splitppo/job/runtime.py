@@ -161,12 +161,11 @@ class Runtime:
     def _gather(self, key: str, value: str) -> None:
         self.store.set(f"{key}/{self.launch.rank}", value)
         if self.launch.rank == 0:
+            names = [f"{key}/{rank}" for rank in range(self.launch.world)]
             with self._naming_ranks(key):
-                texts = [
-                    self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)
-                ]
+                texts = [self.store.get(name).decode() for name in names]
             self.store.set(key, json.dumps(texts))
-            for read in (*self.gathered, *(f"{key}/{rank}" for rank in range(self.launch.world))):
+            for read in (*self.gathered, *names):
                 self.store.delete_key(read)
             self.gathered = [key]
 
@@ -180,10 +179,7 @@ class Runtime:
             me = self.launch.rank
             senders = range(self.launch.world) if me == 0 else [0]
             missing = [rank for rank in senders if not self.store.check([f"{key}/{rank}"])]
-            names = (
-                ", ".join(self.status.describe(rank) for rank in missing[:8])
-                or "ranks that rank 0 names"
-            )
+            names = ", ".join(map(self.status.describe, missing[:8])) or "ranks that rank 0 names"
             raise RuntimeError(
                 f"{key}: rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s for "
                 f"{names}; raise --timeout if that is only slow"

@@ -67,9 +67,10 @@ class Status:
     def suspended_ranks(self) -> str:
         """Describes the ranks of this machine that SIGSTOP or a debugger holds; "" if there are
         none."""
-        held = [rank for rank, pid in self.pids.items() if process_state(pid)[0] in ("T", "t")]
         return ", ".join(
-            f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held
+            f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)"
+            for rank, pid in self.pids.items()
+            if process_state(pid)[0] in ("T", "t")
         )
 
     def dead_rank(self) -> str | None:

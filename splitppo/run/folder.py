@@ -288,11 +288,13 @@ def write_run_files(
         shutil.which("git")
         and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     )
-    packages = ("splitppo", "torch", "transformers", "safetensors", "vllm")
     versions = {
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
-        **{name: installed(name) for name in packages},
+        **{
+            name: installed(name)
+            for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")
+        },
         "git": revision or "not a checkout",
     }
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

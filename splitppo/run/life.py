@@ -266,8 +266,7 @@ class Run:
         for saver in self.savers.values() if patience else ():
             saver.commit_written(patience)
         found = reversed(checkpoint.complete(self.folder))
-        whole = (folder for folder in found if not checkpoint.damage(folder, sizes_only=True))
-        return next(whole, None)
+        return next((one for one in found if not checkpoint.damage(one, sizes_only=True)), None)
 
     def _notices(self) -> Iterator[list[str]]:
         return notices.follow(self.folder, notices.silent(self.build.resolved))

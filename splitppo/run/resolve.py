@@ -174,6 +174,7 @@ def resolve(
             else read_tokenizer(policy.path, own_code=own_code)
         )
     size = vocabulary_size(tokenizer)
+    eos = eos_ids(policy.config, tokenizer, None if policy.path == "tiny" else Path(policy.path))
     check_sizes(config, models, size)
     return Resolved(
         config=config,
@@ -187,7 +188,7 @@ def resolve(
         models=models,
         tokenizer=tokenizer,
         vocabulary_size=size,
-        eos=eos_ids(policy.config, tokenizer, None if policy.path == "tiny" else Path(policy.path)),
+        eos=eos,
     )
 
 

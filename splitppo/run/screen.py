@@ -215,13 +215,15 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
-    tools = (("next", "report"), ("", "chat"), ("", "export"))
+    run = shlex.quote(str(folder))
     # paths and commands are not wrapped: they are to be copied
     parts = [
         *(_titled(*line) for line in lines),
         f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}",
         *(_titled("warning", notice) for notice in notices),
-        *(f"{title:<12} splitppo {tool} {shlex.quote(str(folder))}" for title, tool in tools),
+        f"{'next':<12} splitppo report {run}",
+        f"{'':<12} splitppo chat {run}",
+        f"{'':<12} splitppo export {run}",
     ]
     return "\n".join(parts)
 
