@@ -5,7 +5,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -350,7 +349,7 @@ class Builder:
             functools.partial(write_rows, self.folder / "validation"),
         )
 
-    def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
+    def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:
         """Builds, shards and fills a model; `number` counts in an ensemble."""
         self._begin_phase(f"loading the {name}")
         resolved = self.resolved

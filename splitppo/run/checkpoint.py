@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from splitppo.errors import UserError, warn
@@ -189,7 +187,7 @@ def read_tensors(
     reader = TensorReader(part)
     try:
         dcp.load(into, storage_reader=reader, process_group=process_group, no_dist=no_dist)
-    except CheckpointException as error:  # a BaseException
+    except dcp.CheckpointException as error:  # a BaseException
         cause, _ = next(iter(error.failures.values()))
         raise UserError(
             f"{part} can't be loaded ({type(cause).__name__}: {cause}); "
@@ -197,7 +195,7 @@ def read_tensors(
         ) from cause
 
 
-class TensorReader(FileSystemReader):
+class TensorReader(dcp.FileSystemReader):
     """Reads tensors and nothing else: unpickling a checkpoint must not run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -21,10 +21,9 @@ from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models import build, hub, tiny
+from splitppo.models import build, hub, tiny, weights
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
-from splitppo.models.weights import check_folder
 from splitppo.placement import Placement, Role
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.sources import model_paths
@@ -210,7 +209,7 @@ def _read_model(
         number=config.value.ensemble if is_value else 1,
     )
     if path != "tiny":
-        check_folder(model.config, path, model.kind, random_init=model.random_init)
+        weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
         if probe and name != "reward":
             model = replace(model, packed=_packs(config, name, model))
     if model.frozen:  # refuses what matches nothing

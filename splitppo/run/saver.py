@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
@@ -27,7 +26,7 @@ from splitppo.run.checkpoint import (
 from splitppo.run.files import read_file, sync_folder, write_whole
 
 # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
-Tensors = dict[str, dict[str, Tensor]]
+Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:

@@ -15,8 +15,7 @@ from pathlib import Path
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
 from splitppo.errors import UserError
-from splitppo.models.hub import find
-from splitppo.models.older import TOKENIZER
+from splitppo.models import hub, older
 
 
 def absolute(config: Config, run: Path) -> Config:
@@ -84,7 +83,7 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
 
 def _without_weights(folder: Path) -> set[Path]:
     """What the tools need of a model's folder beside its weights."""
-    patterns = ("config.json", "generation_config.json", *TOKENIZER, "*.py")
+    patterns = ("config.json", "generation_config.json", *older.TOKENIZER, "*.py")
     return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
 
 
@@ -111,7 +110,7 @@ def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False)
     if any(copy.glob("*.safetensors" if weights else "config.json")):
         return copy
     try:
-        return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
+        return Path(hub.find(f"{kind}.path", paths[kind], fetch=False)[1])
     except UserError as error:
         raise UserError(
             f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's "
