@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from splitppo import data
-from splitppo.config import Config, cli, rules, toml
+from splitppo.config import Config, rules, toml
+from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
@@ -70,7 +71,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config, unheld = checks.without_validation(sources.with_copies(cli.parse(argv)))
+    config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
     rules.check(config)
     if unheld and launch.rank == 0:
         say(unheld)
@@ -102,7 +103,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if runtime.status.stopped_before_restart():
         say("stopped: a stop was requested before this restart")
         return RESUMABLE
-    resolved = replace(resolved, given=cli.given_settings(argv))
+    resolved = replace(resolved, given=given_settings(argv))
     run = rank.run = Run(*agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
