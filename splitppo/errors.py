@@ -39,9 +39,9 @@ def warn(message: str) -> None:
 def one_line(text: str) -> str:
     """`text` as a line that any screen can show: control characters and lone surrogates as Python's
     escapes."""
-    shown = " ".join(text.split())
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in " ".join(text.split())
     )
 
 
@@ -85,10 +85,9 @@ def to_user_error(error: BaseException) -> UserError | None:
         shown = path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}"
         return UserError(f"{shown}: {error.strerror}{FREE if error.errno in FULL else OTHER}")
     under = error.__cause__ or error.__context__
+    # of a crash while another error was handled, a full disk alone is the cause
     while under and under is not error.__cause__ and getattr(under, "errno", 0) not in FULL:
-        under = (
-            under.__context__
-        )  # of a crash while another error was handled, a full disk alone is the cause
+        under = under.__context__
     cause = under and to_user_error(under)
     return UserError(f"{error}: {cause}") if cause else None
 

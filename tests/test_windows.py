@@ -30,6 +30,7 @@ from transformers import AutoConfig
 from splitppo import algo
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
+from splitppo.data import PromptSet
 from splitppo.engine import Ask, Piece
 from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
@@ -385,7 +386,7 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
         }
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
-        context = build_context(resolved, runtime, sampler, [])
+        context = build_context(resolved, runtime, sampler, PromptSet([], []))
         sampler.open = {1: OpenRow(1, 9, 4), 3: OpenRow(7, 4, 4)}
         owned = context.ownership(5)
         if window and len(actors.groups["actor"]) > 1:

@@ -14,32 +14,22 @@ from typing import Any
 
 import tyro
 
-from splitppo.config import Config
-from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
+from splitppo.config import Config, toml
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = (
-    "run_dir",
-    "resume",
-    "policy.path",
-    "reference.path",
-    "value.path",
-    "data.files",
-    "data.validation_files",
-    "rollout.lengths",
-    "reward.function",
-    "reward.validation",
-    "reward.model",
+    *("run_dir", "resume", "policy.path", "reference.path", "value.path", "reward.model"),
+    *("data.files", "data.validation_files", "rollout.lengths"),
+    *("reward.function", "reward.validation"),
 )
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
     r"|.*\.tensor_parallel|(policy|value)\.offload"
 )
-TINY = str(
-    Path(__file__).with_name("tiny.toml")
-)  # defaults of the embedded model, which needs larger learning rates
+# defaults of the embedded model, which needs larger learning rates
+TINY = str(Path(__file__).with_name("tiny.toml"))
 
 
 def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
@@ -61,17 +51,17 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
             settings = {}  # all of the preset's are right
         for name, value in settings.items():
             try:
-                read_flags(Config, "", as_flag(name, value))
+                read_flags(Config, "", toml.as_flag(name, value))
             except UserError as error:
                 raise UserError(
-                    f"--config {path}: {name} = {toml_value(value)}: {error}"
+                    f"--config {path}: {name} = {toml.toml_value(value)}: {error}"
                 ) from error
         raise
     run = Path(os.path.expanduser(config.run_dir or ""))
     if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
         with suppress(UserError), redirect_stderr(io.StringIO()):
-            kept = read_preset(str(run / "config.toml"), recorded=True)
+            kept = toml.read_preset(str(run / "config.toml"), recorded=True)
             kept = {name: value for name, value in kept.items() if not re.fullmatch(ANEW, name)}
             config = _read([*_flags(kept), *given])
     return map_paths(config, lambda _, file: os.path.expanduser(file))
@@ -79,9 +69,9 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
 
 def as_flags(config: Config) -> list[str]:
     """The settings that differ from their defaults, as arguments of the command line."""
-    defaults = dict(leaves(asdict(Config())))
+    defaults = dict(toml.leaves(asdict(Config())))
     return _flags(
-        {name: value for name, value in leaves(asdict(config)) if value != defaults.get(name)}
+        {name: value for name, value in toml.leaves(asdict(config)) if value != defaults.get(name)}
     )
 
 
@@ -89,32 +79,31 @@ def given_settings(argv: Sequence[str]) -> list[str]:
     """The settings that a command line or its preset sets."""
     flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     given = {*flags, *(re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags), *_preset(argv)[1]}
-    return [name for name, _ in leaves(asdict(Config())) if name in given]
+    return [name for name, _ in toml.leaves(asdict(Config())) if name in given]
 
 
 def has_steps(run_dir: Path) -> bool:
     """Whether a run in this folder has finished a step: its metrics have a line, or it has a
     checkpoint."""
-    files = [
-        *run_dir.glob("metrics/*.jsonl"),
-        *run_dir.glob("checkpoints/step_*/actor/manifest.json"),
-    ]
-    return any(path.stat().st_size for path in files)
+    return any(
+        path.stat().st_size
+        for pattern in ("metrics/*.jsonl", "checkpoints/step_*/actor/manifest.json")
+        for path in run_dir.glob(pattern)
+    )
 
 
 def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str, Any]]:
     """The file that `--config` names, and its settings; none without it."""
     preset = _value_of("--config", argv)
-    path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    return path, {} if preset is None else read_preset(path, recorded=recorded)
+    path = "" if preset is None else toml.find_preset(os.path.expanduser(preset))
+    return path, {} if preset is None else toml.read_preset(path, recorded=recorded)
 
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
-    tiny = _value_of("--policy.path", given) in (None, "tiny")
-    return read_flags(
-        Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given]
-    )
+    if _value_of("--policy.path", given) in (None, "tiny"):
+        given = [*_flags(toml.read_preset(TINY)), *given]
+    return read_flags(Config, "splitppo.train", given)
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
@@ -142,14 +131,16 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
     return finder.parse_known_args(argv)[0].value
 
 
-def read_flags(wanted: Any, prog: str, args: Sequence[str], **how: Any) -> Any:
-    """`wanted` made from a command line by tyro, to which `how` goes. A wrong flag is a UserError
-    of one line."""
+def read_flags(
+    wanted: Any, prog: str, args: Sequence[str], *, return_unknown_args: bool = False
+) -> Any:
+    """`wanted` made from a command line by tyro. A wrong flag is a UserError of one line; unknown
+    ones are returned beside it on demand."""
     check_text(args)
     box = io.StringIO()
     try:
         with redirect_stderr(box):
-            return tyro.cli(wanted, args=args, prog=prog, **how)
+            return tyro.cli(wanted, args=args, prog=prog, return_unknown_args=return_unknown_args)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -172,10 +163,8 @@ def _message_of(box: str) -> str:
     """The error in tyro's box, in one line."""
     lines = [line.strip("│|╭╮─ ") for line in box.splitlines() if re.search("[a-z']", line)]
     near = lines[lines.index("Perhaps you meant:") + 1] if "Perhaps you meant:" in lines else ""
-    message = " ".join(
-        takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:])
-    )
-    message = re.sub(r"\[/?bold\]", "", message.partition(" Got errors")[0])
+    said = takewhile(lambda line: not line.startswith(("Perhaps", "For full")), lines[1:])
+    message = re.sub(r"\[/?bold\]", "", " ".join(said).partition(" Got errors")[0])
     if wrong := re.match(
         r"Error parsing (\S+): .*?('.*?')\]? Argument helptext: \S+ (\{.*?\}|\[.*?\]\]|\S+) (.*)",
         message,
@@ -185,4 +174,4 @@ def _message_of(box: str) -> str:
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in as_flag(name, value)]
+    return [word for name, value in settings.items() for word in toml.as_flag(name, value)]

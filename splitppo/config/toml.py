@@ -34,16 +34,12 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     del known["config"]  # a preset names no other
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
-        own = ", ".join(
-            sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
-        )
-        raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {own}")
+        own = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
+        raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(own)}")
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: TOMLDecodeError, or bytes that are no text
+    # ValueError: TOMLDecodeError, or bytes that are no text
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"--config {path}: not TOML: {error}; "
             'write it as [section] and key = value, with texts in quotes and "None" for off'
@@ -52,9 +48,7 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
         del settings[name]
-    settings = {
-        name: value for name, value in settings.items() if name not in sections or value != {}
-    }
+    settings = {name: v for name, v in settings.items() if name not in sections or v != {}}
     for name, value in settings.items():
         if name in sections:
             raise UserError(
@@ -70,9 +64,8 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
     name = name.replace("-", "_")
-    same = [
-        other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]
-    ]  # in another section
+    # in another section
+    same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(
         name, known, n=1
     )

@@ -16,10 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitppo.algo import Moments, merge_moments
 from splitppo.job.launch import Launch
 
-SHARDED = (
-    "replica",
-    "shard",
-)  # axes over which weights are sharded; the second alone if there is one replica
+# axes over which weights are sharded; the second alone if there is one replica
+SHARDED = ("replica", "shard")
 
 
 class Group:
@@ -164,10 +162,8 @@ class GroupMaker:
         """Makes a process group of each row of `[groups, ranks]`; returns the one that holds this
         rank, or None."""
         if (key := str(lines.tolist())) not in self.made:
-            groups = [self.new_group(ranks) for ranks in lines.tolist()]
-            self.made[key] = next(
-                (g for g, ranks in zip(groups, lines, strict=True) if self.rank in ranks), None
-            )
+            groups = [(self.new_group(ranks), ranks) for ranks in lines.tolist()]
+            self.made[key] = next((group for group, ranks in groups if self.rank in ranks), None)
         return self.made[key]
 
     def mesh(self, blocks: Tensor, *names: str) -> DeviceMesh | None:

@@ -14,9 +14,8 @@ from splitppo.job.launch import ERROR_FILE, Launch, ends_quietly, record_error
 from splitppo.job.runtime import Runtime
 
 DIED = "died without an error message: killed, perhaps because memory ran out"
-DYING = (
-    1.0  # a killed process closes its connections at most so many seconds before it counts as dead
-)
+# a killed process closes its connections at most so many seconds before it counts as dead
+DYING = 1.0
 
 
 def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch) -> int:
@@ -42,9 +41,8 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
             if not ends_quietly():
                 say(f"rank {launch.rank} stops: another rank failed ({why})", error=True)
             if ERROR_FILE in os.environ:
-                time.sleep(
-                    2
-                )  # torchrun reports the rank that ends first: let the failed rank be that rank
+                # torchrun reports the rank that ends first: let the failed rank be that rank
+                time.sleep(2)
             return 1
         error.add_note(f"on {runtime.status.describe(launch.rank)}")
         for cause in causes:

@@ -2,7 +2,6 @@
 for a lost host."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -58,15 +57,18 @@ class Heartbeat:
         if self.closed.is_set() or len(self.hosts) == 1:
             return None
         if (silence := now - self.store_answered) > least:
-            where = os.environ.get("MASTER_ADDR", "the first host")
             return (
-                f"the job's store on {where} has not answered {here} for {silence:.0f} s: {cause}"
+                f"the job's store on {os.environ.get('MASTER_ADDR', 'the first host')} "
+                f"has not answered {here} for {silence:.0f} s: {cause}"
             )
         for machine, (_, when) in self.seen.items():
             if machine != self.peers[self.rank].machine and now - when > least:
                 host = self.peers[self.hosts[machine][0]].host
                 ranks = ", ".join(map(str, self.hosts[machine]))
-                return f"no heartbeat of {host} (ranks {ranks}) has reached {here} for {now - when:.0f} s: {cause}"
+                return (
+                    f"no heartbeat of {host} (ranks {ranks}) has reached {here} "
+                    f"for {now - when:.0f} s: {cause}"
+                )
         return None
 
     def _exchange(self) -> None:
@@ -94,7 +96,5 @@ class Heartbeat:
                 }
             last = now
             if message := self.lost_host(self.limit):
-                with suppress(OSError):  # the screen may be on the lost host
-                    print(message, file=sys.stderr, flush=True)
                 store_lost = time.monotonic() - self.store_answered > self.limit
-                end_rank(RuntimeError(message), torchrun=self.torchrun if store_lost else None)
+                end_rank(message, torchrun=self.torchrun if store_lost else None)

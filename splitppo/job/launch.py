@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,13 +54,14 @@ class Launch:
         }
         given = [env.get(name, "") for name in names]
         if (
-            not all(map(str.isdecimal, given))
+            "MASTER_ADDR" not in env
+            or not all(map(str.isdecimal, given))
             or int(given[0]) >= int(given[1])
-            or "MASTER_ADDR" not in env
         ):
             found = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
             raise UserError(
-                f"{found}: torchrun sets all of them; start with it, or unset RANK for one process alone"
+                f"{found}: torchrun sets all of them; start with it, "
+                "or unset RANK for one process alone"
             )
         return cls(*map(int, given[:5]))
 
@@ -66,8 +69,9 @@ class Launch:
         """Raises UserError if this node has more or fewer ranks than the average node."""
         if self.nodes > 1 and self.local_world * self.nodes != self.world:
             raise UserError(
-                f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on {socket.gethostname()}: "
-                "all nodes need the same number; give every torchrun the same --nproc_per_node"
+                f"{self.world} ranks on {self.nodes} nodes, {self.local_world} of them on "
+                f"{socket.gethostname()}: all nodes need the same number; "
+                "give every torchrun the same --nproc_per_node"
             )
 
 
@@ -90,12 +94,14 @@ def record_error(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def end_rank(error: Exception, *, torchrun: int | None = None) -> None:
-    """Ends this rank from any thread, while the main thread may wait in C++. Kills the process
-    `torchrun`: without its store it ignores every other signal until the kernel gives up the
-    connection, after 15 minutes."""
+def end_rank(message: str, *, torchrun: int | None = None) -> None:
+    """Says why and ends this rank from any thread, while the main thread may wait in C++. Kills the
+    process `torchrun`: without its store it ignores every other signal until the kernel gives up
+    the connection, after 15 minutes."""
     try:
-        record_error(error)
+        with suppress(OSError):  # the screen may be on a lost host
+            print(message, file=sys.stderr, flush=True)
+        record_error(RuntimeError(message))
         if torchrun is not None and os.getppid() == torchrun:
             time.sleep(2)  # the other ranks of the host end by themselves
             os.kill(torchrun, signal.SIGKILL)

@@ -2,7 +2,6 @@
 network interface."""
 
 import fcntl
-import hashlib
 import json
 import os
 import socket
@@ -19,17 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from splitppo.config import Config
-from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-
-MAY_DIFFER = (
-    "config",
-    "run_dir",
-    "resume",
-    "force",
-)  # settings of which rank 0's value counts, or none
 
 
 @dataclass(frozen=True)
@@ -103,8 +93,8 @@ def join(
                     if store.check([key])
                 }
                 raise RuntimeError(
-                    f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start; "
-                    f"those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
+                    f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start;"
+                    f" those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
                 )
             while answered < store.add("splitppo/tickets", 0):
                 answered += 1
@@ -114,24 +104,6 @@ def join(
             f"splitppo/start_{count}", json.dumps([json.loads(store.get(key)) for key in keys])
         )
     return count, [Peer(**peer) for peer in json.loads(store.get(f"splitppo/start_{count}"))]
-
-
-def facts_of(config: Config) -> dict[str, str]:
-    """What must be the same on all nodes: versions, this package's code, and the settings."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        code.update(path.read_bytes())
-    found = {
-        "torch": torch.__version__,
-        "transformers": installed("transformers"),
-        "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})",
-    }
-    if torch.cuda.is_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
-        found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
-    return found | {
-        f"--{name}": str(value) for name, value in leaves(asdict(config)) if name not in MAY_DIFFER
-    }
 
 
 def installed(package: str) -> str:
@@ -175,7 +147,6 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other nodes. Gloo's own choice,
     the interface of the host's name, is often the loopback. Raises UserError if the variable is set
     to one that leads to no other node."""
-    own = peers[rank]
     others = sorted({peer.host for peer in peers if peer.network != peers[rank].network})
     if not others:
         return
@@ -184,8 +155,9 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
         if addresses.get(given, "127.").startswith("127."):
             shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
             raise UserError(
-                f"GLOO_SOCKET_IFNAME={given} on {own.host} (rank {rank}) does not lead to the other nodes, "
-                f"{', '.join(others)}; set it to the interface of their network, one of {shown}"
+                f"GLOO_SOCKET_IFNAME={given} on {peers[rank].host} (rank {rank}) does not lead to "
+                f"the other nodes, {', '.join(others)}; set it to the interface of their network, "
+                f"one of {shown}"
             )
     elif found := _interface_to_others(peers, rank, addresses):
         os.environ["GLOO_SOCKET_IFNAME"] = found
@@ -197,9 +169,8 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in found:
             with suppress(OSError):  # no address
-                answer = fcntl.ioctl(
-                    asking.fileno(), 0x8915, struct.pack("256s", name.encode())
-                )  # SIOCGIFADDR
+                # SIOCGIFADDR
+                answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", name.encode()))
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
@@ -213,8 +184,7 @@ def _interface_to_others(
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect((master, 9))  # sends nothing
             own = probe.getsockname()[0]
-            if found := [
-                name for name in addresses if addresses[name] == own and not own.startswith("127.")
-            ]:
-                return found[0]
+            for name, address in addresses.items():
+                if address == own and not own.startswith("127."):
+                    return name
     return None

@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from splitppo.config import ShardSize
 from splitppo.errors import UserError
 from splitppo.job.collectives import SHARDED, Group, GroupMaker, TensorSet
 from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
 from splitppo.job.status import Status
-from splitppo.placement import Placement, Role, replicas
+from splitppo.placement import Placement, Role, ShardSize, replicas
 
-STARTUP_LIMIT = (
-    300.0  # seconds at most until all ranks are there: torchrun starts them at the same time
-)
+# seconds at most until all ranks are there: torchrun starts them at the same time
+STARTUP_LIMIT = 300.0
 
 
 class Runtime:
@@ -47,10 +45,16 @@ class Runtime:
     """
 
     def __init__(
-        self, launch: Launch, placement: Placement, device: torch.device, timeout: float, *,
-        shard_size: ShardSize = None, set_sizes: Mapping[Role, Sequence[int]] | None = None,
+        self,
+        launch: Launch,
+        placement: Placement,
+        device: torch.device,
+        timeout: float,
+        *,
+        shard_size: ShardSize = None,
+        set_sizes: Mapping[Role, Sequence[int]] | None = None,
         facts: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         self.launch = launch
         self.placement = placement
         self.device = device
@@ -58,9 +62,8 @@ class Runtime:
         self.last_checkpoint: Callable[[], Path | None] = lambda: None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        startup = timedelta(
-            seconds=min(max(timeout, 60.0), STARTUP_LIMIT)
-        )  # starting takes longer than a message
+        # starting takes longer than a message
+        startup = timedelta(seconds=min(max(timeout, 60.0), STARTUP_LIMIT))
         shared: Any = connect(startup)
         restart, peers = join(shared, launch, Peer.of_this_process(device), startup)
         self.hosts = [peer.host for peer in peers]
@@ -72,9 +75,8 @@ class Runtime:
         self.store, self.wire_store, control = (dist.PrefixStore(prefix, store) for store in own)
         self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
-        self.gathered: list[
-            str
-        ] = []  # rank 0: keys that all ranks will have read when they gather again
+        # rank 0: keys that all ranks will have read when they gather again
+        self.gathered: list[str] = []
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
@@ -101,7 +103,6 @@ class Runtime:
         self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]
     ) -> None:
         maker = GroupMaker(self.launch, self.device.type, store, self.timeout)
-        local_world = self.launch.local_world
         # longer than the channels' waits, which name the ranks
         self.wire = maker.new_group(timeout=timedelta(seconds=2 * self.timeout))
         self.groups: dict[Role, Group] = {}
@@ -111,7 +112,7 @@ class Runtime:
         for role, ranks in self.placement.groups.items():
             own, *_ = sizes = set_sizes.get(role, [1])
             held = torch.tensor(
-                replicas(role, self.placement, shard_size, local_world=local_world)
+                replicas(role, self.placement, shard_size, local_world=self.launch.local_world)
             ).squeeze(0)
             group = maker.group(torch.tensor([ranks]), tensor=own)
             mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
@@ -160,12 +161,11 @@ class Runtime:
     def _gather(self, key: str, value: str) -> None:
         self.store.set(f"{key}/{self.launch.rank}", value)
         if self.launch.rank == 0:
+            names = [f"{key}/{rank}" for rank in range(self.launch.world)]
             with self._naming_ranks(key):
-                texts = [
-                    self.store.get(f"{key}/{rank}").decode() for rank in range(self.launch.world)
-                ]
+                texts = [self.store.get(name).decode() for name in names]
             self.store.set(key, json.dumps(texts))
-            for read in (*self.gathered, *(f"{key}/{rank}" for rank in range(self.launch.world))):
+            for read in (*self.gathered, *names):
                 self.store.delete_key(read)
             self.gathered = [key]
 
@@ -179,13 +179,10 @@ class Runtime:
             me = self.launch.rank
             senders = range(self.launch.world) if me == 0 else [0]
             missing = [rank for rank in senders if not self.store.check([f"{key}/{rank}"])]
-            names = (
-                ", ".join(self.status.describe(rank) for rank in missing[:8])
-                or "ranks that rank 0 names"
-            )
+            names = ", ".join(map(self.status.describe, missing[:8])) or "ranks that rank 0 names"
             raise RuntimeError(
-                f"{key}: rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s for {names}; "
-                "raise --timeout if that is only slow"
+                f"{key}: rank {me} on {self.hosts[me]} waited {self.timeout + patience:g} s for "
+                f"{names}; raise --timeout if that is only slow"
             ) from error
 
 

@@ -67,22 +67,20 @@ class StopSignals:
         status = self.runtime.status
         done = self.runtime.work_done
         dead = None
-        with suppress(
-            RuntimeError
-        ):  # the store may be lost, with the rank or the torchrun that held it
+        # the store may be lost, with the rank or the torchrun that held it
+        with suppress(RuntimeError):
             status.request_stop(number.name)
         while (
             number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None
         ):
             time.sleep(0.1)
         if dead and not ends_quietly():
-            suspended = status.suspended_ranks()
             saved = self.runtime.last_checkpoint()
             parts = [
                 f"{dead} {DIED}",
-                suspended,
+                status.suspended_ranks(),
                 f"the last good checkpoint is {saved}" if saved else "",
             ]
-            say("; ".join(part for part in parts if part), error=True)
+            say("; ".join(filter(None, parts)), error=True)
         if dead is not None and not done.is_set():
             os._exit(1)

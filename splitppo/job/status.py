@@ -59,18 +59,18 @@ class Status:
         ranks: dict[str, list[str]] = {}
         for rank in range(len(self.peers)):
             ranks.setdefault(self._phase(rank), []).append(str(rank))
-        found = (
-            (", ".join(held[:8]) + ", ..." * (len(held) > 8), phase)
+        return "; ".join(
+            f"rank {', '.join(held[:8])}{', ...' * (len(held) > 8)} in {phase!r}"
             for phase, held in ranks.items()
         )
-        return "; ".join(f"rank {held} in {phase!r}" for held, phase in found)
 
     def suspended_ranks(self) -> str:
         """Describes the ranks of this machine that SIGSTOP or a debugger holds; "" if there are
         none."""
-        held = [rank for rank, pid in self.pids.items() if process_state(pid)[0] in ("T", "t")]
         return ", ".join(
-            f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)" for rank in held
+            f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)"
+            for rank, pid in self.pids.items()
+            if process_state(pid)[0] in ("T", "t")
         )
 
     def dead_rank(self) -> str | None:
@@ -90,9 +90,8 @@ class Status:
         """Publishes that this rank failed; returns whether it is the first rank that did."""
         for pid in self.pids.values():
             with suppress(ProcessLookupError):
-                os.kill(
-                    pid, signal.SIGCONT
-                )  # a suspended rank cannot hear torchrun's SIGTERM, which then waits 30 s
+                # a suspended rank cannot hear torchrun's SIGTERM, which then waits 30 s
+                os.kill(pid, signal.SIGCONT)
         try:
             return self._is_first("failed")
         except (RuntimeError, dist.DistError):
@@ -114,26 +113,24 @@ class Status:
             if self.store.check(["stop/requested"]):
                 self.job.set("splitppo/stopped", "1")
                 self.store.set("stop/step", str(step))
-            self.store.set(
-                "stop/answered", str(step)
-            )  # after the answer: the store keeps the order
+            # after the answer: the store keeps the order
+            self.store.set("stop/answered", str(step))
 
     def stopped_by(self, step: int) -> str | None:
         """Who requested the stop that makes this step the last; None if the run goes on. Waits
         until rank 0 has answered for the step: in a step without rows nothing else would. Raises
         WireError when the time is over."""
         deadline = time.monotonic() + self.timeout
-        while (
-            self.store.add("stop/answered", 0) < step
-        ):  # the last step that rank 0 has answered for
+        # the last step that rank 0 has answered for
+        while self.store.add("stop/answered", 0) < step:
             if time.monotonic() > deadline:
                 raise WireError(
-                    f"step {step}: {self.describe(self.rank)} waited {self.timeout:g} s until {self.describe(0)} says"
-                    " whether the run stops; raise --timeout if that rank is only slow"
+                    f"step {step}: {self.describe(self.rank)} waited {self.timeout:g} s until "
+                    f"{self.describe(0)} says whether the run stops; "
+                    "raise --timeout if that rank is only slow"
                 )
-            time.sleep(
-                0.01
-            )  # no wait in the store: it would block the heartbeats on this connection
+            # no wait in the store: it would block the heartbeats on this connection
+            time.sleep(0.01)
         return (
             self.store.get("stop/requested").decode()
             if self.store.check(["stop/step"]) and int(self.store.get("stop/step")) <= step

@@ -1,13 +1,10 @@
-"""The parts of a run, built from its resolved configuration: data, models, actor, critic,
-channels."""
+"""Builds the parts of a run from its resolved configuration: models, actor, critic, channels."""
 
 import functools
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,73 +23,29 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
-from splitppo.models import build, weights
+from splitppo.models import build, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
-from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Ownership, Role, data_parallel, own
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
-from splitppo.rewards.scorer import Scorer, check_prompts
-from splitppo.rollout import Prompt
+from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import read_file, write_rows
-from splitppo.run.folder import TRAINING, VALIDATION, inputs_of
-from splitppo.run.resolve import Resolved, check_sizes
+from splitppo.run.resolve import Model, Resolved
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
-
-
-def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
-    """The run, in which the longest prompt of the data stands for an unset
-    `rollout.max_prompt_tokens`; training prompts and held-out prompts, checked against what scores
-    them."""
-    config = resolved.config
-    reward = resolved.config.reward
-    read = functools.partial(
-        data.load_prompts,
-        resolved.data,
-        resolved.tokenizer,
-        seed=config.seed,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        now=resolved.now,
-    )
-    training = read(split="train", check=functools.partial(check_prompts, reward.function))
-    setting = "reward.validation" if reward.validation else "reward.function"
-    check = functools.partial(check_prompts, reward.validation or reward.function, setting=setting)
-    validation = read(split="validation", check=check)
-    if config.rollout.max_prompt_tokens is None:
-        longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
-        check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
-        resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
-    return resolved, (training, validation)
-
-
-def all_inputs(
-    resolved: Resolved, training: data.PromptSet, validation: data.PromptSet
-) -> dict[str, str]:
-    """What identifies all that the run reads: its files (`inputs_of`), and the prompts as they are
-    rendered."""
-    return inputs_of(
-        resolved.config,
-        {name: model.name for name, model in resolved.models.items()},
-        resolved.local,
-        {TRAINING: training.prompts, VALIDATION: validation.prompts},
-    )
 
 
 def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     """The rows of all slots, from the training prompts."""
     config = resolved.config
     rollout = config.rollout
-
-    def prompt(row: int) -> Prompt:
-        place = row // rollout.samples
-        return training.prompts[data.prompt_index(len(training.prompts), place, config.seed)]
-
+    prompts = training.prompts
+    index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
     return Sampler(
         rollout.batch_size,
-        prompt,
+        lambda row: prompts[index(row // rollout.samples)],
         limit=rollout.max_new_tokens,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
@@ -100,19 +53,18 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
 
 
 def build_context(
-    resolved: Resolved, runtime: Runtime, sampler: Sampler, held_out: Sequence[Prompt]
+    resolved: Resolved, runtime: Runtime, sampler: Sampler, validation: data.PromptSet
 ) -> Context:
     """What both roles know of the run."""
     config = resolved.config
-    sizes = data_parallel(resolved.config, resolved.placement)
+    sizes = data_parallel(config, resolved.placement)
     rollout = config.rollout
 
     @functools.lru_cache(maxsize=4)
     def owned(step: int) -> Ownership:
         contexts: list[int] = []
-        if (
-            rollout.window and sizes["actor"] > 1
-        ):  # rank 0 is an actor rank, and knows the rows that go on
+        if rollout.window and sizes["actor"] > 1:
+            # rank 0 is an actor rank, and knows the rows that go on
             contexts = json.loads(
                 runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
             )
@@ -129,10 +81,14 @@ def build_context(
             contexts=contexts,
         )
 
-    def decode(ids: Sequence[int]) -> str:
-        return resolved.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    return Context(config, owned, sampler.prompt, held_out, decode, resolved.vocabulary_size)
+    return Context(
+        config,
+        owned,
+        sampler.prompt,
+        validation.prompts,
+        lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
+        resolved.vocabulary_size,
+    )
 
 
 def check_open_rows(sampler: Sampler, found: Path | None) -> None:
@@ -151,21 +107,23 @@ class Builder:
     what `load_data` returned."""
 
     def __init__(
-        self, resolved: Resolved, runtime: Runtime, folder: Path, engine: Process | None,
+        self,
+        resolved: Resolved,
+        runtime: Runtime,
+        folder: Path,
+        engine: Process | None,
         prompts: tuple[data.PromptSet, data.PromptSet],
-    ):  # fmt: skip
+    ):
         self.resolved = resolved
         self.config = resolved.config
         self.runtime = runtime
         self.folder = folder
         self.engine_process = engine
         self.training, self.validation = prompts
-        self.prompts = self.training.prompts + self.validation.prompts
         self.sampler = build_sampler(resolved, self.training)
-        self.context = build_context(resolved, runtime, self.sampler, self.validation.prompts)
-        temperature = self.config.rollout.temperature
+        self.context = build_context(resolved, runtime, self.sampler, self.validation)
         self.outputs = PolicyOutputs(
-            temperature, resolved.vocabulary_size, compiled=resolved.compiled
+            self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
 
     def actor(self) -> Actor:
@@ -174,18 +132,15 @@ class Builder:
         runner = self._runner("actor")
         engine = self._engine()
         try:
-            policy = self._learner("policy", runner)
-            reference = self._reference("actor", runner)
-            validator = self._validator(engine, runner)
             actor = Actor(
                 self.context,
-                policy,
+                self._learner("policy", runner),
                 self.outputs,
-                reference,
+                self._reference("actor", runner),
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
-                validator=validator,
+                validator=self._validator(engine, runner),
             )
             self._warm_up(actor)
         except BaseException:
@@ -198,53 +153,64 @@ class Builder:
         resolved = self.resolved
         config = self.config
         runtime = self.runtime
-        device = self.runtime.device
+        device = runtime.device
         policy = resolved.models["policy"]
-        tokenizer = resolved.tokenizer
-        dtype = resolved.dtype
-        engine = config.engine
-        model = policy.config
-        folder = policy.folder(self.folder)
-        ranks = runtime.placement.groups["actor"]
         if resolved.engine == "hf":
             return HFEngine(
-                model,
-                tokenizer,
+                policy.config,
+                resolved.tokenizer,
                 device=device,
-                dtype=dtype,
-                max_rows=engine.max_rows,
-                folder=folder,
+                dtype=resolved.dtype,
+                max_rows=config.engine.max_rows,
+                folder=policy.folder(self.folder),
             )
-        number, index = divmod(ranks.index(runtime.launch.rank), engine.tensor_parallel)
+        ranks = runtime.placement.groups["actor"]
+        number, index = divmod(ranks.index(runtime.launch.rank), config.engine.tensor_parallel)
+        key = f"engine/address/{number}"
         if process := self.engine_process:
-            rows = min(engine.max_rows, most_rows(config, len(ranks))) * engine.tensor_parallel
-            tokens = (
-                max(len(prompt.tokens) for prompt in self.prompts) + config.rollout.max_new_tokens
-            )
-            total = memory.gpu_memory(resolved) or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-                "SC_PHYS_PAGES"
-            )
-            plan = Plan(
-                config=config,
-                folder=str(folder),
-                log=str(self.folder / "logs" / f"engine_{runtime.launch.rank:03d}.log"),
-                address=str(process.folder / "engine"),
-                dtype=str(dtype).removeprefix("torch."),
-                max_rows=rows,
-                max_tokens=tokens,
-                kv_bytes=kv_cache(config, model, dtype, rows=rows, tokens=tokens, total=int(total)),
-                eos=tuple(sorted(resolved.eos)),
-                vocabulary=resolved.vocabulary_size,
-                device=device.type,
-                threads=max(1, (os.cpu_count() or 1) // runtime.launch.local_world),
-            )
+            plan = self._plan(policy, str(process.folder / "engine"), len(ranks))
             process.begin(plan)
-            runtime.store.set(f"engine/address/{number}", plan.address)
-        address = runtime.store.get(f"engine/address/{number}").decode()
-        known = {"dtype": dtype, "device": device}
-        if device.type == "cuda":
-            known |= {"sleep": engine.sleep, "peak": memory.trainer_peak(resolved)}
-        return VLLMEngine(model, address, index, process, timeout=config.timeout, **known)
+            runtime.store.set(key, plan.address)
+        on_gpu = device.type == "cuda"
+        return VLLMEngine(
+            policy.config,
+            runtime.store.get(key).decode(),
+            index,
+            process,
+            device=device,
+            dtype=resolved.dtype,
+            sleep=config.engine.sleep if on_gpu else "off",
+            peak=memory.trainer_peak(resolved) if on_gpu else 0.0,
+            timeout=config.timeout,
+        )
+
+    def _plan(self, policy: Model, address: str, ranks: int) -> Plan:
+        """What the process of a vLLM engine needs to know, of which there is one in so many actor
+        ranks."""
+        resolved = self.resolved
+        config = self.config
+        launch = self.runtime.launch
+        rows = min(config.engine.max_rows, most_rows(config, ranks)) * config.engine.tensor_parallel
+        prompts = self.training.prompts + self.validation.prompts
+        tokens = max(len(prompt.tokens) for prompt in prompts) + config.rollout.max_new_tokens
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = int(memory.gpu_memory(resolved) or host)
+        return Plan(
+            config=config,
+            folder=str(policy.folder(self.folder)),
+            log=str(self.folder / "logs" / f"engine_{launch.rank:03d}.log"),
+            address=address,
+            dtype=str(resolved.dtype).removeprefix("torch."),
+            max_rows=rows,
+            max_tokens=tokens,
+            kv_bytes=kv_cache(
+                config, policy.config, resolved.dtype, rows=rows, tokens=tokens, total=total
+            ),
+            eos=tuple(sorted(resolved.eos)),
+            vocabulary=resolved.vocabulary_size,
+            device=self.runtime.device.type,
+            threads=max(1, (os.cpu_count() or 1) // launch.local_world),
+        )
 
     def connect_engine(self, actor: Actor) -> None:
         """Waits until the actor's engine is ready. Whatever takes time and needs no engine should
@@ -257,36 +223,39 @@ class Builder:
     def critic(self) -> Critic:
         """Value model, reward functions, reward model, reference."""
         runner = self._runner("critic")
-        scorer = self._scorer(self.config.reward, self.training.prompts, runner)
+        scorer = self._scorer(self.config.reward, self.training, runner)
         values = [
             self._learner("value", runner, number) for number in range(self.config.value.ensemble)
         ]
-        reference = self._reference("critic", runner)
-        save = functools.partial(self._save_value, values[0])
-        critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
+        critic = Critic(
+            self.context,
+            values,
+            scorer,
+            reference=self._reference("critic", runner),
+            reward_model=self._reward_model(runner),
+            pretrained=functools.partial(self._save_value, values[0]),
+        )
         self._warm_up(critic)
         return critic
 
     def links(self) -> Links:
         """This rank's end of the three channels."""
         runtime = self.runtime
-        rollout = self.config.rollout
-        wire = Wire(
-            runtime.launch.rank,
-            runtime.wire,
-            runtime.wire_store,
-            runtime.device,
-            self.config.timeout,
-            runtime.status.describe,
-        )
         (group,) = runtime.groups.values()
         return Links(
-            wire,
+            Wire(
+                runtime.launch.rank,
+                runtime.wire,
+                runtime.wire_store,
+                runtime.device,
+                self.config.timeout,
+                runtime.status.describe,
+            ),
             runtime.placement,
             self.context.ownership,
             group,
-            chunks=rollout.messages,
-            window=rollout.window,
+            chunks=self.config.rollout.messages,
+            window=self.config.rollout.window,
         )
 
     def exchange(self) -> Exchange:
@@ -307,7 +276,6 @@ class Builder:
         """Writes the value model beside the checkpoints, with the tokenizer, for other runs to
         start from."""
         folder = self.folder / "pretrained_value"
-        first = value.runner.group.is_first
         found = self.resolved.models["value"]
         weights.save_trained(
             found.config,
@@ -317,9 +285,9 @@ class Builder:
             found.folder(self.folder),
             self.resolved.models["policy"].folder(self.folder),
             own_code=self.config.policy.trust_remote_code,
-            write=first,
+            write=value.runner.group.is_first,
         )
-        if first:
+        if value.runner.group.is_first:
             say(f"[critic] the value model is pretrained: --value.path {folder}")
 
     def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
@@ -362,31 +330,30 @@ class Builder:
             self._model("reward", runner), runner, text, offload=reward.model_offload
         )
 
-    def _scorer(self, reward: RewardConfig, prompts: Sequence[Prompt], runner: Runner) -> Scorer:
+    def _scorer(self, reward: RewardConfig, split: data.PromptSet, runner: Runner) -> Scorer:
         """Runs reward functions, in processes of its own; on the first rank of a set, for all of
         it."""
         if not runner.group.speaks:
             reward = replace(reward, function=("none",), weights=())
-        return Scorer(reward, {prompt.data_source for prompt in prompts})
+        return Scorer(reward, {prompt.data_source for prompt in split.prompts})
 
     def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
         reward = self.config.reward
         if held_out := reward.validation if self.config.log.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
-        scorer = self._scorer(reward, self.validation.prompts, runner)
         return Validator(
             self.context,
             engine,
             runner.group,
-            scorer,
+            self._scorer(reward, self.validation, runner),
             functools.partial(write_rows, self.folder / "validation"),
         )
 
-    def _model(self, name: str, runner: Runner, number: int = 0) -> Any:
+    def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:
         """Builds, shards and fills a model; `number` counts in an ensemble."""
         self._begin_phase(f"loading the {name}")
         resolved = self.resolved
-        found = self.resolved.models[name]
+        found = resolved.models[name]
         config = self.config
         frozen = name in ("reference", "reward")  # held in the precision in which it runs
         model = build.build(
@@ -399,16 +366,15 @@ class Builder:
         # without them
         model.requires_grad_(name != "reward")
         build.freeze(model, found.frozen, f"{name}.freeze")
-        # a reward model runs padded, over texts of its own: compiling it would take longer than it
-        # saves
-        compiled = resolved.compiled and name != "reward"
         role = resolved.role_of(name)
-        parallelize(
+        sharding.parallelize(
             model,
             self.runtime.shards[role],
             dtype=resolved.dtype,
             activation_checkpointing=config.compute.activation_checkpointing and not frozen,
-            compiled=compiled,
+            # a reward model runs padded, over texts of its own: compiling it would take longer than
+            # it saves
+            compiled=resolved.compiled and name != "reward",
             tensor=self.runtime.sets[role].get(config.tensor_parallel(name)),
         )
         weights.fill(

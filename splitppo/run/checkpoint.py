@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from splitppo.errors import UserError, warn
@@ -59,28 +57,23 @@ def complete(run_dir: Path) -> list[Path]:
 def measure(path: Path) -> File:
     """Reads a file's size and checksum."""
     crc = 0
-    size = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             crc = zlib.crc32(block, crc)
-            size = size + len(block)
-    return size, crc
+        return file.tell(), crc
 
 
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
-    write_whole(
-        part / MANIFEST,
-        json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n",
-    )
+    manifest = {"step": step, "files": dict(sorted(files.items()))}
+    write_whole(part / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
     """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or
     damaged."""
     found = json.loads((part / MANIFEST).read_text())
-    return int(found["step"]), {
-        name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()
-    }
+    files = {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
+    return int(found["step"]), files
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = False) -> str:
@@ -122,7 +115,8 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
         )
     if found and step_of(found[-1]) > step_of(folder):
         raise UserError(
-            f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; choose another --run-dir"
+            f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; "
+            "choose another --run-dir"
         )
     return [folder]
 
@@ -156,14 +150,13 @@ def find(run_dir: Path, resume: str) -> Path | None:
 def tidy(run_dir: Path, start: int) -> None:
     """Before a run resumes after step `start`: removes unfinished checkpoints and renames later
     ones (all damaged), so that parts of two runs never make one checkpoint."""
-    whole = set(complete(run_dir))
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
-        if not re.fullmatch(r"step_\d+(\.gone)?", folder.name):
-            continue  # renamed, here or by the user
-        if folder not in whole:
+        if not is_complete(folder):
             if step_of(folder):
                 warn(f"removed an unfinished checkpoint: {folder}")
-            shutil.rmtree(folder)
+            # any other name was given here, or by the user
+            if re.fullmatch(r"step_\d+(\.gone)?", folder.name):
+                shutil.rmtree(folder)
         elif step_of(folder) > start:
             aside = folder.with_name(f"{folder.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
@@ -178,21 +171,23 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
         if good < keep:
             good += not damage(folder, sizes_only=True)
         elif not keep_every or step_of(folder) % keep_every:
-            old = folder.with_name(
-                f"{folder.name}.gone"
-            )  # not a checkpoint, even if a part of it stays
+            # not a checkpoint, even if a part of it stays
+            old = folder.with_name(f"{folder.name}.gone")
             with suppress(FileNotFoundError):  # the other group may remove it, too
                 folder.rename(old)
                 # a file that another host has open stays on NFS; the next start removes it (`tidy`)
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
-    """Fills the tensors of `into` from a part; `how` goes to `torch.distributed.checkpoint.load`.
-    Raises UserError if the part can't be read, or holds other tensors."""
+def read_tensors(
+    into: dict[str, Any], part: Path, *, process_group: Any = None, no_dist: bool = False
+) -> None:
+    """Fills the tensors of `into` from a part: in all ranks of a process group, or in this process
+    alone (`no_dist`). Raises UserError if the part can't be read, or holds other tensors."""
+    reader = TensorReader(part)
     try:
-        dcp.load(into, storage_reader=TensorReader(part), **how)
-    except CheckpointException as error:  # a BaseException
+        dcp.load(into, storage_reader=reader, process_group=process_group, no_dist=no_dist)
+    except dcp.CheckpointException as error:  # a BaseException
         cause, _ = next(iter(error.failures.values()))
         raise UserError(
             f"{part} can't be loaded ({type(cause).__name__}: {cause}); "
@@ -200,7 +195,7 @@ def read_tensors(into: dict[str, Any], part: Path, **how: Any) -> None:
         ) from cause
 
 
-class TensorReader(FileSystemReader):
+class TensorReader(dcp.FileSystemReader):
     """Reads tensors and nothing else: unpickling a checkpoint must not run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -212,10 +207,8 @@ class _TensorsOnly(pickle.Unpickler):
     """Makes only descriptions of tensors. Not of bytes: those are pickled objects again."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # Python 3.11.2 pickles an enumeration's members with it
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.2 pickles an enumeration's members with it
             return lambda _, member: _MEM_FORMAT_ENCODING[member]
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
@@ -223,13 +216,15 @@ class _TensorsOnly(pickle.Unpickler):
 
 
 _ALLOWED = {
-    "torch": ("Size", "device", "float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath",),
-}  # fmt: skip
+    "torch": {
+        *("Size", "device", "float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}

@@ -14,9 +14,8 @@ from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
-from splitppo.run.folder import check_run_folder, inputs_of
+from splitppo.run.folder import check_run_folder
 from splitppo.run.resolve import Resolved
-from splitppo.run.sources import model_paths
 from splitppo.run.trackers import check_trackers
 
 
@@ -26,20 +25,26 @@ def without_validation(config: Config) -> tuple[Config, str]:
     every = config.log.validate_every
     if every <= 0 or not config.data.files or config.data.validation_files:
         return config, ""
-    line = f"nothing is held out (data.validation_files), so log.validate_every={every} is not used"
-    return replace(config, log=replace(config.log, validate_every=0)), line
+    return (
+        replace(config, log=replace(config.log, validate_every=0)),
+        f"nothing is held out (data.validation_files), so log.validate_every={every} is not used",
+    )
 
 
 def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
-    files = config.data.files
-    held_out = config.data.validation_files
-    if not any(file.startswith("hf://") for file in (*files, *held_out)):
+    if not _on_hub(config):
         data.check_files(config.data)
     data.read_lengths(config.rollout)
     check_trackers(config)
+
+
+def _on_hub(config: Config) -> bool:
+    return any(
+        file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)
+    )
 
 
 def preflight(resolved: Resolved) -> None:
@@ -52,21 +57,21 @@ def preflight(resolved: Resolved) -> None:
     ):
         if given and placement.colocated:
             raise UserError(
-                f"placement.{name} is for two groups, and every rank plays both roles; leave it unset"
+                f"placement.{name} is for two groups, and every rank plays both roles; "
+                "leave it unset"
             )
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         if (size := config.tensor_parallel(name)) > 1:
             setting = "reward.model" if name == "reward" else f"{name}.path"
             check_plan(model.config, model.kind, size, f"{setting}={model.name}")
-    if any(
-        file.startswith("hf://") for file in (*config.data.files, *config.data.validation_files)
-    ):
+    if _on_hub(config):
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
         raise UserError(
-            f"policy.path={config.policy.path}: config.json, generation_config.json and the tokenizer "
-            "name no eos_token_id, so no response would end; name one there, or set --rollout.stop"
+            f"policy.path={config.policy.path}: config.json, generation_config.json and the "
+            "tokenizer name no eos_token_id, so no response would end; name one there, or set "
+            "--rollout.stop"
         )
     check_engine(
         config,
@@ -79,55 +84,65 @@ def preflight(resolved: Resolved) -> None:
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         begun = config.run_dir and os.path.isfile(os.path.join(config.run_dir, "inputs.json"))
-        check_run_folder(
-            config, inputs_of(config, model_paths(config), resolved.local) if begun else None
-        )
+        check_run_folder(config, resolved.inputs() if begun else None)
     elif config.run_dir is None and config.checkpoint.every:
         raise UserError(
-            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs --run-dir: "
-            "each restart would begin in a folder of its own"
+            f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
+            "--run-dir: each restart would begin in a folder of its own"
         )
 
 
 def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
     config = resolved.config
-    placement = resolved.placement
-    found = engine_warnings(config, resolved.device.type)
-    if gpu := memory.gpu_memory(resolved):
-        model = resolved.models["policy"].config
-        ranks = len(placement.groups["actor"])
-        queue = queue_warning(config, model, resolved.dtype, ranks=ranks, total=int(gpu))
-        found += filter(None, [memory.check_memory(resolved, gpu), queue])
-    rows = config.rollout.batch_size
     ppo = config.ppo
-    for role, ranks in data_parallel(config, placement).items():
-        cuts = ppo.value_mini_batches or ppo.mini_batches if role == "critic" else ppo.mini_batches
-        if ranks * cuts > rows:
-            found.append(
-                f"rollout.batch_size={rows} is {rows // cuts} rows for a mini-batch of {ranks} {role} ranks: "
-                f"{ranks - rows // cuts} of them have no work; from {ranks * cuts} rows on all have"
-            )
-    if config.rollout.window and ppo.clip_mode == "mask":
-        found.append(
+    rows = config.rollout.batch_size
+    cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
+    unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
+    return [
+        *engine_warnings(config, resolved.device.type),
+        *_memory_warnings(resolved),
+        *(
+            f"rollout.batch_size={rows} is {rows // cuts[role]} rows for a mini-batch of {ranks} "
+            f"{role} ranks: {ranks - rows // cuts[role]} of them have no work; "
+            f"from {ranks * cuts[role]} rows on all have"
+            for role, ranks in data_parallel(config, resolved.placement).items()
+            if ranks * cuts[role] > rows
+        ),
+        *[
             f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: "
             "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
-        )
-    for token in (token for token, source in resolved.eos.items() if source == TEMPLATE):
-        found.append(
+        ]
+        * (config.rollout.window > 0 and ppo.clip_mode == "mask"),
+        *(
             f"policy.path={config.policy.path}: the chat template ends a turn in "
-            f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}), which no eos_token_id names; "
-            "it ends responses, too"
-        )
-    for setting in ("path", "tensor_parallel") if "reference" not in resolved.models else ():
-        if value := getattr(config.reference, setting):
-            found.append(
-                f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
-            )
-    for name, optim in (("policy", config.policy.optim), ("value", config.value.optim)):
-        if optim.warmup_steps > config.steps:
-            found.append(
-                f"{name}.optim.warmup_steps={optim.warmup_steps}: "
-                f"the learning rate does not reach its peak in {config.steps} steps"
-            )
-    return found
+            f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}), which no "
+            "eos_token_id names; it ends responses, too"
+            for token, source in resolved.eos.items()
+            if source == TEMPLATE
+        ),
+        *(
+            f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+            for setting in unused
+            if (value := getattr(config.reference, setting))
+        ),
+        *(
+            f"{name}.optim.warmup_steps={optim.warmup_steps}: "
+            f"the learning rate does not reach its peak in {config.steps} steps"
+            for name, optim in {"policy": config.policy.optim, "value": config.value.optim}.items()
+            if optim.warmup_steps > config.steps
+        ),
+    ]
+
+
+def _memory_warnings(resolved: Resolved) -> list[str]:
+    if not (gpu := memory.gpu_memory(resolved)):
+        return []
+    queue = queue_warning(
+        resolved.config,
+        resolved.models["policy"].config,
+        resolved.dtype,
+        ranks=len(resolved.placement.groups["actor"]),
+        total=int(gpu),
+    )
+    return [line for line in (memory.check_memory(resolved, gpu), queue) if line]

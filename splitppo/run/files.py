@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,7 +86,8 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     except BROKEN as error:
         raise UserError(
             f"{where}: {line[:40]!r} is no record of a step; "
-            "a record has `step`, numbers and `spans` of [name, start, end]; fix or remove that line"
+            "a record has `step`, numbers and `spans` of [name, start, end]; "
+            "fix or remove that line"
         ) from error
     return record
 
@@ -104,10 +107,29 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
             print(f"note: {path}:{len(whole) + 1} is torn and was skipped", file=sys.stderr)
 
 
+@dataclass
+class Tail:
+    """The lines that a file of records gains: an iteration yields each new one, and its FILE:LINE.
+    A torn last line waits until all of it is written. The file may not be there yet."""
+
+    path: Path
+    offset: int = 0  # bytes that were read
+    number: int = 0  # and lines
+
+    def __iter__(self) -> Iterator[tuple[bytes, str]]:
+        with self.path.open("rb") if self.path.is_file() else BytesIO() as file:
+            file.seek(self.offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.offset += len(line)
+                    self.number += 1
+                    yield line, f"{self.path}:{self.number}"
+
+
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a row: the question in place of the rendered prompt, and no figures of
     single tokens."""
-    hidden = {"tokens", *(["prompt"] if "question" in row else [])}
+    hidden = ("tokens", "prompt") if "question" in row else ("tokens",)
     return {name: value for name, value in row.items() if name not in hidden}
 
 

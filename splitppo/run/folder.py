@@ -12,42 +12,39 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from splitppo.config import Config
-from splitppo.config.cli import PATHS, has_steps
-from splitppo.config.toml import GONE, leaves, to_toml, toml_value
+import torch
+
+from splitppo.config import Config, cli, toml
+from splitppo.data import PromptSet
 from splitppo.errors import UserError, warn
 from splitppo.job.nodes import installed
-from splitppo.rollout import Prompt
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, read_if_there, write_whole
 from splitppo.run.sources import absolute
 
-# settings that may change when a run resumes; with a dot at the end, all of a table. What the
-# longest prompt changes is seen in the prompts
-FREE = """placement. engine. checkpoint. log. fsdp. compute.device compute.micro_batch_tokens compute.packing
-    compute.compile compute.gather compute.activation_checkpointing policy.offload value.offload reference.offload
-    reference.tensor_parallel value.tensor_parallel reward.tensor_parallel rollout.chunks reward.workers
-    rollout.max_prompt_tokens reward.timeout reward.model_offload config run_dir resume force dry_run world_size nodes
-    timeout steps"""
+# settings that may change when a run resumes. What the longest prompt changes, the prompts show
+FREE = (
+    r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
+    r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
+    r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
+    r"|rollout\.(chunks|max_prompt_tokens)"
+    r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
+)
 # files in the folder of a model or of a data set
 READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".arrow")
 # in inputs.json
 TRAINING = "training prompts as rendered"
 VALIDATION = "validation prompts as rendered"
-FOLDERS = (
-    "checkpoints",
-    "logs",
-    "metrics",
-    "samples",
-    "tensorboard",
-    "tiny",
-    "validation",
-)  # of a run
+# of a run
+FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "validation")
+# settings of which rank 0's value counts, or none
+MAY_DIFFER = ("config", "run_dir", "resume", "force")
 BLOCK = 2**18  # bytes read at once
 
 
@@ -81,7 +78,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
                 "move it away, or choose another --run-dir"
             )
     found = checkpoint.find(folder, config.resume)
-    begun = not found and config.resume != "never" and has_steps(folder)
+    begun = not found and config.resume != "never" and cli.has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
         raise UserError(
@@ -101,25 +98,17 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
     folder's, unless forced."""
     if config.force:
         return
-    found = []
-    scheduled = any(
-        optim.schedule != "constant" for optim in (config.policy.optim, config.value.optim)
-    )
-    for name, was, now in changes(config, folder, inputs):
-        free = any(
-            name.startswith(part) if part.endswith(".") else name == part for part in FREE.split()
-        )
-        if not free or (name == "steps" and scheduled):
-            why = (
-                " and the learning rate's schedule ends with the last step"
-                if name == "steps"
-                else ""
-            )
-            found.append(f"{name} was {was}, and is {now}{why}")
+    scheduled = {config.policy.optim.schedule, config.value.optim.schedule} != {"constant"}
+    end = " and the learning rate's schedule ends with the last step"
+    found = [
+        f"{name} was {was}, and is {now}{end * (name == 'steps')}"
+        for name, was, now in changes(config, folder, inputs)
+        if not re.fullmatch(FREE, name) or (name == "steps" and scheduled)
+    ]
     if found:
-        named = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
+        more = f"; and {len(found) - 6} more" * (len(found) > 6)
         raise UserError(
-            f"{named}: that is another run than the one in {folder}; "
+            f"{'; '.join(found[:6])}{more}: that is another run than the one in {folder}; "
             "restore the old values, choose another --run-dir, or --force to resume all the same"
         )
 
@@ -135,20 +124,21 @@ def changes(
     before = {}
     free = (folder / "inputs.json").is_file()
     if (path := folder / "config.toml").is_file():
-        settings = (
-            read_file(path, tomllib.loads, remedy),
-            tomllib.loads(to_toml(absolute(config, folder))),
-        )
         before, now = (
             {
-                name: toml_value(_without_place(name, value) if free else value)
-                for name, value in leaves(table)
+                name: toml.toml_value(_without_place(name, value) if free else value)
+                for name, value in toml.leaves(table)
             }
-            for table in settings
+            for table in (
+                read_file(path, tomllib.loads, remedy),
+                tomllib.loads(toml.to_toml(absolute(config, folder))),
+            )
         )
         now |= {
-            name: before[name] if before[name] == toml_value(off) else "no setting of this version"
-            for name, off in GONE.items()
+            name: before[name]
+            if before[name] == toml.toml_value(off)
+            else "no setting of this version"
+            for name, off in toml.GONE.items()
             if name in before
         }
     if inputs is not None and free:
@@ -158,22 +148,21 @@ def changes(
         # earlier versions kept no hash of the prompts, and before a run begins there is none
         now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept} | dict(inputs)
         before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
-    both = [
+    return [
         (name, before.get(name, "unset"), now.get(name, "unset"))
         for name in sorted(before.keys() | now.keys())
+        if before.get(name, "unset") != now.get(name, "unset")
     ]
-    return [(name, was, given) for name, was, given in both if was != given]
 
 
 def _without_place(setting: str, value: Any) -> Any:
     """What a setting says beside the place of its files: their names, and of a model nothing but
     that it is one."""
-    if setting not in PATHS or "." not in setting or value == "tiny":
+    if setting not in cli.PATHS or "." not in setting or value == "tiny":
         return value
-    names = [
-        os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])
-    ]
-    return "a model" if setting.endswith((".path", ".model")) else names
+    if setting.endswith((".path", ".model")):
+        return "a model"
+    return [os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])]
 
 
 def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
@@ -188,34 +177,30 @@ def inputs_of(
     config: Config,
     models: Mapping[str, str],
     local: Mapping[str, str],
-    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+    prompts: Mapping[str, PromptSet] | None = None,
 ) -> dict[str, str]:
     """`SETTING FILE` -> size and hash, for each file that the run reads, not for a reward file's
     imports. FILE does not depend on where the hub's cache lies. `models`: model -> its folder or
     hub name. `local`: hub name -> its path. `prompts`: name -> prompts whose texts, as they are
     rendered, have a hash under that name."""
-    given = {
-        "data.files": config.data.files,
-        "data.validation_files": config.data.validation_files,
-        "rollout.lengths": (config.rollout.lengths or "",),
-        "reward.function": tuple(name.rpartition(":")[0] for name in config.reward.function),
-        "reward.validation": tuple(name.rpartition(":")[0] for name in config.reward.validation),
-    }
-    for folder, name in {
-        folder: name for name, folder in reversed([*models.items()])
-    }.items():  # each folder once
-        given["reward.model" if name == "reward" else f"{name}.path"] = (
-            () if folder == "tiny" else (folder,)
-        )
+    once = {folder: name for name, folder in reversed([*models.items()]) if folder != "tiny"}
+    given = [
+        *(("data.files", file) for file in config.data.files),
+        *(("data.validation_files", file) for file in config.data.validation_files),
+        ("rollout.lengths", config.rollout.lengths or ""),
+        *(("reward.function", name.rpartition(":")[0]) for name in config.reward.function),
+        *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
+        *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
+    ]
     found = {}
-    for setting, name in ((key, name) for key in given for name in given[key] if name):
+    for setting, name in (one for one in given if one[1]):
         path = Path(local.get(name, name)).expanduser()
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
         files = {file: file.name for file in inside} if path.is_dir() else {path: name}
         found |= {f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files}
-    for name, texts in (prompts or {}).items():
-        rendered = "\0".join(prompt.text for prompt in texts).encode(errors="surrogatepass")
-        found[name] = hashlib.blake2b(rendered, digest_size=16).hexdigest()
+    for name, split in (prompts or {}).items():
+        text = "\0".join(prompt.text for prompt in split.prompts).encode(errors="surrogatepass")
+        found[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
     return found
 
 
@@ -229,6 +214,26 @@ def fingerprint(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return f"{size:,} bytes, {digest.hexdigest()}"
+
+
+def facts_of(config: Config) -> dict[str, str]:
+    """What must be the same on all nodes: versions, this package's code, and the settings."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    found = {
+        "torch": torch.__version__,
+        "transformers": installed("transformers"),
+        "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})",
+    }
+    if torch.cuda.is_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
+        found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
+    return found | {
+        f"--{name}": str(value)
+        for name, value in toml.leaves(asdict(config))
+        if name not in MAY_DIFFER
+    }
 
 
 def new_folder() -> Path:
@@ -247,7 +252,7 @@ def move_aside(config: Config, *, dry: bool = False) -> str:
     The folder must be locked, but for a `dry` run, which moves nothing. Returns a line that says
     so; "" if no run is there."""
     folder = Path(os.path.abspath(config.run_dir or ""))
-    if config.run_dir is None or config.resume != "never" or not has_steps(folder):
+    if config.run_dir is None or config.resume != "never" or not cli.has_steps(folder):
         return ""
     aside = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
     for path in () if dry else [path for path in folder.iterdir() if path.name != "lock"]:
@@ -265,18 +270,18 @@ def write_run_files(
 ) -> None:
     """Writes the settings, the names of those that the user has `given`, the inputs and the
     versions. Prints what a run `resumed` from a checkpoint changes."""
-    before = read_if_there(folder / "given.json", json.loads) if has_steps(folder) else []
+    before = read_if_there(folder / "given.json", json.loads) if cli.has_steps(folder) else []
     if before is not None:  # a run that an earlier version began has no such file
         write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
     if resumed:
         # not of another run's checkpoint
-        own = ", with its settings where the command gives none" * has_steps(folder)
+        own = ", with its settings where the command gives none" * cli.has_steps(folder)
         print(f"going on from {resumed}{own}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
-    elif has_steps(folder):
+    elif cli.has_steps(folder):
         warn(f"{folder} holds steps without a checkpoint: they are overwritten")
-    write_whole(folder / "config.toml", to_toml(absolute(config, folder)))
+    write_whole(folder / "config.toml", toml.to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     revision = (

@@ -9,17 +9,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from splitppo.config.cli import parse
-from splitppo.config.rules import check
+from splitppo.config import cli, rules
 from splitppo.errors import CLEAR, UserError, one_line, say
 
 # torchrun's flags that make sense here; an underscore may stand for a dash
 FLAGS = (
-    "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr",
-    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval",
-    "--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--role", "--numa-binding", "--signals-to-handle",
-    "--shutdown-timeout",
-)  # fmt: skip
+    *("--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--numa-binding", "--role"),
+    *("--master-addr", "--master-port", "--local-addr", "--max-restarts", "--monitor-interval"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
+    *("--signals-to-handle", "--shutdown-timeout"),
+)
 # SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
 RANK = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
@@ -45,8 +45,8 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns
     0, or the exit status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them,
     else 1. Raises UserError for wrong flags before a rank starts."""
-    config = parse(argv)
-    check(config)
+    config = cli.parse(argv)
+    rules.check(config)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
@@ -80,10 +80,10 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             who = "the job"
         except Exception as error:
             cause = error.__cause__ if "See inner exception" in str(error) else error
-            problem = (
-                one_line(str(cause).partition("\n")[0]).rstrip(".") or "numbers must be above 0"
-            )
-            raise UserError(f"{' '.join(flags)}: {problem}; see torchrun --help") from error
+            problem = one_line(str(cause).partition("\n")[0]).rstrip(".")
+            raise UserError(
+                f"{' '.join(flags)}: {problem or 'numbers must be above 0'}; see torchrun --help"
+            ) from error
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
         if status < 0 and Path(os.environ["SPLITPPO_STOPPED"]).exists():
             return RESUMABLE
@@ -93,7 +93,10 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
 
 def _what(status: int, who: str) -> str:
     if status > 0:
-        return f"{who} ended with exit status {status}: another rank failed, or it died without an error message"
+        return (
+            f"{who} ended with exit status {status}: "
+            "another rank failed, or it died without an error message"
+        )
     number = signal.Signals(-status)
     why = ", perhaps because memory ran out" * (number == signal.SIGKILL)
     return "interrupted" if number == signal.SIGINT else f"{who} was killed by {number.name}{why}"

@@ -23,10 +23,8 @@ from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role
-from splitppo.run import checkpoint, memory
-from splitppo.run.build import Builder, all_inputs, check_open_rows
-from splitppo.run.checks import warnings
-from splitppo.run.files import write_rows, write_whole
+from splitppo.run import checkpoint, checks, files, memory, notices, screen, sources
+from splitppo.run.build import Builder, check_open_rows
 from splitppo.run.folder import (
     check_run_folder,
     check_same_run,
@@ -36,11 +34,8 @@ from splitppo.run.folder import (
 )
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
-from splitppo.run.notices import follow, silent
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
-from splitppo.run.screen import Screen, opening, summary
-from splitppo.run.sources import keep_copies
 from splitppo.run.trackers import Trackers
 
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
@@ -53,26 +48,27 @@ def _begin_folder(
     checkpoint to resume."""
     config = resolved.config
     rank = runtime.launch.rank
-    given = Path(config.run_dir) if config.run_dir else None
-    folder = Path(
-        runtime.broadcast("run_dir", lambda: str(lock.take(given or new_folder())), patience=STALE)
-    )
-    inputs = all_inputs(resolved, *prompts) if rank == 0 else {}
+
+    def take() -> str:
+        return str(lock.take(Path(config.run_dir) if config.run_dir else new_folder()))
+
+    folder = Path(runtime.broadcast("run_dir", take, patience=STALE))
+    inputs = resolved.inputs(*prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     if rank == 0:
-        for warning in warnings(resolved):
+        for warning in checks.warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs, resolved.given)
-        keep_copies(config, {name: model.path for name, model in resolved.models.items()}, folder)
-        write_whole(folder / "resolved.json", resolved.to_json() + "\n")
+        models = {name: model.path for name, model in resolved.models.items()}
+        sources.keep_copies(config, models, folder)
+        files.write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(
             format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n"
         )
     if any(model.name == "tiny" for model in resolved.models.values()):
         runtime.broadcast("tiny", lambda: build_tiny(folder / "tiny", seed=config.seed) or "built")
-    (folder / "logs").mkdir(
-        parents=True, exist_ok=True
-    )  # for this rank's warnings, and its libraries' messages
+    # for this rank's warnings, and its libraries' messages
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     if LAUNCHER in os.environ:
         Path(os.environ[LAUNCHER]).write_text(str(folder))
     logging.basicConfig(
@@ -93,9 +89,8 @@ def find_checkpoint(
     launch = runtime.launch
 
     def candidates() -> str:
-        restarts = runtime.job.add(
-            "splitppo/begun", 0
-        )  # starts of this job (torchrun --max-restarts) that passed here
+        # starts of this job (torchrun --max-restarts) that passed here
+        restarts = runtime.job.add("splitppo/begun", 0)
         if restarts:
             check_same_run(config, folder, inputs)
         else:
@@ -112,8 +107,8 @@ def find_checkpoint(
         own = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
         return next(filter(None, runtime.all_gather(f"damage/{folder}", own)), "")
 
-    listed = [Path(line) for line in runtime.broadcast("candidates", candidates).splitlines()]
-    found = checkpoint.choose(listed, damage_of, report=launch.rank == 0)
+    listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
+    found = checkpoint.choose([*listed], damage_of, report=launch.rank == 0)
     if launch.rank == 0:
         start = checkpoint.step_of(found) if found else 0
         for path in folder.glob("metrics/*.jsonl") if start else ():
@@ -138,7 +133,8 @@ class Run:
         self.lock = Lock(Peer.of_this_process(runtime.device))
         self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
-        self.bad: dict[Role, int] = {}  # steps in a row without a finite gradient
+        # steps in a row without a finite gradient
+        self.bad: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self.logs: dict[Role, ColumnLog] = {}
         self.links: Links | None = None
         self.writer = ThreadPoolExecutor(1, "samples")
@@ -150,9 +146,8 @@ class Run:
         )
         try:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
-            self.start = (
-                checkpoint.step_of(self.resumed) if self.resumed else 0
-            )  # the step that it resumes after
+            # the step that it resumes after
+            self.start = checkpoint.step_of(self.resumed) if self.resumed else 0
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
             check_open_rows(self.build.sampler, self.resumed)
@@ -164,7 +159,7 @@ class Run:
                 ) from error
             raise
         if runtime.launch.rank == 0:
-            say(opening(resolved, self.folder, self.start, *prompts))
+            say(screen.opening(resolved, self.folder, self.start, *prompts))
 
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers;
@@ -174,11 +169,11 @@ class Run:
         for role, holder in zip(ROLES, (actor, critic), strict=True):
             if holder:
                 group = self.runtime.saving[role]
-                saver = self.savers[role] = Saver(
+                self.savers[role] = Saver(
                     holder.learners, role, self.folder, group, committed=prune
                 )
                 if settings.every:
-                    saver.allocate()
+                    self.savers[role].allocate()
                 if self.resumed:
                     load(holder.learners, self.resumed / role, holder.load_state, group)
         if actor:
@@ -192,7 +187,7 @@ class Run:
                 start=self.start,
                 steps=self.config.steps,
                 remedies=partial(memory.remedies, self.build.resolved),
-                notices=partial(next, follow(self.folder, silent(self.build.resolved))),
+                notices=partial(next, self._notices()),
             )
         self.trackers = Trackers(
             self.config, self.folder, self.start, active=self.runtime.launch.rank == 0
@@ -221,9 +216,12 @@ class Run:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends
         or stops here."""
         settings = self.config.checkpoint
-        regular = settings.every > 0 and step % settings.every == 0
-        last = settings.last and step == self.config.steps
-        if regular or last or self.runtime.status.stopped_by(step):
+        due = (
+            (settings.every > 0 and step % settings.every == 0)
+            or (settings.last and step == self.config.steps)
+            or self.runtime.status.stopped_by(step)
+        )
+        if due:
             self.savers[role].begin(step, holder.state())
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
@@ -240,11 +238,12 @@ class Run:
         self.savers[role].commit(step)
         updates = len(metrics.get("optimizer_steps", ()))
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates
-        self.bad[role] = self.bad.get(role, 0) + 1 if all_skipped else 0
+        self.bad[role] = self.bad[role] + 1 if all_skipped else 0
         if self.bad[role] >= BAD_STEPS:
             raise FloatingPointError(
-                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss and the scores, "
-                f"and try a lower --{'policy' if role == 'actor' else 'value'}.optim.lr"
+                f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss "
+                "and the scores, and try a lower "
+                f"--{'policy' if role == 'actor' else 'value'}.optim.lr"
             )
         if role == "actor":
             self.trackers.update()
@@ -253,13 +252,13 @@ class Run:
         """Starts a thread that writes a step's samples and gives them to the screen, on the critic
         group's first rank; `finish` waits for it."""
 
-        def write(screen: Screen) -> None:
+        def write(shown: screen.Screen) -> None:
             if rows := samples():
-                write_rows(self.folder / "samples", step, rows)
-                screen.samples = rows
+                files.write_rows(self.folder / "samples", step, rows)
+                shown.samples = rows
 
-        if screen := self.logs["critic"].screen:
-            self.written = self.writer.submit(write, screen)
+        if shown := self.logs["critic"].screen:
+            self.written = self.writer.submit(write, shown)
 
     def last_checkpoint(self, patience: float = 0.0) -> Path | None:
         """The newest complete checkpoint whose files have the right sizes, or None. `patience`:
@@ -267,9 +266,10 @@ class Run:
         for saver in self.savers.values() if patience else ():
             saver.commit_written(patience)
         found = reversed(checkpoint.complete(self.folder))
-        return next(
-            (folder for folder in found if not checkpoint.damage(folder, sizes_only=True)), None
-        )
+        return next((one for one in found if not checkpoint.damage(one, sizes_only=True)), None)
+
+    def _notices(self) -> Iterator[list[str]]:
+        return notices.follow(self.folder, notices.silent(self.build.resolved))
 
     def end(self) -> None:
         """Waits for the checkpoints and the other group's last update, and prints the run's
@@ -279,12 +279,13 @@ class Run:
         self.runtime.end_work()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
-            notices = next(follow(self.folder, silent(self.build.resolved)))
-            say(summary(self.folder, self.config, self.last_checkpoint(), notices))
+            found = next(self._notices())
+            say(screen.summary(self.folder, self.config, self.last_checkpoint(), found))
             if self.stopped:
                 say(
-                    f"stopped by {self.stopped}: {checkpoint.complete(self.folder)[-1].name} is saved; "
-                    f"the same command with --run-dir {shlex.quote(str(self.folder))} resumes"
+                    f"stopped by {self.stopped}: {checkpoint.complete(self.folder)[-1].name} is "
+                    "saved; the same command with --run-dir "
+                    f"{shlex.quote(str(self.folder))} resumes"
                 )
         self.runtime.wait_for_all()
         self.lock.release()

@@ -9,7 +9,6 @@ system's clock; they wait that long.
 import itertools
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -32,15 +31,16 @@ class Lock:
     def __init__(self, own: Peer):
         self.own = own
         self.released = threading.Event()
-        held = {
-            "host": own.host,
-            "pid": own.pid,
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": own.machine,
-            "started": process_state(own.pid)[1],
-        }
-        self.text = json.dumps(held)
         self.path = Path()
+        self.text = json.dumps(
+            {
+                "host": own.host,
+                "pid": own.pid,
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "machine": own.machine,
+                "started": process_state(own.pid)[1],
+            }
+        )
 
     def take(self, folder: Path) -> Path:
         """Makes and locks the folder. Waits while its last owner may be dead. Raises UserError if
@@ -80,15 +80,15 @@ class Lock:
             held = json.loads(text)
             owner = f"process {held['pid']} on {held['host']} since {held['since']}"
             if here := held["machine"] == self.own.machine:
-                dead = (
-                    held["pid"] == self.own.pid or process_state(held["pid"])[1] != held["started"]
-                )
+                started = process_state(held["pid"])[1]
+                dead = held["pid"] == self.own.pid or started != held["started"]
         if dead:
             path.unlink()
             return touched
         if here or touched != (first or touched):
             raise UserError(
-                f"run_dir={path.parent} is held by {owner}; wait for its end, or choose another --run-dir"
+                f"run_dir={path.parent} is held by {owner}; wait for its end, "
+                "or choose another --run-dir"
             )
         if not first:
             print(
@@ -105,6 +105,7 @@ class Lock:
                 if path.read_bytes() == self.text.encode():
                     os.utime(path)
                     continue
-                message = f"{path}: another process has taken the run's folder; this process was stopped for long"
-                print(message, file=sys.stderr, flush=True)
-                end_rank(RuntimeError(message))
+                end_rank(
+                    f"{path}: another process has taken the run's folder; "
+                    "this process was stopped for long"
+                )

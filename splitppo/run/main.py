@@ -1,5 +1,6 @@
 """From the command line to the loops, and from whatever ends them to an exit status."""
 
+import functools
 import json
 import os
 import signal
@@ -11,28 +12,21 @@ from pathlib import Path
 import torch
 import transformers
 
-from splitppo.config import Config
+from splitppo import data
+from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
-from splitppo.config.rules import check
-from splitppo.config.toml import to_toml
-from splitppo.data import PromptSet
 from splitppo.engine.build import launch_engine
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
-from splitppo.job.nodes import facts_of
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_sizes
-from splitppo.run import memory
-from splitppo.run.build import all_inputs, build_sampler, check_open_rows, load_data
-from splitppo.run.checkpoint import find
-from splitppo.run.checks import check_inputs, preflight, warnings, without_validation
-from splitppo.run.folder import check_run_folder, finished, move_aside
+from splitppo.rewards.scorer import check_prompts
+from splitppo.run import checkpoint, checks, folder, memory, screen, sources
+from splitppo.run.build import build_sampler, check_open_rows
 from splitppo.run.life import Run
-from splitppo.run.resolve import Resolved, pick_device, resolve
-from splitppo.run.screen import counted
-from splitppo.run.sources import with_copies
+from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
@@ -60,9 +54,8 @@ def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) ->
         say(f"interrupted: {state if rank.run else 'before the run began'}", error=True)
         return 128 + signal.SIGINT
     except Exception as error:
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # from here on an engine that ends is a consequence
+        # from here on an engine that ends is a consequence
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not rank.run and isinstance(error, BrokenPipeError):
             raise  # nobody reads the help, or the dry run, to its end
         return _failed(rank, error)
@@ -78,8 +71,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config, unheld = without_validation(with_copies(parse(argv)))
-    check(config)
+    config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
+    rules.check(config)
     if unheld and launch.rank == 0:
         say(unheld)
     if config.dry_run:
@@ -88,21 +81,12 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         return 0
     launch.check_nodes()
     device = pick_device(config, launch)
-    placement = place(
-        config.placement,
-        world=launch.world,
-        local_world=launch.local_world,
-        gpu=device.type == "cuda",
-    )
-    check_inputs(config)
-    resolved = resolve(config, placement, launch.local_world, device, probe=launch.rank == 0)
-    preflight(resolved)
+    resolved = _prepare(config, launch.world, launch.local_world, device, launch.rank == 0)
     config = resolved.config
-    if found := finished(config):
+    placement = resolved.placement
+    if found := folder.finished(config):
         if launch.rank == 0:
-            print(
-                f"already finished, nothing to do: {found}; raise --steps to train on", flush=True
-            )
+            say(f"already finished, nothing to do: {found}; raise --steps to train on")
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     memory.use_expandable_segments(resolved, launch.rank)
@@ -113,15 +97,14 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         config.timeout,
         shard_size=config.fsdp.shard_size,
         set_sizes=set_sizes(config),
-        facts=facts_of(config),
+        facts=folder.facts_of(config),
     )
     signals = StopSignals(runtime)
     if runtime.status.stopped_before_restart():
-        print("stopped: a stop was requested before this restart", flush=True)
+        say("stopped: a stop was requested before this restart")
         return RESUMABLE
-    run = rank.run = Run(
-        *agree(replace(resolved, given=given_settings(argv)), runtime), runtime, engine
-    )
+    resolved = replace(resolved, given=given_settings(argv))
+    run = rank.run = Run(*agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
     signals.close()
@@ -129,6 +112,19 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         mark_saved()
     runtime.close()
     return RESUMABLE if run.stopped else 0
+
+
+def _prepare(
+    config: Config, world: int, local_world: int, device: torch.device, probe: bool
+) -> Resolved:
+    """The run, resolved and checked as far as it can be without a process group."""
+    placement = place(
+        config.placement, world=world, local_world=local_world, gpu=device.type == "cuda"
+    )
+    checks.check_inputs(config)
+    resolved = resolve(config, placement, local_world, device, probe=probe)
+    checks.preflight(resolved)
+    return resolved
 
 
 def dry_run(config: Config, launch: Launch) -> str:
@@ -142,43 +138,70 @@ def dry_run(config: Config, launch: Launch) -> str:
     local_world = world // config.nodes
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
-    placement = place(
-        config.placement, world=world, local_world=local_world, gpu=device.type == "cuda"
-    )
-    check_inputs(config)
-    resolved = resolve(config, placement, local_world, device, probe=True)
-    preflight(resolved)
-    resolved, (training, validation) = load_data(
-        resolved
-    )  # before what takes long: most mistakes are in here
-    resolved, offloaded = memory.offloaded(resolved, memory.gpu_memory(resolved))
+    resolved = _prepare(config, world, local_world, device, probe=True)
+    # before what takes long: most mistakes are in here
+    resolved, (training, validation) = load_data(resolved)
+    gpu = memory.gpu_memory(resolved)
+    resolved, offloaded = memory.offloaded(resolved, gpu)
     if config.run_dir:
-        check_run_folder(resolved.config, all_inputs(resolved, training, validation))
+        folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
         check_open_rows(
-            build_sampler(resolved, training), find(Path(config.run_dir), config.resume)
+            build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [
-        to_toml(resolved.config),
-        format_map(placement, hosts, [device.type] * len(hosts)),
+        toml.to_toml(resolved.config),
+        format_map(resolved.placement, hosts, [device.type] * len(hosts)),
         *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
         f"resolved: {resolved.to_json()}",
-        *filter(None, [move_aside(config, dry=True), offloaded]),
-        *(f"warning: {warning}" for warning in warnings(resolved)),
-        f"data: {counted(training, validation)}",
+        *filter(None, [folder.move_aside(config, dry=True), offloaded]),
+        *(f"warning: {warning}" for warning in checks.warnings(resolved)),
+        f"data: {screen.counted(training, validation)}",
         *training.notes,
         *validation.notes,
-        *memory.table(resolved, memory.gpu_memory(resolved) or memory.GPU),
+        *memory.table(resolved, gpu or memory.GPU),
     ]
     return "\n".join(parts)
 
 
-def agree(resolved: Resolved, runtime: Runtime) -> tuple[Resolved, tuple[PromptSet, PromptSet]]:
+def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
+    """The run, in which the longest prompt of the data stands for an unset
+    `rollout.max_prompt_tokens`; training prompts and held-out prompts, checked against what scores
+    them."""
+    config = resolved.config
+    reward = config.reward
+
+    scored: dict[data.Split, str] = {
+        "train": "function",
+        "validation": "validation" if reward.validation else "function",
+    }
+    training, validation = (
+        data.load_prompts(
+            resolved.data,
+            resolved.tokenizer,
+            seed=config.seed,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            now=resolved.now,
+            split=split,
+            check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
+        )
+        for split, name in scored.items()
+    )
+    if config.rollout.max_prompt_tokens is None:
+        longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
+        check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
+        resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
+    return resolved, (training, validation)
+
+
+def agree(
+    resolved: Resolved, runtime: Runtime
+) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
     """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its
     clock when the job first came here; and with what must be offloaded to fit the smallest GPU. And
     the data, read by that clock."""
-    own = {name: model.packed for name, model in resolved.models.items()}
-    packed = json.loads(runtime.broadcast("packed", lambda: json.dumps(own)))
+    own = json.dumps({name: model.packed for name, model in resolved.models.items()})
+    packed = json.loads(runtime.broadcast("packed", lambda: own))
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
     # the job's store outlives restarts: they render the same prompts
     now = runtime.broadcast(

@@ -1,18 +1,16 @@
-"""The memory of a rank's GPU in each phase of a step, estimated before anything is loaded; and what
-makes a run fit."""
+"""Estimates the memory of a rank's GPU in each phase of a step, and finds what makes a run fit."""
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
 from splitppo.engine.build import most_rows
-from splitppo.engine.vllm.client import BUCKET
-from splitppo.engine.vllm.plan import BLOCK, RESERVE, kv_bytes_per_token
-from splitppo.engine.vllm.process import ALLOCATOR
+from splitppo.engine.vllm import client, plan, process
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint, footprint
@@ -25,11 +23,8 @@ CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
 GPU = 80 * GB  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
-MORE = {
-    "auto": "optimizer",
-    "none": "optimizer",
-    "optimizer": "all",
-}  # offload -> the next kind of it
+# offload -> the next kind of it
+MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
@@ -39,12 +34,12 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
     context = {"CUDA": CONTEXT} if resolved.device.type == "cuda" else {}
     found: dict[str, Parts] = {}
     for role in resolved.placement.groups:
-        own = [
-            name
+        held = [
+            (name, *part)
             for name in resolved.models
             if resolved.placement.colocated or resolved.role_of(name) == role
+            for part in _held(resolved, name)
         ]
-        held = [(name, *part) for name in own for part in _held(resolved, name)]
         for phase, turn, work in _turns(resolved, role, memory):
             models = {part: size for name, part, size, stays in held if stays or name in turn}
             found[f"{role} {phase}"] = max(
@@ -60,23 +55,22 @@ def needed(parts: Parts) -> float:
 
 def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     """The phases, and what is held in each, in GiB."""
-    found = phases(resolved, memory).items()
     of = f", of {card(memory)}" if resolved.device.type == "cuda" else ""
     return [
         f"memory a rank needs by phase, estimated (GiB){of}:",
-        *(f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}" for phase, parts in found),
+        *(
+            f"  {phase} {needed(parts) / 2**30:.2f}: {_listed(parts)}"
+            for phase, parts in phases(resolved, memory).items()
+        ),
     ]
 
 
 def trainer_peak(resolved: Resolved) -> float:
     """The most bytes that PyTorch allocates on an actor rank's GPU in any phase."""
-    colocated = resolved.placement.colocated
-    own = [
-        parts for phase, parts in phases(resolved).items() if colocated or phase.startswith("actor")
-    ]
     return max(
         sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part)
-        for parts in own
+        for phase, parts in phases(resolved).items()
+        if resolved.placement.colocated or phase.startswith("actor")
     )
 
 
@@ -86,11 +80,10 @@ def use_expandable_segments(resolved: Resolved, rank: int) -> None:
     vLLM by CUDA IPC: PyTorch shares such segments through `pidfd_getfd`, which containers
     forbid."""
     shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
-    if shares or resolved.device.type != "cuda" or ALLOCATOR & os.environ.keys():
+    if shares or resolved.device.type != "cuda" or process.ALLOCATOR & os.environ.keys():
         return
-    os.environ["PYTORCH_ALLOC_CONF"] = (
-        "expandable_segments:True"  # for those who ask which settings hold
-    )
+    # for those who ask which settings hold
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -102,7 +95,10 @@ def gpu_memory(resolved: Resolved) -> float | None:
 
 def card(memory: float) -> str:
     """What a job may plan with on a GPU of so many bytes, and why."""
-    return f"{_gib(USABLE * memory)} (a GPU of {memory / 2**30:.1f} GiB less {1 - USABLE:.0%} for fragments)"
+    return (
+        f"{_gib(USABLE * memory)} "
+        f"(a GPU of {memory / 2**30:.1f} GiB less {1 - USABLE:.0%} for fragments)"
+    )
 
 
 def check_memory(resolved: Resolved, memory: float) -> str | None:
@@ -111,11 +107,12 @@ def check_memory(resolved: Resolved, memory: float) -> str | None:
     need, phase, parts = highest(resolved, memory)
     if need <= USABLE * memory:
         return None
-    text = f"{phase} needs about {_gib(need)} of {card(memory)}: {_listed(parts)}; {remedies(resolved, memory)}"
-    if (
-        SURE * sum(size for part, size in parts.items() if not part.startswith("activations"))
-        > memory
-    ):
+    text = (
+        f"{phase} needs about {_gib(need)} of {card(memory)}: "
+        f"{_listed(parts)}; {remedies(resolved, memory)}"
+    )
+    sure = sum(size for part, size in parts.items() if not part.startswith("activations"))
+    if SURE * sure > memory:
         raise UserError(text)
     return f"with rows of full length, {text}"
 
@@ -126,9 +123,7 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     memory = gpu_memory(resolved) or GPU
     role, *_, name = phase.split()
     parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
-    used = (
-        f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
-    )
+    used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" * torch.cuda.is_available()
     return [
         f"memory ran out in {phase!r}",
         f"estimated {_gib(needed(parts))} of {card(memory)}: {_listed(parts)}{used}",
@@ -174,15 +169,14 @@ def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
         resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
         return resolved, ""
-    before, *_ = highest(resolved, memory)
-    flags = tuple(f"--{name}.offload" for name in automatic)
-    resolved, chosen = fitted(resolved, memory, flags)
+    fitting, chosen = fitted(resolved, memory, tuple(f"--{name}.offload" for name in automatic))
+    before, after = (_gib(highest(one, memory)[0]) for one in (resolved, fitting))
     line = (
-        f"{' '.join(chosen.values())} by itself: the run would need about {_gib(before)} of "
-        f"{card(memory)}, with it {_gib(highest(resolved, memory)[0])}; "
+        f"{' '.join(chosen.values())} by itself: the run would need about {before} of "
+        f"{card(memory)}, with it {after}; "
         f"{' '.join(f'{flag} none' for flag in chosen)} turns it off"
     )
-    return resolved, line if chosen else ""
+    return fitting, line if chosen else ""
 
 
 def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
@@ -197,45 +191,42 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     engine = 2 * config.engine.tensor_parallel
     trainer = 2 * config.fsdp.tensor_parallel
     half = config.compute.micro_batch_tokens // 2
-    least = max(config.rollout.max_row_tokens, FEWEST)
     other = "actor" if config.placement.reference == "critic" else "critic"
-    movable = not resolved.placement.colocated and (
-        other == "actor" or config.ppo.kl_loss_coef == 0
-    )
+    # the KL loss needs the reference at the actor
+    movable = not resolved.placement.colocated and (other == "actor" or not config.ppo.kl_loss_coef)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
-    on_engines = resolved.engine == "vllm" and sizes[0] % engine == 0
-    found: list[tuple[str, str, Any]] = [
-        *[("compute", "micro_batch_tokens", half)] * (half >= least),
-        ("compute", "activation_checkpointing", True),
-        *[("placement", "reference", other)] * movable,
-        ("reference", "offload", True),
-        ("reward", "model_offload", True),
-        *[(model, "offload", "optimizer") for model in more if more[model] == "optimizer"],
-        *[(model, "offload", "all") for model in more if more[model] == "all"],
-        *[("engine", "tensor_parallel", engine)] * on_engines,
-        *[("fsdp", "tensor_parallel", trainer)] * all(size % trainer == 0 for size in sizes),
+    found: list[tuple[str, str, Any, bool]] = [
+        ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
+        ("compute", "activation_checkpointing", True, True),
+        ("placement", "reference", other, movable),
+        ("reference", "offload", True, True),
+        ("reward", "model_offload", True, True),
+        *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
+        *((model, "offload", "all", more[model] == "all") for model in more),
+        ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
+        ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
     ]
-    for table, name, setting in found:
-        flag = f"--{table}.{name}".replace("_", "-") + (
-            f" {setting}" if setting is not True else ""
+    for table, name, setting, _ in filter(itemgetter(3), found):
+        flag = f"--{table}.{name}".replace("_", "-")
+        yield (
+            flag if setting is True else f"{flag} {setting}",
+            with_setting(resolved, table, name, setting),
         )
-        yield flag, with_setting(resolved, table, name, setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
     """The same with another setting."""
-    changed = {table: replace(getattr(resolved.config, table), **{name: setting})}
-    return replace(resolved, config=replace(resolved.config, **changed))
+    changed = replace(getattr(resolved.config, table), **{name: setting})
+    return replace(resolved, config=replace(resolved.config, **{table: changed}))
 
 
 def _twice_as_many(resolved: Resolved) -> Resolved:
-    actor, critic = (2 * len(ranks) for ranks in resolved.placement.groups.values())
-    sizes = replace(
-        resolved.config.placement, mode=resolved.placement.mode, actor=actor, critic=critic
-    )
+    now = resolved.placement
+    actor, critic = (2 * len(ranks) for ranks in now.groups.values())
+    sizes = replace(resolved.config.placement, mode=now.mode, actor=actor, critic=critic)
     local_world = 2 * resolved.local_world
-    placement = place(sizes, world=2 * resolved.placement.world, local_world=local_world)
+    placement = place(sizes, world=2 * now.world, local_world=local_world)
     return replace(resolved, placement=placement, local_world=local_world)
 
 
@@ -247,13 +238,17 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
 def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
     """A model's footprint, and among how many ranks its weights are sharded, and each of its layers
     is cut."""
-    size = resolved.config.fsdp.shard_size
-    local_world = resolved.local_world
-    ranks = replicas(resolved.role_of(name), resolved.placement, size, local_world=local_world)[0]
-    found = _footprint(
-        resolved.models[name], resolved.dtype, resolved.compiled and name != "reward"
+    ranks, *_ = replicas(
+        resolved.role_of(name),
+        resolved.placement,
+        resolved.config.fsdp.shard_size,
+        local_world=resolved.local_world,
     )
-    return found, len(ranks), resolved.config.tensor_parallel(name)
+    return (
+        _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward"),
+        len(ranks),
+        resolved.config.tensor_parallel(name),
+    )
 
 
 def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
@@ -279,7 +274,7 @@ def _turns(
         for name in ("reference", "reward")
         if name in resolved.models and resolved.role_of(name) == role
     ]
-    own = "policy" if role == "actor" else "value"
+    own, phase = ("policy", "logprobs") if role == "actor" else ("value", "score")
     engine = {}
     if role == "actor" or resolved.placement.colocated:
         engine, sync, rollout = _engine(resolved, memory)
@@ -287,7 +282,6 @@ def _turns(
             yield "sync", ("policy",), engine | sync
             yield "rollout", (), engine | rollout
     for name in (own, *others):  # all of them are released when the last one has run
-        phase = "logprobs" if role == "actor" else "score"
         yield phase, (own, *others), engine | _forward(resolved, name, role)
     yield "update", (own,), engine | _update(resolved, own, role)
 
@@ -297,18 +291,16 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     in the rollout."""
     config = resolved.config
     model = resolved.models["policy"]
-    size = resolved.config.engine.tensor_parallel
-    found = _of(resolved, "policy")[0]
-    width = resolved.dtype.itemsize
-    rows = (
-        min(config.engine.max_rows, most_rows(config, len(resolved.placement.groups["actor"])))
-        * size
-    )
-    blocks = -(-config.rollout.max_row_tokens // BLOCK) + 1
-    row = blocks * BLOCK * kv_bytes_per_token(model.config, resolved.dtype, size)
-    weights = model.parameters * width / size
+    size = config.engine.tensor_parallel
+    found, *_ = _of(resolved, "policy")
+    most = most_rows(config, len(resolved.placement.groups["actor"]))
+    rows = min(config.engine.max_rows, most) * size
+    blocks = -(-config.rollout.max_row_tokens // plan.BLOCK) + 1
+    row = blocks * plan.BLOCK * plan.kv_bytes_per_token(model.config, resolved.dtype, size)
+    whole = model.parameters * resolved.dtype.itemsize
+    weights = whole / size
     embedding = found.vocabulary * found.hidden
-    sync = {"gathered weights": 2.0 * min(model.parameters * width, max(embedding, GATHER_BYTES))}
+    sync = {"gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES))}
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
@@ -317,10 +309,13 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
             sync,
             {"engine's cache": rows * row, "activations of the engine": states},
         )
-    room = memory * config.engine.memory_fraction - weights - RESERVE
+    room = memory * config.engine.memory_fraction - weights - plan.RESERVE
     awake = {f"{VLLM}weights": weights}
     cache = max(row, min(room, max(rows, 2) * row))
-    rest = {f"{VLLM}other memory": RESERVE, "buckets": 2.0 * max(embedding, BUCKET["cuda"])}
+    rest = {
+        f"{VLLM}other memory": plan.RESERVE,
+        "buckets": 2.0 * max(embedding, client.BUCKET["cuda"]),
+    }
     return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
 
@@ -334,9 +329,8 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    config = resolved.config
     found, _, cut = _of(resolved, name)
-    rows = -(-config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
+    rows = -(-resolved.config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
@@ -368,9 +362,8 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     ranks = len(resolved.placement.groups[role]) // cut
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
-    whole = (
-        4 * found.hidden
-    )  # of a layer, what tensor parallelism does not cut: residual stream and norms
+    # of a layer, what tensor parallelism does not cut: residual stream and norms
+    whole = 4 * found.hidden
     # of each layer; of the one whose backward pass runs
     kept = whole + (found.saved - whole) / cut
     again = 0.0
@@ -378,34 +371,28 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
         kept, again = found.hidden, kept
     head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
-    inside = (
-        tokens * (again + 2 * found.widest / cut + found.hidden)
-        + head
-        + 2 * found.layer * width / cut
-    )
-    gathered = (found.root + 2 * found.layer / cut) * width
+    layer = 2 * found.layer * width / cut
+    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer
+    gathered = found.root * width + layer
     gradients = model.trained * 4 / shards
     if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
         gathered = held * width
         gradients = held * 4 * model.trained / model.parameters
+    reduced = found.root * (8 if shards == 1 else width + 4)
     first = {
         "gathered weights": gathered,
         f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),
     }
-    reduced = found.root * (8 if shards == 1 else width + 4)
-    last = {"gathered weights": gathered + reduced, "gradients": gradients}
     if count > 1 or once:
         first["gradients"] = gradients
-    return max(first, last, key=needed)
+    return max(first, {"gathered weights": gathered + reduced, "gradients": gradients}, key=needed)
 
 
 def _listed(parts: Parts) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return (
-        ", ".join(f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20)
-        or "less than 0.01"
-    )
+    texts = (f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20)
+    return ", ".join(texts) or "less than 0.01"
 
 
 def _gib(size: float) -> str:

@@ -40,9 +40,17 @@ class ColumnLog:
     steps: what to warn of (notices.py)."""
 
     def __init__(
-        self, role: Role, run_dir: Path, *, first: bool, phase: Any, start: int, steps: int,
-        remedies: Callable[[], str] = str, notices: Callable[[], Sequence[str]] = tuple,
-    ):  # fmt: skip
+        self,
+        role: Role,
+        run_dir: Path,
+        *,
+        first: bool,
+        phase: Callable[[str], object],
+        start: int,
+        steps: int,
+        remedies: Callable[[], str] = str,
+        notices: Callable[[], Sequence[str]] = tuple,
+    ):
         self.role = role
         self.phase = phase
         self.notices = notices
@@ -105,17 +113,13 @@ class ColumnLog:
             for notice in self.notices() if self.role == "actor" and step else ():
                 warn(notice)
             if self.retries.total() > 1:
-                spans = ", ".join(
-                    f"{name} {count}" for name, count in self.retries.items() if count
-                )
-                short = "too little memory: the allocator freed its cache and asked again"
-                say(
-                    "; ".join(
-                        filter(
-                            None, [f"[{self.role}] step {step}: {short} ({spans})", self.remedies()]
-                        )
-                    )
-                )
+                spans = [f"{name} {count}" for name, count in self.retries.items() if count]
+                lines = [
+                    f"[{self.role}] step {step}: too little memory: the allocator freed its cache "
+                    f"and asked again ({', '.join(spans)})",
+                    self.remedies(),
+                ]
+                say("; ".join(filter(None, lines)))
                 self.remedies = str  # the ways stay the same
         self.retries.clear()
         self.step = step

@@ -6,31 +6,39 @@ The thresholds are such that healthy runs keep silent: tests/run/test_notices.py
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import sub
 from pathlib import Path
 from statistics import fmean
 
 from splitppo.placement import ROLES, Role
+from splitppo.run.files import Tail
 from splitppo.run.resolve import Resolved
 
 STEPS = 5  # that a rule looks at, at least
 ROWS = 300  # in them, where a few rows could look the same by chance
-READ = (  # by the rules
-    "step", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/vf_explained_var", "critic/vf_loss",
-    "critic/kl_row", "critic/reward_failures", "critic/reward_failures/share", "actor/pg_loss", "actor/grad_norm",
-    "actor/lr", "actor/entropy", "response_length/mean", "response_length/clip_ratio", "prompt_length/mean", "tokens",
-    "val/score/mean", "val/best_so_far", "val/best_step", "val/rows", "val/failures",
-)  # fmt: skip
+# the metrics that the rules read
+READ = (
+    r"step|tokens|critic/(score/(mean|min|max)|vf_explained_var|vf_loss|kl_row)"
+    r"|critic/reward_failures(/share)?|actor/(pg_loss|grad_norm|lr|entropy)"
+    r"|response_length/(mean|clip_ratio)|prompt_length/mean"
+    r"|val/(score/mean|best_so_far|best_step|rows|failures)"
+)
 SENTENCES = {
-    "failing": "a reward fails on every row: it has a bug, or its service is down (docs/rewards.md)",
+    "failing": "a reward fails on every row: it has a bug, or its service is down "
+    "(docs/rewards.md)",
     "nothing": "score, loss and gradient are 0: the reward pays for no answer (docs/rewards.md)",
     "flat": "all rows have one score: can the reward read these answers? (docs/rewards.md)",
-    "cut": "every row is cut: rollout.max_new_tokens is too small, or no turn ends (docs/training.md)",
+    "cut": "every row is cut: rollout.max_new_tokens is too small, or no turn ends "
+    "(docs/training.md)",
     "critic": "the values are far worse than a constant: lower value.optim.lr (docs/critic.md)",
-    "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef (docs/failures.md)",
-    "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr (docs/failures.md)",
-    "held-out": "held-out scores fall while training's rise: stop earlier, or more data (docs/failures.md)",
+    "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef "
+    "(docs/failures.md)",
+    "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr "
+    "(docs/failures.md)",
+    "held-out": "held-out scores fall while training's rise: stop earlier, or more data "
+    "(docs/failures.md)",
 }
 
 
@@ -59,9 +67,8 @@ def true_of(
     tokens = last(actor, "response_length/mean", 1)[0] + last(actor, "prompt_length/mean", 1)[0]
     rows = last(actor, "tokens", 1)[0] / tokens
     many = max(STEPS, math.ceil(ROWS / rows)) if rows > 0 else STEPS
-    long = (
-        4 * many if spread else many
-    )  # a rare reward that was seen before may stay away for a while
+    # a rare reward that was seen before may stay away for a while
+    long = 4 * many if spread else many
     best = last(critic, "critic/score/max", long)
     spreads = map(sub, best, last(critic, "critic/score/min", long))
     flat = max(spreads) == 0 and not any(last(critic, "critic/reward_failures", long))
@@ -69,8 +76,7 @@ def true_of(
     nothing = flat and not any(moves) and min(last(actor, "actor/lr")) > 0
     explained = last(critic, "critic/vf_explained_var", 2 * STEPS)
     scores = last(critic, "critic/score/mean", 4 * STEPS)
-    before = fmean(scores[: 2 * STEPS])
-    low = min(before + 0.01 * spread, highest - 0.1 * spread)
+    low = min(fmean(scores[: 2 * STEPS]) + 0.01 * spread, highest - 0.1 * spread)
     return {
         "failing": last(critic, "critic/reward_failures/share", 1) == [1]
         or last(actor, "val/failures", 1)[0] == last(actor, "val/rows", 1)[0],
@@ -115,7 +121,7 @@ def silent(resolved: Resolved) -> set[str]:
         "nothing": unscored,
         "flat": unscored,
         "cut": not config.data.chat and not config.rollout.stop,  # texts go on to the limit
-        "kl": bool(reference) and (reference.name == "tiny" or reference.random_init),
+        "kl": reference and (reference.name == "tiny" or reference.random_init),
     }
     return {name for name, holds in found.items() if holds}
 
@@ -125,16 +131,15 @@ def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
     the sentences that became true with them. Each sentence comes once, and those of `said`
     never."""
     steps: dict[Role, list[dict[str, float]]] = {role: [] for role in ROLES}
-    read = dict.fromkeys(ROLES, 0)  # bytes of each file
+    tails = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
     lowest = math.inf  # score of a row
     highest = -math.inf
     while True:
-        fresh = []
-        for role in ROLES:
-            whole = _lines_after(run_dir / "metrics" / f"{role}.jsonl", read[role])
-            read[role] += len(whole)
-            records = map(json.loads, whole.splitlines())
-            fresh += [(role, {name: one[name] for name in READ if name in one}) for one in records]
+        fresh: list[tuple[Role, dict[str, float]]] = [
+            (role, {name: value for name, value in record.items() if re.fullmatch(READ, name)})
+            for role in ROLES
+            for record in (json.loads(line) for line, _ in tails[role])
+        ]
         found = []
         for role, step in sorted(fresh, key=lambda one: one[1]["step"]):
             if role == "critic" and "critic/score/mean" not in step:
@@ -147,12 +152,3 @@ def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
             said = {*said, *new}
             found += [f"step {step['step']}: {SENTENCES[name]}" for name in new]
         yield found
-
-
-def _lines_after(path: Path, start: int) -> bytes:
-    """The whole lines of a file from a byte on; another rank may be writing the last one."""
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        file.seek(start)
-        return b"".join(line for line in file if line.endswith(b"\n"))

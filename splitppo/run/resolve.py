@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,26 +17,18 @@ from transformers import PretrainedConfig, dynamic_module_utils
 
 from splitppo.config import Config, DataConfig, Offload
 from splitppo.config.cli import map_paths
+from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models import hub, tiny
-from splitppo.models.build import (
-    Kind,
-    count_parameters,
-    count_trained,
-    most_positions,
-    read_config,
-    shorten,
-)
+from splitppo.models import build, hub, tiny, weights
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
-from splitppo.models.weights import check_folder
 from splitppo.placement import Placement, Role
-from splitppo.run.folder import check_run_folder
+from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.sources import model_paths
 
-KINDS: dict[str, Kind] = {
+KINDS: Mapping[str, build.Kind] = {
     "policy": "policy",
     "reference": "policy",
     "value": "value",
@@ -48,7 +40,7 @@ KINDS: dict[str, Kind] = {
 class Model:
     """One of the run's models."""
 
-    kind: Kind
+    kind: build.Kind
     name: str  # as the configuration names it
     path: str  # its folder, or `tiny`: the embedded model, built in the run's folder
     config: PretrainedConfig
@@ -62,12 +54,12 @@ class Model:
 
     @cached_property
     def parameters(self) -> int:
-        return count_parameters(self.config, self.kind)
+        return build.count_parameters(self.config, self.kind)
 
     @cached_property
     def trained(self) -> int:
         """Parameters of a policy or value model that are trained."""
-        return count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
+        return build.count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
 
 
 @dataclass(frozen=True)
@@ -83,17 +75,14 @@ class Resolved:
     dtype: torch.dtype  # of forward and backward passes
     compiled: bool  # whether layers are compiled
     engine: str  # `hf` or `vllm`
-    models: Mapping[
-        str, Model
-    ]  # that the run loads, by name: policy, value, perhaps reference and reward
+    # that the run loads, by name: policy, value, perhaps reference and reward
+    models: Mapping[str, Model]
     tokenizer: Any  # the policy's
     vocabulary_size: int  # ids from 0 that the policy may sample
-    eos: Mapping[int, str] = field(
-        default_factory=dict
-    )  # ids that end its responses, and what says so
-    now: datetime = field(
-        default_factory=datetime.now
-    )  # the time in prompts whose template shows it
+    # ids that end its responses, and what says so
+    eos: Mapping[int, str] = field(default_factory=dict)
+    # the time in prompts whose template shows it
+    now: datetime = field(default_factory=datetime.now)
     given: Sequence[str] = ()  # the settings that the user has set
 
     @property
@@ -109,31 +98,24 @@ class Resolved:
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
-        if model in ("policy", "value"):
-            return self.config.policy.offload if model == "policy" else self.config.value.offload
-        on = (
-            self.config.reference.offload
-            if model == "reference"
-            else self.config.reward.model_offload
-        )
-        return "all" if on else "none"
+        config = self.config
+        held: dict[str, Offload] = {
+            "policy": config.policy.offload,
+            "value": config.value.offload,
+            "reference": "all" if config.reference.offload else "none",
+            "reward": "all" if config.reward.model_offload else "none",
+        }
+        return held[model]
+
+    def inputs(self, *splits: PromptSet) -> dict[str, str]:
+        """What identifies all that the run reads: its files (`inputs_of`), and the prompts of its
+        splits (training, held out) as they are rendered, if they are given."""
+        names = {name: model.name for name, model in self.models.items()}
+        prompts: dict[str, PromptSet] = dict(zip((TRAINING, VALIDATION), splits, strict=False))
+        return inputs_of(self.config, names, self.local, prompts)
 
     def to_json(self) -> str:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
-        models = {
-            name: {
-                "name": model.name,
-                "folder": model.path if model.path == "tiny" else os.path.abspath(model.path),
-                "type": model.config.model_type,
-                "group": self.role_of(name),
-                "parameters": model.parameters * model.number,
-                "random_init": model.random_init,
-                "packed": model.packed,
-                "tensor_parallel": self.config.tensor_parallel(name),
-                "offload": self.offload(name),
-            }
-            for name, model in self.models.items()
-        }
         facts = {
             "placement": self.placement.mode,
             **{role: len(ranks) for role, ranks in self.placement.groups.items()},
@@ -142,7 +124,20 @@ class Resolved:
             "compiled": self.compiled,
             "engine": self.engine,
             "vocabulary_size": self.vocabulary_size,
-            "models": models,
+            "models": {
+                name: {
+                    "name": model.name,
+                    "folder": model.path if model.path == "tiny" else os.path.abspath(model.path),
+                    "type": model.config.model_type,
+                    "group": self.role_of(name),
+                    "parameters": model.parameters * model.number,
+                    "random_init": model.random_init,
+                    "packed": model.packed,
+                    "tensor_parallel": self.config.tensor_parallel(name),
+                    "offload": self.offload(name),
+                }
+                for name, model in self.models.items()
+            },
         }
         return json.dumps(facts, indent=1)
 
@@ -159,61 +154,67 @@ def resolve(
     )
     config, local = pin(config)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        check_run_folder(
-            config
-        )  # a setting that makes this another run is told before what follows from the setting
-    models = {}
+        # a setting that makes this another run is told before what follows from the setting
+        check_run_folder(config)
     own_code = config.policy.trust_remote_code
     # transformers copies a model's own code to a folder that the ranks share: one rank at a time
-    with (
-        WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
-        if own_code
-        else nullcontext()
-    ):
-        for name, given in model_paths(config).items():
-            kind = KINDS[name]
-            drawn = _is_drawn(config, name)
-            path = local.get(given, given)
-            found = tiny.model_config() if path == "tiny" else read_config(path, own_code=own_code)
-            frozen = getattr(config, name).freeze if name in ("policy", "value") else ()
-            number = 1
-            if name == "value":
-                found = shorten(found, config.value.layers, given)
-                number = config.value.ensemble
-            packed = wanted and name != "reward"
-            if path != "tiny":
-                check_folder(found, path, kind, random_init=drawn)
-                if probe and name != "reward":
-                    packed = _packs(config, name, given, found, packed)
-            models[name] = Model(kind, given, path, found, drawn, packed, frozen, number)
-            if frozen:
-                count_trained(found, kind, frozen, f"{name}.freeze")  # refuses what matches nothing
+    shared = WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
+    with shared if own_code else nullcontext():
+        models = {
+            name: _read_model(config, name, given, local.get(given, given), wanted, probe)
+            for name, given in model_paths(config).items()
+        }
         if "reward" in models:
             read_tokenizer(models["reward"].path, own_code=own_code)
-        policy = models["policy"].path
+        policy = models["policy"]
         tokenizer = (
             tiny.build_tokenizer()
-            if policy == "tiny"
-            else read_tokenizer(policy, own_code=own_code)
+            if policy.path == "tiny"
+            else read_tokenizer(policy.path, own_code=own_code)
         )
     size = vocabulary_size(tokenizer)
-    eos = eos_ids(models["policy"].config, tokenizer, None if policy == "tiny" else Path(policy))
+    eos = eos_ids(policy.config, tokenizer, None if policy.path == "tiny" else Path(policy.path))
     check_sizes(config, models, size)
-    compiling = {"on": True, "off": False, "auto": device.type == "cuda"}
     return Resolved(
-        config,
-        local,
-        placement,
-        local_world,
-        device,
-        dtype,
-        compiling[config.compute.compile],
-        engine_kind(config, device.type),
-        models,
-        tokenizer,
-        size,
-        eos,
+        config=config,
+        local=local,
+        placement=placement,
+        local_world=local_world,
+        device=device,
+        dtype=dtype,
+        compiled={"on": True, "off": False, "auto": device.type == "cuda"}[config.compute.compile],
+        engine=engine_kind(config, device.type),
+        models=models,
+        tokenizer=tokenizer,
+        vocabulary_size=size,
+        eos=eos,
     )
+
+
+def _read_model(
+    config: Config, name: str, given: str, path: str, wanted: bool, probe: bool
+) -> Model:
+    """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
+    is_value = name == "value"
+    own_code = config.policy.trust_remote_code
+    found = tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
+    model = Model(
+        kind=KINDS[name],
+        name=given,
+        path=path,
+        config=build.shorten(found, config.value.layers, given) if is_value else found,
+        random_init=_is_drawn(config, name),
+        packed=wanted and name != "reward",
+        frozen=getattr(config, name).freeze if name in ("policy", "value") else (),
+        number=config.value.ensemble if is_value else 1,
+    )
+    if path != "tiny":
+        weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
+        if probe and name != "reward":
+            model = replace(model, packed=_packs(config, name, model))
+    if model.frozen:  # refuses what matches nothing
+        build.count_trained(model.config, model.kind, model.frozen, f"{name}.freeze")
+    return model
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
@@ -222,9 +223,8 @@ def pick_device(config: Config, launch: Launch) -> torch.device:
     gpus = torch.cuda.device_count()
     wanted = config.compute.device
     few = gpus < launch.local_world
-    if wanted == "cpu" or (
-        wanted == "auto" and (not gpus or (few and config.policy.path == "tiny"))
-    ):
+    lacking = not gpus or (few and config.policy.path == "tiny")
+    if wanted == "cpu" or (wanted == "auto" and lacking):
         return torch.device("cpu")
     if few:
         raise UserError(
@@ -253,9 +253,8 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
     own_code = config.policy.trust_remote_code
 
     def find(setting: str, name: str) -> str:
-        if not setting.startswith("data.") and (
-            name not in models or not setting.endswith((".path", ".model"))
-        ):
+        is_model = setting.endswith((".path", ".model")) and name in models
+        if not is_model and not setting.startswith("data."):
             return name
         pinned, path = hub.find(setting, name, before=before, own_code=own_code)
         if path != pinned:
@@ -274,20 +273,21 @@ def _is_drawn(config: Config, name: str) -> bool:
     return (name == "value" and config.value.random_init) or (not own and config.policy.random_init)
 
 
-def _packs(config: Config, name: str, path: str, model: PretrainedConfig, wanted: bool) -> bool:
+def _packs(config: Config, name: str, model: Model) -> bool:
     """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
     least."""
-    why = find_mismatch(model, KINDS[name], packed=wanted)
-    if why and wanted and config.compute.packing == "on":
+    why = find_mismatch(model.config, model.kind, packed=model.packed)
+    where = f"{name}.path={model.name}"
+    if why and model.packed and config.compute.packing == "on":
         raise UserError(
-            f"compute.packing=on: {name}.path={path}: rows can't be packed: {why}; use auto or off"
+            f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
         )
-    if why and (not wanted or find_mismatch(model, KINDS[name], packed=False)):
+    if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
         raise UserError(
-            f"{name}.path={path}: type {model.model_type!r} does not run here as in transformers: "
+            f"{where}: type {model.config.model_type!r} does not run here as in transformers: "
             f"{why}; use another model"
         )
-    return wanted and not why
+    return model.packed and not why
 
 
 def check_sizes(
@@ -300,19 +300,24 @@ def check_sizes(
     new = config.rollout.max_new_tokens
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
-        most, setting = most_positions(text)
+        most, setting = build.most_positions(text)
         if most and (prompt or longest) + new > most:
             given = f"a prompt of {longest} tokens"
-            remedy = "lower the latter, or set rollout.max_prompt_tokens and data.overlong to leave such rows out"
+            remedy = (
+                "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
+                "to leave such rows out"
+            )
             if prompt:
                 given = f"rollout.max_prompt_tokens={prompt}"
                 remedy = "lower one of them, or use another model"
             raise UserError(
-                f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} together, "
-                f"more than the {most} ({setting}) that {name}.path={model.name} can read; {remedy}"
+                f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
+                f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
+                f"read; {remedy}"
             )
         if text.vocab_size < vocabulary:
             raise UserError(
                 f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than "
-                f"the policy's tokenizer ({vocabulary}); the {name} must read the policy's token ids"
+                f"the policy's tokenizer ({vocabulary}); "
+                f"the {name} must read the policy's token ids"
             )

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
+from splitppo.models import offload, sharding
 from splitppo.models.names import numbered
-from splitppo.models.offload import host_copy
-from splitppo.models.sharding import described, local
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
@@ -27,9 +25,8 @@ from splitppo.run.checkpoint import (
 )
 from splitppo.run.files import read_file, sync_folder, write_whole
 
-Tensors = dict[
-    str, dict[str, Tensor]
-]  # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
+# kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
+Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
@@ -40,7 +37,7 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
         for name, parameter in learner.sharded().items():
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
-                held.setdefault(kind, {})[numbered(name, number)] = described(
+                held.setdefault(kind, {})[numbered(name, number)] = sharding.described(
                     learner.model, name, tensor
                 )
     return held
@@ -96,7 +93,9 @@ class Saver:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
         first step."""
         for kind, tensors in tensors_of(self.learners).items():
-            self.copies[kind] = {name: host_copy(tensor) for name, tensor in tensors.items()}
+            self.copies[kind] = {
+                name: offload.host_copy(tensor) for name, tensor in tensors.items()
+            }
         for learner in self.learners:
             learner.release_memory(changed=False)
 
@@ -111,7 +110,9 @@ class Saver:
             self.allocate()
         for kind, tensors in tensors_of(self.learners).items():
             for name, tensor in tensors.items():
-                local(self.copies[kind][name]).copy_(local(tensor), non_blocking=True)
+                sharding.local(self.copies[kind][name]).copy_(
+                    sharding.local(tensor), non_blocking=True
+                )
         if self.learners[0].runner.device.type == "cuda":
             torch.cuda.synchronize(self.learners[0].runner.device)
         for learner in self.learners:
@@ -144,8 +145,7 @@ class Saver:
         if self.error is not None:
             # torch's error holds each rank's error
             cause = next(iter(getattr(self.error, "failures", {}).values()), (self.error,))[0]
-            kind = UserError if isinstance(cause, OSError) else RuntimeError
-            raise kind(
+            raise (UserError if isinstance(cause, OSError) else RuntimeError)(
                 f"the {self.role}'s part of checkpoint {step_folder(self.run_dir, self.step)} "
                 f"could not be written; earlier ones are whole ({cause})"
             ) from self.error
@@ -162,15 +162,12 @@ class Saver:
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
+            own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
-            dist.all_gather_object(
-                files, {name: measure(partial / name) for name in names}, group=self.group
-            )
+            dist.all_gather_object(files, own, group=self.group)
             if self.rank == 0:
                 write_manifest(
-                    partial,
-                    self.step,
-                    {name: file for held in files for name, file in held.items()},
+                    partial, self.step, {k: v for held in files for k, v in held.items()}
                 )
                 self.may_commit.wait()
                 partial.rename(part)

@@ -50,7 +50,7 @@ def opening(
     after."""
     config = resolved.config
     rollout = config.rollout
-    groups = resolved.placement.groups
+    placement = resolved.placement
     rows = (
         f"{rollout.window} tokens of each of {rollout.batch_size} slots,"
         if rollout.window
@@ -58,20 +58,20 @@ def opening(
     )
     due = {"held-out score": config.log.validate_every, "checkpoint": config.checkpoint.every}
     lines = {
-        "splitppo": f"{installed('splitppo')}: ranks {resolved.placement.world}, {resolved.device.type}, "
+        "splitppo": f"{installed('splitppo')}: ranks {placement.world}, {resolved.device.type}, "
         f"{str(resolved.dtype).removeprefix('torch.')}, engine {resolved.engine}",
         "data": f"{', '.join(config.data.files) or f'the generated task {config.data.task}'}: "
         f"{counted(training, validation)}",
         "reward": ", ".join(filter(None, [*config.reward.function, config.reward.model])),
         **{
-            name: f"{model.name}, {model.parameters:,} parameters{', random weights' * model.random_init}, "
-            f"on {resolved.role_of(name)} ranks"
+            name: f"{model.name}, {model.parameters:,} parameters"
+            f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
-        "placement": f"{resolved.placement.mode}: "
-        f"{', '.join(f'{len(ranks)} {role}' for role, ranks in groups.items())}",
-        "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new tokens; "
-        f"epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}",
+        "placement": f"{placement.mode}: "
+        f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
+        "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new "
+        f"tokens; epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}",
         "steps": f"{start} to {config.steps}"
         f"{''.join(f', {name} every {every}' for name, every in due.items() if every)}",
         "run folder": f"{folder} (messages of libraries and engines: logs/)",
@@ -122,14 +122,13 @@ class Screen:
         self.since = PAUSE  # seconds since the last line
         self.lines = 0
         self.samples: Sequence[Mapping[str, Any]] = ()
-        quiet = role != "actor" or not sys.stdout.isatty()
         self.bar = tqdm(
             total=steps,
             initial=start,
             unit="step",
             file=sys.stdout,
             dynamic_ncols=True,
-            disable=quiet,
+            disable=(role != "actor" or not sys.stdout.isatty()),
         )
 
     def step(
@@ -204,13 +203,9 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
         role: list(read_lines(file, parse_record)) if file.is_file() else []
         for role, file in files.items()
     }
+    done = max((step["step"] for step in steps["actor"]), default=0)
     took = timedelta(seconds=round(sum(step["timing_s/step"] for step in steps["actor"])))
-    lines = [
-        (
-            "done",
-            f"{max((s['step'] for s in steps['actor']), default=0)} of {config.steps} steps in {took}",
-        )
-    ]
+    lines = [("done", f"{done} of {config.steps} steps in {took}")]
     for title, name in (("held-out", "val/score/mean"), ("training", "critic/score/mean")):
         if scores := {
             step["step"]: step[name] for role in ROLES for step in steps[role] if name in step
@@ -220,12 +215,17 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
-    tools = (("next", "report"), ("", "chat"), ("", "export"))
+    run = shlex.quote(str(folder))
     # paths and commands are not wrapped: they are to be copied
-    weights = f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}"
-    warnings = [_titled("warning", notice) for notice in notices]
-    commands = [f"{title:<12} splitppo {tool} {shlex.quote(str(folder))}" for title, tool in tools]
-    return "\n".join([*(_titled(*line) for line in lines), weights, *warnings, *commands])
+    parts = [
+        *(_titled(*line) for line in lines),
+        f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}",
+        *(_titled("warning", notice) for notice in notices),
+        f"{'next':<12} splitppo report {run}",
+        f"{'':<12} splitppo chat {run}",
+        f"{'':<12} splitppo export {run}",
+    ]
+    return "\n".join(parts)
 
 
 def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -234,7 +234,8 @@ def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
     for step in steps:
         spent.update({name: value for name, value in step.items() if name.startswith("timing_s/")})
     total = spent.pop("timing_s/step")
-    shares = [
-        (name.removeprefix("timing_s/"), value / total) for name, value in spent.most_common()
-    ]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.015)
+    return ", ".join(
+        f"{name.removeprefix('timing_s/')} {value / total:.0%}"
+        for name, value in spent.most_common()
+        if value / total >= 0.015
+    )

@@ -15,8 +15,7 @@ from pathlib import Path
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
 from splitppo.errors import UserError
-from splitppo.models.hub import find
-from splitppo.models.older import TOKENIZER
+from splitppo.models import hub, older
 
 
 def absolute(config: Config, run: Path) -> Config:
@@ -84,23 +83,20 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
 
 def _without_weights(folder: Path) -> set[Path]:
     """What the tools need of a model's folder beside its weights."""
-    patterns = ("config.json", "generation_config.json", *TOKENIZER, "*.py")
+    patterns = ("config.json", "generation_config.json", *older.TOKENIZER, "*.py")
     return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
 
 
-def _modules(file: Path) -> set[Path]:
+def _modules(file: Path) -> list[Path]:
     """A Python file, and those beside it that it imports, directly or not. Of a package, all
     files."""
-    found = set()
-    waiting = {file}
-    while waiting:
-        found.add(path := waiting.pop())
-        imports = re.findall(
-            r"^\s*(?:import|from)\s(.*)", path.read_text(errors="replace"), re.MULTILINE
-        )
+    found = [file]
+    for path in found:  # it grows
+        text = path.read_text(errors="replace")
+        imports = re.findall(r"^\s*(?:import|from)\s(.*)", text, re.MULTILINE)
         for name in re.findall(r"\w+", " ".join(imports)):
             beside = {file.with_name(f"{name}.py"), *file.with_name(name).rglob("*.py")}
-            waiting |= {module for module in beside - found if module.is_file()}
+            found += [module for module in beside - {*found} if module.is_file()]
     return found
 
 
@@ -114,9 +110,9 @@ def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False)
     if any(copy.glob("*.safetensors" if weights else "config.json")):
         return copy
     try:
-        return Path(find(f"{kind}.path", paths[kind], fetch=False)[1])
+        return Path(hub.find(f"{kind}.path", paths[kind], fetch=False)[1])
     except UserError as error:
         raise UserError(
-            f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's cache; "
-            f"put that model there, or its files into {copy}"
+            f"{kind}.path={paths[kind]}: no such folder (from {Path.cwd()}), and not in the hub's "
+            f"cache; put that model there, or its files into {copy}"
         ) from error

@@ -6,10 +6,9 @@ sends the steps that it does.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import ROLES, Role
-from splitppo.run.files import parse_record, read_file, read_lines, shown, table
+from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, table
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100  # training steps whose samples are shown, about
@@ -44,13 +43,12 @@ class Wandb:
         from wandb.errors import AuthenticationError, UsageError
 
         path = run_dir / "wandb_id"
+        known = read_file(path, str.strip, "delete it") if start and path.is_file() else ""
         try:
             self.run = wandb.init(
                 project=config.log.project,
                 name=config.log.name or run_dir.resolve().name,
-                id=(read_file(path, str.strip, "delete it") or None)
-                if start and path.is_file()
-                else None,
+                id=known or None,
                 resume="allow",
                 dir=run_dir,
                 config=asdict(config),
@@ -107,25 +105,24 @@ class Trackers:
     not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
-        names = config.log.trackers if active else ()
         self.run_dir = run_dir
         self.steps = config.steps
-        self.start = start
-        self.read: dict[Role, tuple[int, int]] = dict.fromkeys(
-            ROLES, (0, 0)
-        )  # bytes and lines of the records so far
-        self.trackers = [TRACKERS[name](config, run_dir, start) for name in names]
+        self.last = start or -1  # the last step whose records are not sent
+        self.records = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
+        self.trackers = [
+            TRACKERS[name](config, run_dir, start) for name in config.log.trackers if active
+        ]
 
     def update(self) -> None:
         """Sends the new records. Call it first after a step has ended: by then both roles have
         removed the records of an earlier run after `start` from their files."""
         for role in ROLES if self.trackers else ():
-            for record in self._records(role):
-                if (step := record["step"]) > self.start or not self.start:
-                    figures = metrics_of(role, record)
+            for line in self.records[role]:
+                record = parse_record(*line)
+                if (step := record["step"]) > self.last:
                     tables = self._tables(role, step)
                     for tracker in self.trackers:
-                        tracker.write(step, record["time"], figures, tables)
+                        tracker.write(step, record["time"], metrics_of(role, record), tables)
 
     def close(self) -> None:
         """Sends the last records and closes the trackers. Call it when all ranks have finished
@@ -134,29 +131,14 @@ class Trackers:
         for tracker in self.trackers:
             tracker.close()
 
-    def _records(self, role: Role) -> Iterator[dict[str, Any]]:
-        """What the role's file has gained. A torn last line waits until all of it is written."""
-        path = self.run_dir / "metrics" / f"{role}.jsonl"
-        offset, number = self.read[role]
-        with path.open("rb") if path.is_file() else BytesIO() as file:
-            file.seek(offset)
-            for line in file:
-                if line.endswith(b"\n"):
-                    offset, number = self.read[role] = offset + len(line), number + 1
-                    yield parse_record(line, f"{path}:{number}")
-
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""
-        name, folder = (
-            ("samples", "samples") if role == "critic" else ("validation/samples", "validation")
-        )
-        path = self.run_dir / folder / f"step_{step:06d}.jsonl"
+        name = "samples" if role == "critic" else "validation/samples"
+        path = self.run_dir / name.removesuffix("/samples") / f"step_{step:06d}.jsonl"
         skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
-        rows = (
-            []
-            if skipped or not path.is_file()
-            else list(map(shown, islice(read_lines(path), TABLE_ROWS)))
-        )
+        if skipped or not path.is_file():
+            return {}
+        rows = list(map(shown, islice(read_lines(path), TABLE_ROWS)))
         return {name: rows} if rows else {}
 
 

@@ -264,7 +264,7 @@ def test_large_presets_fit_by_the_estimate(
         flags.append(f"--{name}.path={tmp_path / kind}")
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
     monkeypatch.setattr(
-        "splitppo.run.resolve.check_folder", lambda *_, **__: None
+        "splitppo.run.resolve.weights.check_folder", lambda *_, **__: None
     )  # no weights there
     flags += [f"--data.validation-files={small['test']}", f"--world-size={world}", "--dry-run"]
     status = train.main([f"--config={CONFIGS / preset}", *flags])

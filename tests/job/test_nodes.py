@@ -29,9 +29,11 @@ from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.job import heartbeat, nodes, runtime
 from splitppo.job.launch import Launch
-from splitppo.job.nodes import Peer, check_alike, choose_interface, facts_of, join
+from splitppo.job.nodes import Peer, check_alike, choose_interface, join
 from splitppo.job.runtime import Runtime
 from splitppo.placement import place
+from splitppo.run import folder as run_folder
+from splitppo.run.folder import facts_of
 
 ARGV = ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--log.validate-every=0", "--timeout=8"]
 SHORT = timedelta(seconds=10)
@@ -58,8 +60,8 @@ def watched(monkeypatch):
     for rank in range(2):
         store.set(f"heartbeat/{rank}", "0")
 
-    def end(error: Exception, *, torchrun: int | None) -> None:
-        ended.append((str(error), torchrun))
+    def end(message: str, *, torchrun: int | None) -> None:
+        ended.append((message, torchrun))
         ours.closed.set()
 
     def send() -> None:
@@ -144,7 +146,9 @@ def test_nodes_of_unlike_sizes_are_refused_by_name(monkeypatch):
 def test_nodes_with_gpus_must_have_the_same_vllm(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28))
-    monkeypatch.setattr(nodes, "installed", lambda package: {"vllm": "0.26.0"}.get(package, "1"))
+    monkeypatch.setattr(
+        run_folder, "installed", lambda package: {"vllm": "0.26.0"}.get(package, "1")
+    )
     first = facts_of(parse([]))
     with pytest.raises(
         UserError,

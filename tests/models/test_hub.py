@@ -22,13 +22,12 @@ from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError, one_line
 from splitppo.job.launch import ERROR_FILE
-from splitppo.job.nodes import facts_of
 from splitppo.models.build import build, read_config
 from splitppo.models.hub import find
 from splitppo.models.tiny import build_tiny
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.models.weights import check_folder
-from splitppo.run.folder import inputs_of
+from splitppo.run.folder import facts_of, inputs_of
 from splitppo.run.resolve import pin
 from splitppo.tools import export
 

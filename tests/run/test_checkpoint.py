@@ -296,8 +296,11 @@ def test_tensors_come_back_and_other_models_are_refused(tmp_path):
         "another_name": torch.full((1,), 7.0),
         "torch.float32": torch.full((1, 2), 7.0),
     }
-    checkpoint.read_tensors(
-        some, tmp_path, no_dist=True, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(
+        some,
+        storage_reader=checkpoint.TensorReader(tmp_path),
+        planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+        no_dist=True,
     )
     assert (some["another_name"].tolist(), some["torch.float32"].tolist()) == ([7.0], [[0.0, 1.0]])
 

@@ -578,7 +578,7 @@ def test_a_live_run_on_another_machine_is_told_from_a_dead_one(
     deadline = time.monotonic() + 20
     while not lost and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "another process has taken the run's folder" in str(lost[0])
+    assert "another process has taken the run's folder" in lost[0]
     owner.release()
     assert (tmp_path / "lock").exists(), "it's the newcomer's"
     newcomer.release()

@@ -450,7 +450,7 @@ def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_main, "preflight", interrupt)
+    monkeypatch.setattr(run_main.checks, "preflight", interrupt)
     assert train.main(SMALL) == 130
     assert capsys.readouterr().err == "interrupted: before the run began\n"
 
