@@ -32,11 +32,8 @@ from splitppo.rollout import End
 # cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
 # 2.11: 0.9 ms a call). Applies to the process during `poll`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CACHES = (
-    "cache",
-    "past_key_values",
-    "cache_params",
-)  # what a model calls its cache, by its type and the version
+# what a model calls its cache, by its type and the version
+CACHES = ("cache", "past_key_values", "cache_params")
 ROOM = 64  # columns allocated ahead, at least
 PREFILL = 4096  # tokens, padding included, that enter in one forward pass: limits its activations
 RECOMPUTED = 1024  # tokens that a forward pass computes in about the time of a decode step
@@ -76,12 +73,8 @@ class _Columns(DynamicLayer):
         super().__init__()
         self.is_initialized = True
         if like.keys is not None:  # if not, the layer reads another one's
-            self.keys: Any = like.keys.new_zeros(
-                places, like.keys.shape[1], columns, like.keys.shape[3]
-            )
-            self.values: Any = like.values.new_zeros(
-                places, like.values.shape[1], columns, like.values.shape[3]
-            )
+            self.keys: Any = _zeros(like.keys, places, columns)
+            self.values: Any = _zeros(like.values, places, columns)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -158,13 +151,11 @@ class Decoder:
         self._queue: list[_Row] = []
         self._rows: dict[int, _Row] = {}  # by place
         self._cache: Any = None
-        self._mask = torch.zeros(
-            0, 1, 0, 1, dtype=torch.long, device=self.device
-        )  # as the keys, `[P, 1, C, 1]`
+        # as the keys, `[P, 1, C, 1]`
+        self._mask = torch.zeros(0, 1, 0, 1, dtype=torch.long, device=self.device)
         self._at = 0  # the column of the next token
-        self._idle = (
-            0  # places without a row, summed over decode steps since the batch last changed
-        )
+        # places without a row, summed over decode steps since the batch last changed
+        self._idle = 0
 
     def _step(self) -> list[Piece]:
         """A token for each row in a place, or for those that enter: once idle places have lost as
@@ -225,9 +216,8 @@ class Decoder:
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
         contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
-        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(
-            self.device
-        )
+        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left")
+        ids = ids.to(self.device)
         mask = (ids >= 0).long()
         cache: Any = DynamicCache(config=None if self.movable else self.model.config)
         logits = self._forward(
@@ -241,9 +231,8 @@ class Decoder:
             self._cache = cache
         elif not self._cache:
             size = self._mask.shape
-            self._cache = Cache(
-                layers=[_Columns(layer, size[0], size[2]) for layer in cache.layers]
-            )
+            layers = [_Columns(layer, size[0], size[2]) for layer in cache.layers]
+            self._cache = Cache(layers=layers)
         for layer, alone in zip(self._cache.layers, cache.layers, strict=True):
             if self.movable and alone.keys is not None:
                 layer.keys[places, :, columns] = alone.keys
@@ -263,9 +252,7 @@ class Decoder:
         columns = self._at + (min(room, self._at // 4 + ROOM) if self.movable else room)
 
         def moved(given: Tensor) -> Tensor:
-            new = given.new_zeros(
-                len(rows) + len(entering), given.shape[1], columns, given.shape[3]
-            )
+            new = _zeros(given, len(rows) + len(entering), columns)
             new[: len(rows), :, self._at - used : self._at] = given[live, :, end - used : end]
             return new
 
@@ -281,13 +268,12 @@ class Decoder:
         """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask
         `[R, C + T]` of both. Returns the logits of the last ones, `[R, V]`."""
         given = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
-        known: Any = {name: value for name, value in given.items() if name in self._accepts}
         inputs = self.model.prepare_inputs_for_generation(
             ids,
             attention_mask=mask,
             use_cache=True,
             is_first_iteration=ids.shape == mask.shape,
-            **known,
+            **{name: value for name, value in given.items() if name in self._accepts},
         )
         return self.model(**inputs).logits[:, -1]
 
@@ -301,9 +287,8 @@ class Decoder:
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
         ended = []
-        for (place, row), stopped in zip(
-            rows.items(), self._stopped(list(rows.values())), strict=True
-        ):
+        stops = self._stopped(list(rows.values()))
+        for (place, row), stopped in zip(rows.items(), stops, strict=True):
             found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
             end: End | None = (found if row.ask.free else None) or (None if row.left else "limit")
             if end:
@@ -323,5 +308,12 @@ class Decoder:
 def is_movable(config: PretrainedConfig) -> bool:
     """Whether a model's cache is keys and values by column alone. Sliding windows are; the mask has
     their bounds."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+    return all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        for layer in DynamicCache(config=config).layers
+    )
+
+
+def _zeros(like: Tensor, places: int, columns: int) -> Tensor:
+    """`[P, H, C, D]`, with the heads and the width of `like`."""
+    return like.new_zeros(places, like.shape[1], columns, like.shape[3])

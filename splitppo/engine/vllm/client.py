@@ -59,9 +59,18 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(
-        self, config: PretrainedConfig, address: str, index: int, process: Process | None, *,
-        device: torch.device, dtype: torch.dtype, sleep: str = "off", peak: float = 0.0, timeout: float = 1800.0,
-    ):  # fmt: skip
+        self,
+        config: PretrainedConfig,
+        address: str,
+        index: int,
+        process: Process | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        sleep: str = "off",
+        peak: float = 0.0,
+        timeout: float = 1800.0,
+    ):
         super().__init__()
         self.address = address
         self.index = index
@@ -72,16 +81,14 @@ class VLLMEngine(RolloutEngine):
         self.peak = peak
         self.timeout = timeout
         self.names = weight_names(build(config, "policy"))
-        self._sender = ThreadPoolExecutor(
-            1, "requests"
-        )  # a thread: while the engine sends rows, it reads nothing
+        # a thread: while the engine sends rows, it reads nothing
+        self._sender = ThreadPoolExecutor(1, "requests")
         self._sampling = RolloutConfig()
         self._seed = 0
         self._heard = 0.0  # when the engine last said something
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._conn: Any = (
-            None  # the socket; None before `connect`, after `close` and after a failure
-        )
+        # the socket; None before `connect`, after `close` and after a failure
+        self._conn: Any = None
 
     def connect(self) -> str:
         start = time.monotonic()
@@ -94,9 +101,8 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(0.02)
         largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
         size = max(BUCKET[self.device.type], largest)
-        paths = [
-            str(Path(self.address).parent / f"bucket_{self.index}_{number}") for number in range(2)
-        ]
+        folder = Path(self.address).parent
+        paths = [str(folder / f"bucket_{self.index}_{number}") for number in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
         handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
@@ -137,9 +143,8 @@ class VLLMEngine(RolloutEngine):
         try:
             for bucket, entries in self._fill(weights, sums):
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(
-                        self.device
-                    ).synchronize()  # another process reads the bucket next
+                    # another process reads the bucket next
+                    torch.cuda.current_stream(self.device).synchronize()
                 if loading:
                     self._answer(Load)
                 self._send(Load(bucket, entries))
@@ -151,12 +156,14 @@ class VLLMEngine(RolloutEngine):
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
         lost, different = self._ask(Verify(sent))
         if lost:
-            wrong = f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them"
-            raise UserError(f"{wrong}: {', '.join(lost[:3])}; use --engine.kind hf")
+            raise UserError(
+                f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, "
+                f"or changes them: {', '.join(lost[:3])}; use --engine.kind hf"
+            )
         if different:
-            wrong = f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's"
             raise EngineError(
-                f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM"
+                f"after the sync, {len(different)} tensors of the vLLM engine differ from the "
+                f"policy's, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM"
             )
         self._wake("weights", "kv_cache")
 
@@ -262,9 +269,10 @@ class VLLMEngine(RolloutEngine):
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
+        report = f"\n{self.process.exit_report(wait=0)}" if self.process else ""
         return EngineError(
-            f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited
+            f"waited {self.timeout:g} s for {what} of the vLLM engine; "
+            f"raise --timeout if it is only slow{report}"
         )
 
 

@@ -55,16 +55,17 @@ class Rows:
         sampling = submitted.sampling
         self._text = bool(sampling.stop)
         for ask in submitted.asks:
-            noise = row_seed(submitted.seed, ask.row, ask.begun)
             params = params_of(
-                sampling, seed=noise, eos=self.eos, tokens=ask.tokens, fixed=not ask.free
+                sampling,
+                seed=row_seed(submitted.seed, ask.row, ask.begun),
+                eos=self.eos,
+                tokens=ask.tokens,
+                fixed=not ask.free,
             )
             name = f"{rank}/{ask.row}"
             core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
-            if not self._text:
-                self.llm.output_processor.abort_requests(
-                    [core_name], internal=True
-                )  # in the front end only
+            if not self._text:  # in the front end only
+                self.llm.output_processor.abort_requests([core_name], internal=True)
             self.open[name if self._text else core_name] = OpenRow(rank, ask)
 
     def abort(self, rank: int) -> None:
@@ -88,9 +89,8 @@ class Rows:
         rows = self.open
         for output in self.llm.engine_core.get_output().outputs:
             if isinstance(output, TokenBatch):
-                for name, token, logprob in zip(
-                    output.names, output.tokens, output.logprobs, strict=True
-                ):
+                drawn = zip(output.names, output.tokens, output.logprobs, strict=True)
+                for name, token, logprob in drawn:
                     rows[name].tokens.append(token)
                     rows[name].logprobs.append(logprob)
             elif row := rows.get(output.request_id):  # else it is late, of an aborted row
@@ -143,6 +143,8 @@ def piece_of(row: OpenRow, reason: str) -> Piece:
     knows."""
     number = row.ask.row
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
-        counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
-        raise RuntimeError(f"row {number} ended by {reason!r} with {counts}")
+        raise RuntimeError(
+            f"row {number} ended by {reason!r} with {len(row.tokens)} tokens and "
+            f"{len(row.logprobs)} log-probs"
+        )
     return Piece(number, row.tokens, row.logprobs, ENDS_BY[reason])

@@ -47,9 +47,8 @@ class WeightReceiver:
             module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)
         ]
         if not found:
-            raise RuntimeError(
-                f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by"
-            )
+            name = type(self.get_model()).__name__
+            raise RuntimeError(f"{name} has no LogitsProcessor to limit the vocabulary by")
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
             if logits is not None:  # not all workers of a tensor-parallel engine have the logits
