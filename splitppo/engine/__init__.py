@@ -100,10 +100,9 @@ class RolloutEngine(ABC):
             before the first.
     """
 
-    def __init__(self):
-        self.loaded = False
-        self.open = 0
-        self.step_ms = 0.0
+    loaded = False
+    open = 0
+    step_ms = 0.0
 
     @abstractmethod
     def connect(self) -> str:

@@ -16,6 +16,8 @@ from splitppo.models.build import count_parameters
 from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
+# settings that are for vLLM only, with their defaults
+FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
 # vLLM raises lower temperatures to the first silently, and refuses higher ones
 COLDEST = 0.01
 HOTTEST = 2.0
@@ -83,8 +85,7 @@ def check_engine(
 
 def _check_hf(config: Config, device: str) -> None:
     engine = config.engine
-    only_vllm = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
-    for name, default in only_vllm.items():
+    for name, default in FOR_VLLM.items():
         if (value := getattr(engine, name)) not in (default, "off"):
             remedy = f"use {default} with engine.kind hf, or engine.kind vllm"
             if engine.kind == "auto" and device == "cuda":

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -99,8 +99,8 @@ class Decoder:
         max_rows: rows decoded at once. Others wait until one has ended.
 
     Attributes:
-        movable: whether rows enter and leave alone. If not, all rows are computed again when some
-            enter.
+        movable: whether rows enter and leave alone: the cache is keys and values by column. If
+            not, all rows are computed again when some enter.
         busy: whether rows are open.
         steps: decode steps since `begin`: one token for each row in a place, or for each that
             enters.
@@ -115,7 +115,11 @@ class Decoder:
         self.max_rows = max_rows
         self._accepts = inspect.signature(model.forward).parameters
         self._cached = any(name in self._accepts for name in CACHES)
-        self.movable = self._cached and is_movable(model.config)
+        # Sliding windows are movable, too: the mask has their bounds.
+        self.movable = self._cached and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            for layer in DynamicCache(config=model.config).layers
+        )
         self.abort()
 
     @property
@@ -216,8 +220,9 @@ class Decoder:
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
         contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
-        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left")
-        ids = ids.to(self.device)
+        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(
+            self.device
+        )
         mask = (ids >= 0).long()
         cache: Any = DynamicCache(config=None if self.movable else self.model.config)
         logits = self._forward(
@@ -231,8 +236,9 @@ class Decoder:
             self._cache = cache
         elif not self._cache:
             size = self._mask.shape
-            layers = [_Columns(layer, size[0], size[2]) for layer in cache.layers]
-            self._cache = Cache(layers=layers)
+            self._cache = Cache(
+                layers=[_Columns(layer, size[0], size[2]) for layer in cache.layers]
+            )
         for layer, alone in zip(self._cache.layers, cache.layers, strict=True):
             if self.movable and alone.keys is not None:
                 layer.keys[places, :, columns] = alone.keys
@@ -287,8 +293,9 @@ class Decoder:
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
         ended = []
-        stops = self._stopped(list(rows.values()))
-        for (place, row), stopped in zip(rows.items(), stops, strict=True):
+        for (place, row), stopped in zip(
+            rows.items(), self._stopped(list(rows.values())), strict=True
+        ):
             found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
             end: End | None = (found if row.ask.free else None) or (None if row.left else "limit")
             if end:
@@ -303,15 +310,6 @@ class Decoder:
         most = self._stop.maximum_token_len  # it looks at so many tokens
         last = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
         return self._stop(torch.tensor(last), None).tolist()
-
-
-def is_movable(config: PretrainedConfig) -> bool:
-    """Whether a model's cache is keys and values by column alone. Sliding windows are; the mask has
-    their bounds."""
-    return all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        for layer in DynamicCache(config=config).layers
-    )
 
 
 def _zeros(like: Tensor, places: int, columns: int) -> Tensor:

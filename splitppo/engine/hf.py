@@ -100,7 +100,6 @@ class HFEngine(RolloutEngine):
         max_rows: int,
         folder: Path | None = None,
     ):
-        super().__init__()
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
             self.model: Any = AutoModelForCausalLM.from_config(
@@ -140,8 +139,10 @@ class HFEngine(RolloutEngine):
         """The cache is the trainer's allocator's, and gone when no row is open."""
 
     def _begin(self, sampling: RolloutConfig, seed: int) -> None:
-        stop = self.stop_criteria(sampling.stop) if sampling.stop else None
-        self.decoder.begin(functools.partial(self._draw, sampling, seed), stop)
+        self.decoder.begin(
+            functools.partial(self._draw, sampling, seed),
+            self.stop_criteria(sampling.stop) if sampling.stop else None,
+        )
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         self.decoder.submit(asks)

@@ -23,9 +23,8 @@ def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
     `scores`: `[B]`."""
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
     cut = torch.tensor([sample.truncated for sample in rollout.samples], dtype=torch.bool)
-    left = (
-        sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)
-    )  # tokens after each
+    # tokens after each
+    left = sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)
     return scores.masked_fill(cut, torch.nan).repeat_interleave(sizes) * gamma**left
 
 
@@ -37,12 +36,10 @@ def quality(
 
     Returns:
         `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score -
-        value) /
-        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`:
-        mean of value less
-        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide,
-        tokens, mean
-        value, mean score.
+        value) / var(score) over the tokens there; 0 where scores don't vary.
+        `critic/first_value_error`: mean of value less score at the first token.
+        `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean value, mean
+        score.
     """
     targets = outcomes(rollout, scores, gamma)
     ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
@@ -52,13 +49,15 @@ def quality(
     third = (where * 3).long()
     masks = [ended & (where == 0), *(ended & (third == i) for i in range(3))]
     errors = targets - values
-    figures = [algo.moments(x[mask]) for mask in masks for x in (targets, errors)]
-    whole = group.all_moments(figures)
-    explained = {}
-    for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True):
-        explained[f"critic/explained/{place}"] = algo.explained_variance(target, error)
-    explained["critic/first_value_error"] = -float(whole[1].mean)
-    return explained | {"critic/calibration": _calibration(values[ended], targets[ended], group)}
+    whole = group.all_moments([algo.moments(x[mask]) for mask in masks for x in (targets, errors)])
+    explained = {
+        f"critic/explained/{place}": algo.explained_variance(target, error)
+        for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True)
+    }
+    return explained | {
+        "critic/first_value_error": -float(whole[1].mean),
+        "critic/calibration": _calibration(values[ended], targets[ended], group),
+    }
 
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:

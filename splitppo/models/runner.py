@@ -90,9 +90,8 @@ class Runner:
         kept: list[list[int]] = []
         sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
         for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
-            every: dict[int, int] = {}  # row of the mini-batch -> its tokens
-            for part in parts:
-                every |= part
+            # row of the mini-batch -> its tokens
+            every = {row: tokens for part in parts for row, tokens in part.items()}
             rows = sorted(every)
             bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
             kept.append([rows[i] for i in bins[group.dp_rank]])
@@ -101,6 +100,7 @@ class Runner:
         samples = exchange_rows(
             group, [[rollout.samples[rollout.index[row]] for row in rows] for rows in sent]
         )
+        got = Rollout(samples)
         # a token's values side by side, so that one row's part follows another's
         stacked = torch.stack(list(fields.values()), dim=1)
         held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
@@ -108,7 +108,6 @@ class Runner:
         values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
         pieces = values.split([sample.tokens for sample in samples])
         by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
-        got = Rollout(samples)
         packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
         return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 PAD = "<pad>"
 EOS = "<eos>"
 UNKNOWN = "\ufffd"
+# the tokenizer's characters; all others become U+FFFD, the replacement character
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=#$.,:?!'\"()"
-"""The tokenizer's characters; all others become U+FFFD, the replacement character."""
 POSITIONS = 1024
 VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CHARACTERS))}
 

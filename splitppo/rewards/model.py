@@ -54,8 +54,8 @@ class RewardText:
             messages = [*messages, {"role": "assistant", "content": response}]
             ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
             return ids[-self.longest :], len(ids) > self.longest
-        contents = [message["content"] + "\n" for message in prompt.messages or []]
-        text = "".join(contents or [prompt.text]) + response
+        said = [message["content"] + "\n" for message in prompt.messages or []] or [prompt.text]
+        text = "".join([*said, response])
         ids = self.tokenizer(text)["input_ids"]
         if len(ids) <= self.longest:
             return ids, False
@@ -85,8 +85,9 @@ class RewardModel(Frozen):
         ]
         whole = Rollout(self.with_peers(texts))
         (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
-        return whole.select(scores, [s.row for s in samples]), torch.tensor(
-            [float(cut) for _, cut in encoded]
+        return (
+            whole.select(scores, [sample.row for sample in samples]),
+            torch.tensor([float(cut) for _, cut in encoded]),
         )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
@@ -107,5 +108,5 @@ class RewardModel(Frozen):
 
 def longest_text(config: Any, tokenizer: Any) -> int:
     """Most tokens that a model can read, by its config and its tokenizer."""
-    by_config = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-    return int(min(by_config, tokenizer.model_max_length))
+    most = tokenizer.model_max_length
+    return int(min(getattr(config, "max_position_embeddings", None) or most, most))

@@ -87,24 +87,20 @@ class Scorer:
 
     def __init__(self, reward: RewardConfig, data_sources: Set[str]):
         weights = reward.weights or [1.0] * len(reward.function)
-        self._weights = {
-            name: weight
-            for name, weight in zip(reward.function, weights, strict=True)
-            if name != "none"
-        }
+        found = zip(reward.function, weights, strict=True)
+        self._weights = {name: weight for name, weight in found if name != "none"}
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
-        used = {
-            scored_by(function, source) for function in self._weights for source in data_sources
-        }
+        used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
         self._prompted = {name for name, function in found.items() if takes_prompt(function)}
         kinds = {name: is_async(function) for name, function in found.items()}
         self._pools: dict[str, WorkerPool] = {}
         for asynchronous in set(kinds.values()):
             names = [name for name, kind in kinds.items() if kind is asynchronous]
-            pool = WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
-            self._pools |= dict.fromkeys(names, pool)
+            self._pools |= dict.fromkeys(
+                names, WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
+            )
 
     def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
         """Starts to score the rows, each a prompt and the decoded response. Returns a function that
@@ -141,9 +137,9 @@ class Scorer:
             score, numbers = outcome
             total += weight * score
             figures |= (
-                numbers
-                if len(self._weights) == 1
-                else {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+                {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+                if len(self._weights) > 1
+                else numbers
             )
         return Scored(total, figures, tuple(failures))
 

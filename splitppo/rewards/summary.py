@@ -78,9 +78,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_score(responses: Sequence[Response]) -> float:
     """The mean score of the responses that give the most frequent answer; of equally frequent ones,
     the first."""
-    chosen = Counter(one.answer for one in responses).most_common(1)[0][
-        0
-    ]  # equal counts stay in the order first seen
+    # equal counts stay in the order first seen
+    ((chosen, _),) = Counter(one.answer for one in responses).most_common(1)
     return fmean(one.score for one in responses if one.answer == chosen)
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 from unicodedata import east_asian_width
@@ -48,10 +48,8 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
         except UserError as error:
             if folder:
                 raise
-            print(
-                f"note: no answers of the policy before training: {one_line(str(error))}",
-                file=sys.stderr,
-            )
+            reason = one_line(str(error))
+            print(f"note: no answers of the policy before training: {reason}", file=sys.stderr)
             break
         engine = HFEngine(
             model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source
@@ -104,7 +102,7 @@ def load(
             # the noise depends on the row's number
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
-            rollout = Rollout([sample for part in parts for sample in part])
+            rollout = Rollout([*chain.from_iterable(parts)])
             values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
             found += token_figures(
                 rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True)
@@ -154,10 +152,9 @@ def show(run: Path, answers: list[Answer]) -> None:
     ]
     print(
         *("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)),
+        f"values from ▁ {low:.3g} to █ {high:.3g}; "
+        f"at the last token {answers[0]['value'][-1]:.3g}\n",
         sep="\n",
-    )
-    print(
-        f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n"
     )
 
 

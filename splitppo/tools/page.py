@@ -33,15 +33,7 @@ TEXT_CHARS = 2000
 TOKEN_STEPS = 12
 TOKEN_ROWS = 4
 TOKENS = 1000
-LIMITS = {
-    "points": CURVE_POINTS,
-    "timelines": TIMELINES,
-    "rows": SAMPLE_ROWS,
-    "chars": TEXT_CHARS,
-    "tokens": TOKENS,
-}
 
-SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
 
 
@@ -51,37 +43,35 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     timed = timed_steps(actor, critic)
     kept = [step for i, step in enumerate(timed) if step == chosen or i > len(timed) - TIMELINES]
     timelines = [build_timeline(actor, critic, step) for step in kept]
-    times = [
-        step.metrics["time"]
-        for column in (actor, critic)
-        for step in column.values()
-        if "time" in step.metrics
-    ]
+    metrics = [step.metrics for column in (actor, critic) for step in column.values()]
     settings = read_settings(run)
-    defaults = flat(asdict(Config()))
     given = read_if_there(run / "given.json", json.loads)
-    changed = None if settings is None else differences([settings, defaults], [given])
+    changed = settings and differences([settings, flat(asdict(Config()))], [given])
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
-    data = {
-        "name": run.resolve().name,
-        "about": f"{run.resolve()}: {max(actor)} steps",
-        "time": max(times, default=None),
-        "runs": [],
-        "tables": [
-            ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
-            ["Versions", ("", ""), versions and list(versions.items())],
-        ],
-        "placement": read_if_there(run / "placement.txt", str.splitlines)
-        or ["no placement.txt in the run's folder"],
-        "groups": groups([curves(actor, critic)]),
-        "timelines": [timeline._asdict() for timeline in timelines],
-        "raster": raster(actor),
-        "chosen": chosen,
-        "colours": {name: span_colour(name) for name in names},
-        "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
-    }
-    return render(data)
+    return render(
+        {
+            "name": run.resolve().name,
+            "about": f"{run.resolve()}: {max(actor)} steps",
+            "time": max((found["time"] for found in metrics if "time" in found), default=None),
+            "runs": [],
+            "tables": [
+                ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
+                ["Versions", ("", ""), versions and list(versions.items())],
+            ],
+            "placement": read_if_there(run / "placement.txt", str.splitlines)
+            or ["no placement.txt in the run's folder"],
+            "groups": groups([curves(actor, critic)]),
+            "timelines": [timeline._asdict() for timeline in timelines],
+            "raster": raster(actor),
+            "chosen": chosen,
+            "colours": {name: span_colour(name) for name in names},
+            "samples": {
+                "training": read_samples(run / "samples"),
+                "held-out": read_samples(run / "validation"),
+            },
+        }
+    )
 
 
 def build_comparison(runs: Sequence[Run]) -> str:
@@ -89,20 +79,28 @@ def build_comparison(runs: Sequence[Run]) -> str:
     over each other."""
     heads, *results = results_table(runs)
     names, *settings = settings_table(runs)
-    data = {
-        "name": ", ".join(run.name for run in runs),
-        "about": f"{len(runs)} runs",
-        "runs": [{"name": run.name, "colour": run.colour} for run in runs],
-        "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
-        "groups": groups([run.series for run in runs]),
-    }
-    return render(data)
+    return render(
+        {
+            "name": ", ".join(run.name for run in runs),
+            "about": f"{len(runs)} runs",
+            "runs": [{"name": run.name, "colour": run.colour} for run in runs],
+            "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
+            "groups": groups([run.series for run in runs]),
+        }
+    )
 
 
 def render(data: dict[str, Any]) -> str:
     """The template with its data."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", embed(data | {"limits": LIMITS}))
+    limits = {
+        "points": CURVE_POINTS,
+        "timelines": TIMELINES,
+        "rows": SAMPLE_ROWS,
+        "chars": TEXT_CHARS,
+        "tokens": TOKENS,
+    }
+    return template.replace("__DATA__", embed(data | {"limits": limits}))
 
 
 def embed(data: Any) -> str:
@@ -145,14 +143,10 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
         for i in range(stretches):
             part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
             finite = sorted(
-                (step for step in part if math.isfinite(points[step])),
-                key=lambda step: points[step],
+                (step for step in part if math.isfinite(points[step])), key=points.__getitem__
             )
-            kept |= {
-                *finite[:1],
-                *finite[-1:],
-                *[step for step in part if not math.isfinite(points[step])][:1],
-            }
+            others = [step for step in part if not math.isfinite(points[step])]
+            kept |= {*finite[:1], *finite[-1:], *others[:1]}
         steps = sorted(kept)
     return steps, [
         float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None for step in steps
@@ -179,15 +173,8 @@ def read_samples(folder: Path) -> dict[str, Any]:
 
 def _cell(value: Any) -> Any:
     """A sample's value as the page's table shows it."""
-    if (
-        value is None
-        or isinstance(value, bool | int)
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if isinstance(value, int | None) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return (
-        text
-        if len(text) <= TEXT_CHARS
-        else f"{text[:TEXT_CHARS]} … ({len(text) - TEXT_CHARS} more characters)"
-    )
+    more = len(text) - TEXT_CHARS
+    return text if more <= 0 else f"{text[:TEXT_CHARS]} … ({more} more characters)"

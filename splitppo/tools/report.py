@@ -55,16 +55,27 @@ LEFT = False
 RIGHT = True
 PANELS = {  # title: (label, metric, axis)
     "Score": [("train", "critic/score/mean", LEFT), ("held-out", "val/score/mean", LEFT)],
-    "Policy": [("policy loss", "actor/pg_loss", LEFT), ("KL to old", "actor/ppo_kl", RIGHT),
-               ("KL to reference", "actor/ref_kl", RIGHT)],
-    "Value": [("value loss", "critic/vf_loss", LEFT), ("explained variance", "critic/vf_explained_var", RIGHT)],
-    # explained variance against scores
-    "Critic": [("first token", "critic/explained/first", LEFT), ("last third", "critic/explained/third_3", LEFT),
-               ("first value - score", "critic/first_value_error", RIGHT)],
-    "Response length": [("tokens", "response_length/mean", LEFT), ("share cut", "response_length/clip_ratio", RIGHT)],
+    "Policy": [
+        ("policy loss", "actor/pg_loss", LEFT),
+        ("KL to old", "actor/ppo_kl", RIGHT),
+        ("KL to reference", "actor/ref_kl", RIGHT),
+    ],
+    "Value": [
+        ("value loss", "critic/vf_loss", LEFT),
+        ("explained variance", "critic/vf_explained_var", RIGHT),
+    ],
+    "Critic": [  # explained variance against scores
+        ("first token", "critic/explained/first", LEFT),
+        ("last third", "critic/explained/third_3", LEFT),
+        ("first value - score", "critic/first_value_error", RIGHT),
+    ],
+    "Response length": [
+        ("tokens", "response_length/mean", LEFT),
+        ("share cut", "response_length/clip_ratio", RIGHT),
+    ],
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
-}  # fmt: skip
+}
 SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
@@ -125,13 +136,16 @@ def draw_lane(
         face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
         if width > 0.06 * (high - low):
-            label = (
-                name.replace("_", "\n", 1)
-                + "\n"
-                + (seconds(end - start) if own else f"of step {step}")
+            below = seconds(end - start) if own else f"of step {step}"
+            ax.text(
+                left + width / 2,
+                y,
+                name.replace("_", "\n", 1) + "\n" + below,
+                ha="center",
+                va="center",
+                color=DARK if wait or not own else "white",
+                fontsize=11.5,
             )
-            ink = DARK if wait or not own else "white"
-            ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
         elif own:
             legend.append(Patch(label=f"{name} {seconds(end - start)}", **face))
     return legend
@@ -161,9 +175,10 @@ def draw_raster(ax: Axes, run: Run) -> None:
     """The tokens that the first slots decoded in the last steps, a line for each slot."""
     title, begins, bars = raster(run.columns[0])
     for slot, rows in enumerate(bars):
-        colours = [colour for colour, *_ in rows]
         ax.broken_barh(
-            [(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours
+            [(start, tokens) for _, start, tokens in rows],
+            (slot, 0.85),
+            facecolors=[colour for colour, *_ in rows],
         )
     for step, at in begins:
         ax.axvline(at, color=DARK, lw=1)
@@ -205,9 +220,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
         (f"{title}: {label}", metric)
         for title, lines in PANELS.items()
         for label, metric, _ in lines
-    ]
-    panels = [
-        (title, metric) for title, metric in panels if any(metric in run.series for run in runs)
+        if any(metric in run.series for run in runs)
     ][:12]
     lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs))[:SETTINGS]]
     colours = dict(enumerate((run.colour for run in runs), 1))  # of lines; others are dark
@@ -215,12 +228,16 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
     rows = max(-(-len(panels) // 4), 1)
     below = 0.25 * len(lines) + 0.8
     height = 0.4 + 2.8 * rows + below
-    top = 1 - 0.4 / height
-    bottom = below / height
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, height), dpi=100)
         grid = figure.add_gridspec(
-            rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36
+            rows,
+            4,
+            left=0.04,
+            right=0.985,
+            top=1 - 0.4 / height,
+            bottom=below / height,
+            hspace=0.36,
         )
         for i, (title, metric) in enumerate(panels):
             own = [
@@ -245,14 +262,12 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
 
 def newest_run() -> Path:
     """The run under ./runs whose metrics were written last."""
-    found = sorted(
-        Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime
-    )
+    found = [*Path("runs").glob("**/metrics/actor.jsonl")]
     if not found:
         raise UserError(
             "./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder"
         )
-    return found[-1].parent.parent
+    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
 
 
 def report(
@@ -279,8 +294,8 @@ def report(
     ending = "html" if html else "png"
     found = read_runs(folders)
     if len(found) > 1:
-        name = "_".join(["report", *(run.name.replace("/", "-") for run in found)])[:200]
-        path = Path(f"{name}.{ending}")
+        names = [run.name.replace("/", "-") for run in found]
+        path = Path("_".join(["report", *names])[:200] + f".{ending}")
         lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
         made = build_comparison(found) if html else draw_comparison(found)
     else:

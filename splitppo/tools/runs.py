@@ -29,16 +29,6 @@ COLOURS = (
     "#5c6773",
     "#e08fb0",
 )
-RESULTS = (
-    "run",
-    "steps",
-    "held-out score: last",
-    "best",
-    "training score: last",
-    "median step",
-    "tokens/s",
-    "total",
-)
 
 
 class Step(NamedTuple):
@@ -47,9 +37,8 @@ class Step(NamedTuple):
     metrics: dict[str, float]
     spans: list[Span]
     calibration: Sequence[dict[str, float]] = ()
-    slots: Sequence[
-        Sequence[Sequence[int]]
-    ] = ()  # (row, tokens) that each of the first slots decoded
+    # (row, tokens) that each of the first slots decoded
+    slots: Sequence[Sequence[Sequence[int]]] = ()
 
     def ends(self) -> tuple[float, float]:
         """When the spans begin and end."""
@@ -73,22 +62,22 @@ class Run(NamedTuple):
 def read_column(path: Path) -> Column:
     """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last
     record counts."""
-    records = read_lines(path, parse_record) if path.is_file() else ()
-    found = {}
-    for r in records:
-        numbers: dict[str, float] = {
-            name: value for name, value in r.items() if isinstance(value, int | float)
-        }
-        found[r["step"]] = Step(
-            numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ())
+    return {
+        record["step"]: Step(
+            {name: value for name, value in record.items() if isinstance(value, int | float)},
+            record["spans"],
+            record.get("critic/calibration", ()),
+            record.get("slots", ()),
         )
-    return found
+        for record in (read_lines(path, parse_record) if path.is_file() else ())
+    }
 
 
 def read_columns(run: Path) -> tuple[Column, Column]:
     """The steps of the actor and of the critic."""
-    return read_column(run / "metrics" / "actor.jsonl"), read_column(
-        run / "metrics" / "critic.jsonl"
+    return (
+        read_column(run / "metrics" / "actor.jsonl"),
+        read_column(run / "metrics" / "critic.jsonl"),
     )
 
 
@@ -124,15 +113,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise UserError(
                 f"{folder} has no step in metrics/actor.jsonl: name runs that have begun"
             )
-        run = Run(
-            name,
-            colour,
-            series=curves(*columns),
-            settings=read_settings(folder) or {},
-            columns=columns,
-            given=read_if_there(folder / "given.json", json.loads),
+        runs.append(
+            Run(
+                name,
+                colour,
+                series=curves(*columns),
+                settings=read_settings(folder) or {},
+                columns=columns,
+                given=read_if_there(folder / "given.json", json.loads),
+            )
         )
-        runs.append(run)
     return runs
 
 
@@ -146,13 +136,10 @@ def flat(table: dict[str, Any]) -> dict[str, str]:
     unset by default."""
     given = dict(leaves(table))
     known = dict(leaves(asdict(Config())))
-    both = {
-        name: value for name, value in (known | given).items() if name in given or value is None
-    }
-    del both["config"]
     return {
-        n: "unset" if value is None else json.dumps(value, ensure_ascii=False)
-        for n, value in both.items()
+        name: "unset" if value is None else json.dumps(value, ensure_ascii=False)
+        for name, value in (known | given).items()
+        if name != "config" and (name in given or value is None)
     }
 
 
@@ -182,23 +169,27 @@ def settings_table(runs: Sequence[Run]) -> Rows:
 
 def results_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the results of each run; - is not recorded."""
-    rows: Rows = [RESULTS]
+    heads = (
+        "run, steps, held-out score: last, best, training score: last, median step, tokens/s, total"
+    )
+    rows: Rows = [tuple(heads.split(", "))]
     for run in runs:
         names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
         held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
         total = sum(took)
         steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
-        row = (
-            run.name,
-            str(max(map(max, run.series.values()))),
-            f"{held_out[-1]:.4g}" if held_out else "-",
-            f"{max(held_out):.4g}" if held_out else "-",
-            f"{training[-1]:.4g}" if training else "-",
-            seconds(median(steps)) if steps else "-",
-            f"{median(speed):,.0f}" if speed else "-",
-            "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+        rows.append(
+            (
+                run.name,
+                str(max(map(max, run.series.values()))),
+                f"{held_out[-1]:.4g}" if held_out else "-",
+                f"{max(held_out):.4g}" if held_out else "-",
+                f"{training[-1]:.4g}" if training else "-",
+                seconds(median(steps)) if steps else "-",
+                f"{median(speed):,.0f}" if speed else "-",
+                "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -211,10 +202,8 @@ def as_text(table: Rows, width: int = 120) -> list[str]:
         widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
 
     def fit(cell: str, size: int) -> str:
-        return (
-            cell.ljust(size)
-            if len(cell) <= size
-            else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
-        )
+        if len(cell) > size:
+            cell = f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+        return cell.ljust(size)
 
     return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]

@@ -71,7 +71,6 @@ class VLLMEngine(RolloutEngine):
         peak: float = 0.0,
         timeout: float = 1800.0,
     ):
-        super().__init__()
         self.address = address
         self.index = index
         self.process = process
@@ -99,10 +98,10 @@ class VLLMEngine(RolloutEngine):
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
-        largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
-        size = max(BUCKET[self.device.type], largest)
-        folder = Path(self.address).parent
-        paths = [str(folder / f"bucket_{self.index}_{number}") for number in range(2)]
+        largest = max(shape.numel() for _, shape in self.names.values())
+        size = max(BUCKET[self.device.type], largest * self.dtype.itemsize)
+        socket = Path(self.address)
+        paths = [str(socket.with_name(f"bucket_{self.index}_{number}")) for number in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
         handles: list[Any] = [(size, path) for path in paths]
         if self.device.type == "cuda":
@@ -229,9 +228,9 @@ class VLLMEngine(RolloutEngine):
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        sizes = [f"{size / 2**30:.1f}" for size in (total, others, peak)]
         logging.getLogger(__name__).info(
-            "of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes
+            "of %s GiB the engine holds %s, and the trainer's peak is %s",
+            *(f"{size / 2**30:.1f}" for size in (total, others, peak)),
         )
         return others + peak <= USABLE * total
 

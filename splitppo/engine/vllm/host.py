@@ -199,8 +199,7 @@ class Host:
         else:
             self.inbox[rank].append(message)
             if all(self.inbox):
-                messages = [inbox.popleft() for inbox in self.inbox]
-                answer = self.together[type(message)](messages)
+                answer = self.together[type(message)]([inbox.popleft() for inbox in self.inbox])
                 for conn in self.conns:
                     conn.send(Done(answer))
 

@@ -42,8 +42,9 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
     if devices:
         # for each host and GPU: engines that start together would write to the same files
         cache = Path(env.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
-        own = f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}"
-        env["VLLM_CACHE_ROOT"] = str(cache / own)
+        env["VLLM_CACHE_ROOT"] = str(
+            cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}"
+        )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         # vLLM's own setting for its workers; torch would take all cores in each engine
         env["OMP_NUM_THREADS"] = "1"
@@ -118,11 +119,11 @@ class Process:
         lines = (text or os.pread(self._early, 2**24, 0).decode(errors="replace")).splitlines()
         # A worker's error stands before the messages that its parent makes of it.
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
-        tail = "\n".join([*errors, *lines[-30:]])
-        return EngineError(
+        heading = (
             f"the vLLM engine (process {self.popen.pid}) {how}; "
-            f"the end of {self.log or 'its output'}:\n{tail}"
+            f"the end of {self.log or 'its output'}:"
         )
+        return EngineError("\n".join([heading, *errors, *lines[-30:]]))
 
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`,

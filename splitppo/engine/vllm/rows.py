@@ -89,8 +89,9 @@ class Rows:
         rows = self.open
         for output in self.llm.engine_core.get_output().outputs:
             if isinstance(output, TokenBatch):
-                drawn = zip(output.names, output.tokens, output.logprobs, strict=True)
-                for name, token, logprob in drawn:
+                for name, token, logprob in zip(
+                    output.names, output.tokens, output.logprobs, strict=True
+                ):
                     rows[name].tokens.append(token)
                     rows[name].logprobs.append(logprob)
             elif row := rows.get(output.request_id):  # else it is late, of an aborted row

@@ -144,8 +144,9 @@ class _Trace(TorchDispatchMode):
                 box = shape, source.expand(shape).stride(), sent[1]
                 found[sent[0]].append((box, at[0], (shape, to.stride(), at[1])))
             elif at and self._tracks(source) and to.is_contiguous():
-                indices = self._indices(source).expand(shape).reshape(-1)
-                for name, first, count, start in self._runs(indices):
+                for name, first, count, start in self._runs(
+                    self._indices(source).expand(shape).reshape(-1)
+                ):
                     box = (count,), (1,), first
                     found[name].append((box, at[0], ((count,), (1,), at[1] + start)))
         return found
@@ -162,10 +163,10 @@ class _Trace(TorchDispatchMode):
                     yield self.names[owner], first, end - start, start
 
     def _tracks(self, tensor: Any) -> bool:
-        known = (
-            isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.temporaries
+        return isinstance(tensor, Tensor) and (
+            tensor.untyped_storage().data_ptr() in self.temporaries
+            or self.sent.find(tensor) is not None
         )
-        return known or self.sent.find(tensor) is not None
 
     def _indices(self, tensor: Tensor) -> Tensor:
         """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for

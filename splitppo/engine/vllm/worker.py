@@ -3,7 +3,7 @@ what is held."""
 
 # pyright: reportMissingImports=false
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,10 @@ class WeightReceiver:
             module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)
         ]
         if not found:
-            name = type(self.get_model()).__name__
-            raise RuntimeError(f"{name} has no LogitsProcessor to limit the vocabulary by")
+            raise RuntimeError(
+                f"{type(self.get_model()).__name__} has no LogitsProcessor "
+                "to limit the vocabulary by"
+            )
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
             if logits is not None:  # not all workers of a tensor-parallel engine have the logits
@@ -76,7 +78,6 @@ class WeightReceiver:
     def _splitppo_map(self, handle: Any) -> Tensor:
         if self.device.type == "cuda":
             # The seventh argument is the device's index, as the sender numbers its devices.
-            rebuild: Any = rebuild_cuda_tensor
-            return rebuild(*handle[:6], self.device.index, *handle[7:])
+            return cast(Any, rebuild_cuda_tensor)(*handle[:6], self.device.index, *handle[7:])
         size, path = handle
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
