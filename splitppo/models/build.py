@@ -118,8 +118,11 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
     setting = "max_position_embeddings"
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None) or most
+        original = (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or most
+        )
         if (
             rope.get("rope_type") in ("longrope", "dynamic")
             and original

@@ -57,8 +57,9 @@ class HubName:
 
     def cached(self) -> str:
         """The revision's commit in the cache, or ""."""
-        file = self.file or "config.json"
-        found = try_to_load_from_cache(self.repo, file, revision=self.revision, repo_type=self.kind)
+        found = try_to_load_from_cache(
+            self.repo, self.file or "config.json", revision=self.revision, repo_type=self.kind
+        )
         return (
             Path(found).relative_to(self.folder / "snapshots").parts[0]
             if isinstance(found, str)
@@ -120,8 +121,10 @@ def _fetch(name: HubName, own_code: bool) -> str:
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
         commit = info.sha or ""
-        folder = os.path.dirname(name.file) or None
-        tree = [*hub.list_repo_tree(name.repo, folder, repo_type=name.kind, revision=commit)]
+        listed = hub.list_repo_tree(
+            name.repo, os.path.dirname(name.file) or None, repo_type=name.kind, revision=commit
+        )
+        tree = list(listed)
     except FAILURES as error:
         if not (commit := name.cached()):
             raise _explain(name, error) from error
@@ -137,8 +140,11 @@ def _fetch(name: HubName, own_code: bool) -> str:
             "no such file there", f"it has {', '.join(file.path for file in tree[:9])}"
         )
     snapshot = name.folder / "snapshots" / commit
-    found = [file for file in files if isinstance(file, RepoFile)]
-    if missing := [file for file in found if not (snapshot / file.path).is_file()]:
+    if missing := [
+        file
+        for file in files
+        if isinstance(file, RepoFile) and not (snapshot / file.path).is_file()
+    ]:
         _download(name, snapshot, missing)
     if name.revision != commit:
         ref = name.folder / "refs" / name.revision

@@ -50,9 +50,12 @@ class RewardText:
             return ids[-self.longest :], len(ids) > self.longest
         response = self.policy.decode(list(sample.response), skip_special_tokens=True)
         if self.chat:
-            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            messages = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+            ids = self.tokenizer.apply_chat_template(
+                [*asked, {"role": "assistant", "content": response}],
+                tokenize=True,
+                return_dict=False,
+            )
             return ids[-self.longest :], len(ids) > self.longest
         said = [message["content"] + "\n" for message in prompt.messages or []] or [prompt.text]
         text = "".join([*said, response])

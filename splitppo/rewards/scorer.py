@@ -87,8 +87,11 @@ class Scorer:
 
     def __init__(self, reward: RewardConfig, data_sources: Set[str]):
         weights = reward.weights or [1.0] * len(reward.function)
-        found = zip(reward.function, weights, strict=True)
-        self._weights = {name: weight for name, weight in found if name != "none"}
+        self._weights = {
+            name: weight
+            for name, weight in zip(reward.function, weights, strict=True)
+            if name != "none"
+        }
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
         used = {scored_by(name, source) for name in self._weights for source in data_sources}

@@ -93,11 +93,10 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
             raise UserError(
                 f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}"
             )
-    flags = (
+    return split, (
         f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]} "
         f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
-    )
-    return split, flags.split()
+    ).split()
 
 
 def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
@@ -108,8 +107,7 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     # the critic's ranks: half, one less, a quarter
     sizes = sorted({gpus // 2, max(1, gpus // 2 - 1), max(1, gpus // 4)}, reverse=True)
     free = [f"{gpus - size}+{size}" for size in sizes]
-    moved = (f"{job}/critic" for job in free if movable)
-    return ("colocated", f"{free[0]}/barrier", *free, *moved)
+    return ("colocated", f"{free[0]}/barrier", *free, *(f"{job}/critic" for job in free if movable))
 
 
 def lengths_of(given: str) -> list[int]:

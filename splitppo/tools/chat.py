@@ -48,8 +48,10 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
         except UserError as error:
             if folder:
                 raise
-            reason = one_line(str(error))
-            print(f"note: no answers of the policy before training: {reason}", file=sys.stderr)
+            print(
+                f"note: no answers of the policy before training: {one_line(str(error))}",
+                file=sys.stderr,
+            )
             break
         engine = HFEngine(
             model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source

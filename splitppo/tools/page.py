@@ -21,7 +21,7 @@ from splitppo.tools.runs import (
     results_table,
     settings_table,
 )
-from splitppo.tools.timeline import build_timeline, raster, span_colour, timed_steps
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, raster, timed_steps
 
 CURVE_POINTS = 2000
 TIMELINES = 200  # of the last steps and the chosen one
@@ -65,7 +65,7 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
             "timelines": [timeline._asdict() for timeline in timelines],
             "raster": raster(actor),
             "chosen": chosen,
-            "colours": {name: span_colour(name) for name in names},
+            "colours": {name: SPAN_COLOURS.get(name, OTHER_COLOUR) for name in names},
             "samples": {
                 "training": read_samples(run / "samples"),
                 "held-out": read_samples(run / "validation"),
@@ -176,5 +176,8 @@ def _cell(value: Any) -> Any:
     if isinstance(value, int | None) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    more = len(text) - TEXT_CHARS
-    return text if more <= 0 else f"{text[:TEXT_CHARS]} … ({more} more characters)"
+    return (
+        text
+        if len(text) <= TEXT_CHARS
+        else f"{text[:TEXT_CHARS]} … ({len(text) - TEXT_CHARS} more characters)"
+    )

@@ -130,11 +130,12 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
         )
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
-    if not left_out:
-        return rows, ""
-    return rows, (
+    note = (
         f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}"
+        if left_out
+        else ""
     )
+    return rows, note
 
 
 def prepare(

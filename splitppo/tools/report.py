@@ -23,7 +23,15 @@ from splitppo.tools.runs import (
     seconds,
     settings_table,
 )
-from splitppo.tools.timeline import WAIT, Timeline, build_timeline, choose_step, raster, span_colour
+from splitppo.tools.timeline import (
+    OTHER_COLOUR,
+    SPAN_COLOURS,
+    WAIT,
+    Timeline,
+    build_timeline,
+    choose_step,
+    raster,
+)
 
 DARK = "#2b2f36"
 GREY = "#80868f"
@@ -133,7 +141,8 @@ def draw_lane(
         width = min(end, high) - max(start, low)
         own = step == timeline.step
         wait = name.startswith(WAIT)
-        face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
+        colour = SPAN_COLOURS.get(name, OTHER_COLOUR)
+        face: Any = WAIT_LOOK if wait else {"facecolor": colour, "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
         if width > 0.06 * (high - low):
             below = seconds(end - start) if own else f"of step {step}"
@@ -183,8 +192,7 @@ def draw_raster(ax: Axes, run: Run) -> None:
     for step, at in begins:
         ax.axvline(at, color=DARK, lw=1)
         ax.text(at, -0.4, f" step {step}", color=GREY, fontsize=10)
-    ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5))
-    ax.margins(x=0)
+    ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5), xmargin=0)
     ax.set_title(title, fontsize=14, pad=10)
 
 

@@ -163,16 +163,24 @@ def differences(
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
     rows = differences([run.settings for run in runs], [run.given for run in runs])
-    rows = [row for row in rows if row[0] not in ("run_dir", "log.name")]
-    return [("setting", *(run.name for run in runs)), *rows]
+    own = ("run_dir", "log.name")
+    return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] not in own)]
 
 
 def results_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the results of each run; - is not recorded."""
-    heads = (
-        "run, steps, held-out score: last, best, training score: last, median step, tokens/s, total"
-    )
-    rows: Rows = [tuple(heads.split(", "))]
+    rows: Rows = [
+        (
+            "run",
+            "steps",
+            "held-out score: last",
+            "best",
+            "training score: last",
+            "median step",
+            "tokens/s",
+            "total",
+        )
+    ]
     for run in runs:
         names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
         held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
@@ -202,8 +210,7 @@ def as_text(table: Rows, width: int = 120) -> list[str]:
         widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
 
     def fit(cell: str, size: int) -> str:
-        if len(cell) > size:
-            cell = f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
-        return cell.ljust(size)
+        short = f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+        return cell.ljust(size) if len(cell) <= size else short
 
     return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]

@@ -29,11 +29,6 @@ class Timeline(NamedTuple):
     shared: list[tuple[float, float]]
 
 
-def span_colour(name: str) -> str:
-    """Of the span's name."""
-    return SPAN_COLOURS.get(name, OTHER_COLOUR)
-
-
 def shared_work(
     actor_spans: Iterable[Span], critic_spans: Iterable[Span]
 ) -> list[tuple[float, float]]:
@@ -48,8 +43,7 @@ def shared_work(
 
 def timed_steps(actor: Column, critic: Column) -> list[int]:
     """The steps that have spans in both columns, in order."""
-    both = actor.keys() & critic.keys()
-    return sorted(number for number in both if actor[number].spans and critic[number].spans)
+    return sorted(n for n in actor.keys() & critic.keys() if actor[n].spans and critic[n].spans)
 
 
 def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
@@ -57,8 +51,8 @@ def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int
     has spans. If the wanted step has none, it is a UserError."""
     steps = timed_steps(actor, critic)
     if wanted is None:  # the first ones warm up
-        ends = {number: actor[number].ends() for number in steps[len(steps) // 2 :]}
-        late = sorted(ends, key=lambda number: ends[number][1] - ends[number][0])
+        late = steps[len(steps) // 2 :]
+        late.sort(key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
         return late[(len(late) - 1) // 2] if late else None
     if wanted not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "none"

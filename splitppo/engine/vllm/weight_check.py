@@ -126,10 +126,10 @@ class _Trace(TorchDispatchMode):
             others = {name: x for name, x in kwargs.items() if name not in ("dtype", "device")}
             # an error: integers do not support this function, so it is no copy
             with suppress(RuntimeError, TypeError):
-                moved = func(*indices, **others)
                 storage = out.untyped_storage()
                 whole = torch.full((storage.nbytes() // out.element_size(),), -1)
-                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(moved)
+                own = whole.as_strided(out.shape, out.stride(), out.storage_offset())
+                own.copy_(func(*indices, **others))
                 self.temporaries[storage.data_ptr()] = out, whole
         return out
 
