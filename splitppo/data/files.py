@@ -225,8 +225,9 @@ def read_lengths(config: RolloutConfig) -> list[int]:
         )
     lengths = Path(file).read_text(errors="replace").split()
     for number, length in enumerate(lengths, 1):
-        is_number = length.isascii() and length.isdecimal()
-        if not is_number or not 1 <= int(length) <= config.max_new_tokens:
+        if not (
+            length.isascii() and length.isdecimal() and 1 <= int(length) <= config.max_new_tokens
+        ):
             raise UserError(
                 f"{file} number {number} is {length!r}; "
                 f"use 1 to rollout.max_new_tokens={config.max_new_tokens}"

@@ -177,8 +177,9 @@ def tokenize(
         chosen = {
             index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
         }
-        texts = [prompt.text for prompt in chosen.values()]
-        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
+        ids = tokenizer(
+            [prompt.text for prompt in chosen.values()], add_special_tokens=plain, verbose=False
+        )["input_ids"]
         # a policy has nothing to say behind the end
         end = -1 if plain and _ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):

@@ -15,8 +15,14 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub import errors as hf
+from huggingface_hub import (
+    HfApi,
+    RepoFile,
+    constants,
+    errors,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
@@ -30,7 +36,7 @@ DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+
 # begins an error: the name of a model may have been meant as a folder's
 NO_FOLDER = {"model": "no such folder, and ", "dataset": ""}
 # of huggingface_hub and of its transport in Rust
-FAILURES = (hf.HTTPError, OSError, ValueError, RuntimeError)
+FAILURES = (errors.HTTPError, OSError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ def find(
     if fetch and not constants.HF_HUB_OFFLINE:
         # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each
         # start
-        errors = os.environ.get(ERROR_FILE)
-        with WeakFileLock(Path(errors).parents[1] / "hub.lock") if errors else nullcontext():
+        started = os.environ.get(ERROR_FILE)
+        with WeakFileLock(Path(started).parents[1] / "hub.lock") if started else nullcontext():
             commit = _fetch(name, own_code)
     elif not (commit := name.cached()):
         at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
@@ -121,10 +127,11 @@ def _fetch(name: HubName, own_code: bool) -> str:
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
         commit = info.sha or ""
-        listed = hub.list_repo_tree(
-            name.repo, os.path.dirname(name.file) or None, repo_type=name.kind, revision=commit
+        tree = list(
+            hub.list_repo_tree(
+                name.repo, os.path.dirname(name.file) or None, repo_type=name.kind, revision=commit
+            )
         )
-        tree = list(listed)
     except FAILURES as error:
         if not (commit := name.cached()):
             raise _explain(name, error) from error
@@ -217,22 +224,22 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
 
 def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
-    if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
         return _explain(name, error.__cause__)  # of a request that failed
     hub = constants.ENDPOINT
     login = "set HF_TOKEN or run hf auth login"
     url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
     cause = str(error).strip().partition("\n")[0]
-    if isinstance(error, hf.GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return name.error("gated", f"ask for access at {url}, then {login}")
-    if isinstance(error, hf.RevisionNotFoundError | hf.RemoteEntryNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError):
         return name.error("no such revision or folder there", f"look at {url}/tree/main")
-    if isinstance(error, hf.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return name.error(
             f"{NO_FOLDER[name.kind]}no such {name.kind} at {hub}, or a private one",
             f"check the name, or {login}",
         )
-    if isinstance(error, hf.HTTPError):
+    if isinstance(error, errors.HTTPError):
         return name.error(
             f"{NO_FOLDER[name.kind]}{hub} doesn't give it ({type(error).__name__}: {cause})",
             "check the network, HF_ENDPOINT and HF_TOKEN, "

@@ -44,12 +44,11 @@ class Runner:
         """Runs the model over this rank's rows. All ranks of the group must call it, even those
         without rows. Returns packed tensors `[N]`, float32 on the CPU, as many as `fields`."""
         (cut,) = self.cut(model, [rollout.totals])
-        found = []
-        for rows in cut:
-            batch = micro_batch(
-                [rollout.samples[i] for i in rows], self.device, packed=is_packed(model)
-            )
-            found.append([out.float() for out in outputs(model, batch)])
+        batches = (
+            micro_batch([rollout.samples[i] for i in rows], self.device, packed=is_packed(model))
+            for rows in cut
+        )
+        found = [[out.float() for out in outputs(model, batch)] for batch in batches]
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         # in a loop of its own: reading a result waits for the GPU, which would then be idle
         for rows, outs in zip(cut, found, strict=True):

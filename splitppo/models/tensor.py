@@ -95,9 +95,10 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
             if weight.rpartition(".")[0] not in styles:
                 raise ValueError(f"transformers' plan does not speak of {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
-    names = (name for name, _ in model.named_parameters())
-    partial_names = (name for name in names if styles.get(name.rpartition(".")[0]) == PARTIAL)
-    cast(Any, model).parts = Parts(ranks, axes, tuple(partial_names))
+    names = dict(model.named_parameters())
+    cast(Any, model).parts = Parts(
+        ranks, axes, tuple(name for name in names if styles.get(name.rpartition(".")[0]) == PARTIAL)
+    )
 
 
 def _styles(model: nn.Module, size: int) -> dict[str, str]:

@@ -284,10 +284,8 @@ class _Weights:
         (stored,) = self.sources[name]
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
-        whole = {
-            "weight": self._slice(stored)[:],
-            "weight_scale_inv": self._slice(stored + SCALE)[:],
-        }
+        scales = self._slice(stored + SCALE)[:]
+        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": scales}
         plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
         # a list in transformers 5.17
         return (plain[0] if isinstance(plain, list) else plain)[where]

@@ -117,13 +117,12 @@ class Scorer:
 
     def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
-        names = [scored_by(function, prompt.data_source) for function in self._weights]
         asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
         return [
             (FAST[name](**row), {})
             if name in FAST
             else self._pools[name].submit(name, asking.get(name, row))
-            for name in names
+            for name in (scored_by(function, prompt.data_source) for function in self._weights)
         ]
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Scored:

@@ -71,10 +71,6 @@ class Result:
         """Seconds of a step in these spans."""
         return sum(self.metrics[role].get(f"timing_s/{span}", 0.0) for span in spans)
 
-    def rate(self, role: str) -> float:
-        """10^12 model FLOPs (6 for each token and parameter) a second of a rank's update."""
-        return self.metrics[role]["perf/update_tflop"] / self.metrics[role]["timing_s/update"]
-
 
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     """A job's split and its flags: all of them, since a preset may set others. A wrong job is a
@@ -221,7 +217,13 @@ def table(results: list[Result], gpu: str | None) -> str:
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
-            "MFU a/c": "/".join(f"{r.rate(role) / peak:.0%}" for role in ROLES) if peak else "-",
+            # 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
+            "MFU a/c": "/".join(
+                f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update') / peak:.0%}"
+                for role in ROLES
+            )
+            if peak
+            else "-",
             "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
         }
         for r in results

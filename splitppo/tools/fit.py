@@ -140,12 +140,11 @@ def _work(resolved: Resolved) -> Work:
     longest = config.rollout.max_new_tokens
     row = config.rollout.max_row_tokens - longest + longest / MEAN
     text = models["policy"].config
-    rate = MFU * FLOPS
     engine = models["policy"].parameters * 2 / config.engine.tensor_parallel
 
     def forward(name: str) -> float:
         attention = 2 * row * text.hidden_size * text.num_hidden_layers
-        return ROWS * row * (2 * models[name].parameters + attention) / rate
+        return ROWS * row * (2 * models[name].parameters + attention) / (MFU * FLOPS)
 
     def update(name: str, offload: str) -> float:
         moved = {"optimizer": 8, "all": 12}.get(offload, 0) * models[name].parameters * MINI_BATCHES

@@ -93,21 +93,25 @@ def build_comparison(runs: Sequence[Run]) -> str:
 def render(data: dict[str, Any]) -> str:
     """The template with its data."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    limits = {
+    data["limits"] = {
         "points": CURVE_POINTS,
         "timelines": TIMELINES,
         "rows": SAMPLE_ROWS,
         "chars": TEXT_CHARS,
         "tokens": TOKENS,
     }
-    return template.replace("__DATA__", embed(data | {"limits": limits}))
+    return template.replace("__DATA__", embed(data))
 
 
 def embed(data: Any) -> str:
     """JSON for an HTML <script>: nothing in it ends the element or begins another. Numbers must be
     finite."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return (
+        json.dumps(data, allow_nan=False, separators=(",", ":"))
+        .replace("&", r"\u0026")
+        .replace("<", r"\u003c")
+        .replace(">", r"\u003e")
+    )
 
 
 def thin(items: Sequence[Any], most: int) -> list[Any]:

@@ -119,8 +119,8 @@ def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[s
         for slot, rows in enumerate(actor[number].slots):
             ends = accumulate((tokens for _, tokens in rows), initial=at)
             for (row, tokens), start in zip(rows, ends, strict=False):
-                number = 3 * slot + order[slot].setdefault(row, len(order[slot]))
-                bars[slot].append((COLOURS[number % len(COLOURS)], start, tokens))
+                nth = 3 * slot + order[slot].setdefault(row, len(order[slot]))
+                bars[slot].append((COLOURS[nth % len(COLOURS)], start, tokens))
         at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
     busy = sum(tokens for rows in bars for *_, tokens in rows) / max(1, at * len(bars))
     return f"{len(bars)} slots, a colour a row: {busy:.0%} busy", begins, bars

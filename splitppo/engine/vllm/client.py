@@ -82,9 +82,7 @@ class VLLMEngine(RolloutEngine):
         self.names = weight_names(build(config, "policy"))
         # a thread: while the engine sends rows, it reads nothing
         self._sender = ThreadPoolExecutor(1, "requests")
-        self._sampling = RolloutConfig()
-        self._seed = 0
-        self._heard = 0.0  # when the engine last said something
+
         self._level = 0  # vLLM's sleep level now; 0: awake
         # the socket; None before `connect`, after `close` and after a failure
         self._conn: Any = None
@@ -103,9 +101,11 @@ class VLLMEngine(RolloutEngine):
         socket = Path(self.address)
         paths = [str(socket.with_name(f"bucket_{self.index}_{number}")) for number in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
-        handles: list[Any] = [(size, path) for path in paths]
-        if self.device.type == "cuda":
-            handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+        handles: list[Any] = (
+            [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+            if self.device.type == "cuda"
+            else [(size, path) for path in paths]
+        )
         line = self._ask(Hello(self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
@@ -170,7 +170,7 @@ class VLLMEngine(RolloutEngine):
         self._wake("weights", "kv_cache")
         self._sampling = sampling
         self._seed = seed
-        self._heard = time.monotonic()
+        self._heard = time.monotonic()  # when the engine last said something
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         # if it fails, so does the next wait

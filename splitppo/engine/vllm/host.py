@@ -65,7 +65,6 @@ def build_llm(plan: Plan) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _patch_vllm(plan)
-    config = plan.config
     engine = plan.config.engine
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
@@ -89,9 +88,9 @@ def build_llm(plan: Plan) -> Any:
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
-            trust_remote_code=config.policy.trust_remote_code,
+            trust_remote_code=plan.config.policy.trust_remote_code,
             # requests are ids; only stop strings need text
-            skip_tokenizer_init=not config.rollout.stop,
+            skip_tokenizer_init=not plan.config.rollout.stop,
             load_format="dummy",
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
@@ -118,8 +117,8 @@ def _patch_vllm(plan: Plan) -> None:
         # Without any that only costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
-    sampling = plan.config.rollout
-    warm = params_of(sampling, seed=0, eos=plan.eos, tokens=sampling.max_new_tokens)
+    rollout = plan.config.rollout
+    warm = params_of(rollout, seed=0, eos=plan.eos, tokens=rollout.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP
     # port for this, later versions leave a file behind. vLLM names its shared memory after the
@@ -238,9 +237,11 @@ class Host:
         """Sends each rank what has ended of its rows."""
         for rank in {rank for rank, _ in ended}:
             steps, seconds = self.began[rank]
-            step_ms = 1e3 * (self.seconds - seconds) / (self.steps - steps)
             self.conns[rank].send(
-                Pieces([piece for owner, piece in ended if owner == rank], step_ms)
+                Pieces(
+                    [piece for owner, piece in ended if owner == rank],
+                    step_ms=1e3 * (self.seconds - seconds) / (self.steps - steps),
+                )
             )
 
 

@@ -72,13 +72,14 @@ class Rows:
         """Aborts a rank's rows."""
         names = [name for name, row in self.open.items() if row.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
-        for name in names:
-            del self.open[name]
+        self.open = {name: row for name, row in self.open.items() if row.rank != rank}
 
     def step(self) -> list[tuple[int, Piece]]:
         """Runs vLLM's next step. Returns what ended with it, each with its rank."""
-        ended = self._ended_by_text() if self._text else self._ended()
-        return [(row.rank, piece_of(row, reason)) for row, reason in ended]
+        return [
+            (row.rank, piece_of(row, reason))
+            for row, reason in (self._ended_by_text() if self._text else self._ended())
+        ]
 
     def ranks(self) -> set[int]:
         """The ranks that have open rows."""

@@ -128,8 +128,9 @@ class _Trace(TorchDispatchMode):
             with suppress(RuntimeError, TypeError):
                 storage = out.untyped_storage()
                 whole = torch.full((storage.nbytes() // out.element_size(),), -1)
-                own = whole.as_strided(out.shape, out.stride(), out.storage_offset())
-                own.copy_(func(*indices, **others))
+                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(
+                    func(*indices, **others)
+                )
                 self.temporaries[storage.data_ptr()] = out, whole
         return out
 
@@ -231,8 +232,11 @@ class Received:
         totals = (
             torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
         )
-        loaded = {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()}
-        return dict(zip(self.sums, totals, strict=True)), loaded, sorted(different)
+        return (
+            dict(zip(self.sums, totals, strict=True)),
+            {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()},
+            sorted(different),
+        )
 
     def _held(self) -> dict[str, Tensor]:
         """The model's tensors by name; of tensors that share memory, one."""

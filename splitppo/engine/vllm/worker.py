@@ -63,11 +63,12 @@ class WeightReceiver:
     def splitppo_load(self, number: int, entries: list[Entry]) -> None:
         """Loads a bucket's tensors."""
         bucket = self._splitppo_buckets[number]
-        sent = {}
-        for entry in entries:
-            size = entry.shape.numel() * entry.dtype.itemsize
-            own = bucket[entry.first : entry.first + size]
-            sent[entry.name] = own.view(entry.dtype).view(entry.shape)
+        sent = {
+            entry.name: bucket[entry.first :][: entry.shape.numel() * entry.dtype.itemsize]
+            .view(entry.dtype)
+            .view(entry.shape)
+            for entry in entries
+        }
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket again
