@@ -155,13 +155,10 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
             raise UserError(
                 f"{where} has {name} of type {type(value).__name__}; it must be {due}: fix the row"
             )
+    # parquet fills the fields that a message lacks with null, and templates ask whether they are
+    # there
     if not isinstance(prompt, str):
-        # parquet fills the fields that a message lacks with null, and templates ask whether they
-        # are there
-        prompt = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in prompt
-        ]
+        prompt = [{k: v for k, v in message.items() if v is not None} for message in prompt]
     return Row(where, prompt, file_source if source is None else source, truth, extra or {})
 
 

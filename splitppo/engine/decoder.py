@@ -171,9 +171,8 @@ class Decoder:
         self._idle += idle
         # in decode steps: of a forward pass beside what its tokens take, which waiting does not
         # save
-        cost = 1.0
-        if not self.movable:
-            cost += sum(row.length for row in [*self._rows.values(), *entering]) / RECOMPUTED
+        recomputed = [] if self.movable else [*self._rows.values(), *entering]
+        cost = 1.0 + sum(row.length for row in recomputed) / RECOMPUTED
         if not self._cached or (idle and (not self._rows or self._idle >= cost * places)):
             del self._queue[: len(entering)]
             return self._enter(entering)

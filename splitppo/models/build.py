@@ -218,16 +218,16 @@ def build(
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
             *(rf"\.{layer}\." for layer in left_out),
         ]
-        renames = get_model_conversion_mapping(model)
-        if kind == "value":  # its head's name in some families
-            renames = [*renames, WeightRenaming(r"^classifier\.", "score.")]
+        # the head of a value model has another name in some families
+        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
+        names = [*get_model_conversion_mapping(model), *head], ignored
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(
                     f"{type(model).__name__} has no body apart from its head; use another model"
                 )
             model = (ValueModel if kind == "value" else PolicyModel)(model.eval())
-    cast(Any, model).folder_names = renames, ignored
+    cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
 

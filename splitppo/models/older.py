@@ -38,14 +38,17 @@ def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, pol
     }
     file.write_text(json.dumps(written | older_names(written) | same, indent=2), encoding="utf-8")
     code = ["*.py"] * own_code
-    kept = [source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]]
-    kept += [tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER]]
+    kept = (
+        *(source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]),
+        *(tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER]),
+    )
     for found in filter(Path.is_file, (file for files in kept for file in files)):
         shutil.copyfile(found, folder / found.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        text = settings.read_text(encoding="utf-8")
-        text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        text = settings.read_text(encoding="utf-8").replace(
+            '"TokenizersBackend"', '"PreTrainedTokenizerFast"'
+        )
         settings.write_text(
             re.sub(r'"extra_special_tokens"(?=\s*:\s*\[)', '"additional_special_tokens"', text),
             encoding="utf-8",

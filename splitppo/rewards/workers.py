@@ -161,7 +161,6 @@ class WorkerPool:
         self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool
     ):
         self._start = partial(Worker, functions, timeout, asynchronous=asynchronous)
-        self._workers: list[Worker] = []
         self._alone: list[Worker] = []  # one, when it is needed
         self._free = asyncio.Semaphore(sys.maxsize if asynchronous else workers)
         self._one = asyncio.Lock()
@@ -170,10 +169,11 @@ class WorkerPool:
         # the thread ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(workers), self._loop).result()
+        opened = asyncio.run_coroutine_threadsafe(self._open(workers), self._loop)
+        self._workers = opened.result()
 
-    async def _open(self, workers: int) -> None:
-        self._workers += [self._start() for _ in range(workers)]
+    async def _open(self, workers: int) -> list[Worker]:
+        return [self._start() for _ in range(workers)]
 
     def submit(self, name: str, row: dict[str, Any]) -> Future[Outcome]:
         """Has a worker apply the function to the row. The future raises UserError if a worker can't

@@ -129,10 +129,11 @@ def lengths_of(given: str) -> list[int]:
 
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
-    flags = [*extra, "--steps", str(bench.warmup + bench.steps)]
-    # a preset may have set them
-    flags += ["--log.validate-every", "0", "--checkpoint.every", "0", "--checkpoint.no-last"]
-    flags += ["--log.trackers"]
+    own = (
+        f"--steps {bench.warmup + bench.steps} --log.validate-every 0 "
+        "--checkpoint.every 0 --checkpoint.no-last --log.trackers"  # a preset may have set them
+    )
+    flags = [*extra, *own.split()]
     if lengths:
         file = out / "lengths.txt"
         file.write_text("".join(f"{length}\n" for length in lengths))

@@ -106,8 +106,10 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
 
 def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, list[str]]:
     """A run with a placement, and the flags of the placement."""
-    flags = [f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated"]
-    flags += ["--placement.reference critic"] if split.reference == "critic" else []
+    flags = [
+        f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated",
+        *["--placement.reference critic"] * (split.reference == "critic"),
+    ]
     argv = (
         f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} "
         f"--rollout.batch-size {ROWS} --rollout.max-prompt-tokens {length // 4} "

@@ -151,8 +151,11 @@ def differences(
     run set. Those that no user set are left out, since only their defaults differ; unless a run of
     an earlier version (None) has no record of that."""
     names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
-    names = [name for name in names if any(own is None or name in own for own in given)]
-    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    rows = [
+        (name, *(column.get(name, "-") for column in columns))
+        for name in names
+        if any(own is None or name in own for own in given)
+    ]
     return [
         row
         for row in rows

@@ -83,8 +83,8 @@ def build_llm(plan: Plan) -> Any:
             "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": engine.sleep != "off",
             "enforce_eager": engine.eager,
+            **({} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}),
         }
-        options |= {} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
