@@ -217,10 +217,12 @@ class Decoder:
 
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
-        contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
-        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(
-            self.device
-        )
+        ids = pad_sequence(
+            [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        ).to(self.device)
         mask = (ids >= 0).long()
         cache: Any = DynamicCache(config=None if self.movable else self.model.config)
         logits = self._forward(

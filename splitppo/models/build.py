@@ -211,12 +211,12 @@ def build(
         model.tie_weights()  # no_init_weights leaves this out, too
         # how names in the folder become names in the model (names.py); transformers needs its own
         # class to tell
-        left_out = range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0))
+        every = getattr(config, "layers_in_folder", 0)
         ignored = [
             f"{SCALE}$",
             "inv_freq$",
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
-            *(rf"\.{layer}\." for layer in left_out),
+            *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
         # the head of a value model has another name in some families
         head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []

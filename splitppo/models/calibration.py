@@ -62,8 +62,8 @@ def quality(
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:
     """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
-    gathered = group.all_gather([float(values.min()), float(values.max())] if len(values) else [])
-    ends = [end for part in gathered for end in part]
+    own = [float(values.min()), float(values.max())] if len(values) else []
+    ends = [end for part in group.all_gather(own) for end in part]
     low = min(ends, default=0.0)
     high = max(ends, default=0.0)
     place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)

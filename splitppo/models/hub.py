@@ -88,10 +88,13 @@ def find(
     if not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir():
         return given, given
     if not (match := (DATA if is_data else MODEL).fullmatch(given)):
-        rule = "FOLDER, or OWNER/NAME[@REVISION]"
         raise UserError(
             f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use "
-            + ("FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE" if is_data else rule)
+            + (
+                "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
+                if is_data
+                else "FOLDER, or OWNER/NAME[@REVISION]"
+            )
         )
     name = HubName(setting, match[1], match[2] or constants.DEFAULT_REVISION, match[3])
     with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"')

@@ -106,7 +106,7 @@ class Runner:
         parts = [torch.cat([stacked[:0], *(held[row] for row in rows)]).flatten() for rows in sent]
         values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
         pieces = values.split([sample.tokens for sample in samples])
-        by_row = {sample.row: piece for sample, piece in zip(samples, pieces, strict=True)}
+        by_row = dict(zip((sample.row for sample in samples), pieces, strict=True))
         packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
         return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
 

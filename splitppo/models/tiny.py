@@ -22,8 +22,7 @@ def build_tiny(folder: Path, *, seed: int) -> None:
     files."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        model = LlamaForCausalLM(model_config())
-    model.save_pretrained(folder)
+        LlamaForCausalLM(model_config()).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 

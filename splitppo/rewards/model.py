@@ -82,11 +82,14 @@ class RewardModel(Frozen):
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
         # the last token stands for the response: a text has one score
-        texts = [
-            Sample(s.row, ids[:-1], ids[-1:], [], "eos")
-            for s, (ids, _) in zip(samples, encoded, strict=True)
-        ]
-        whole = Rollout(self.with_peers(texts))
+        whole = Rollout(
+            self.with_peers(
+                [
+                    Sample(sample.row, ids[:-1], ids[-1:], [], "eos")
+                    for sample, (ids, _) in zip(samples, encoded, strict=True)
+                ]
+            )
+        )
         (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
         return (
             whole.select(scores, [sample.row for sample in samples]),
@@ -99,8 +102,8 @@ class RewardModel(Frozen):
         ids: Tensor = batch.inputs["input_ids"]
         mask = torch.ones_like(ids).bool()
         if len(batch.before):  # or the rank has no rows left, and runs a dummy
-            ends = (batch.before + 1) % ids.shape[1]
-            mask = torch.arange(ids.shape[1], device=ids.device) <= ends[:, None]
+            ends = (batch.before[:, None] + 1) % ids.shape[1]
+            mask = torch.arange(ids.shape[1], device=ids.device) <= ends
         pad = self.pad
         if pad is None or pad < 0:  # older folders write -1 for none
             used = set(ids[mask].tolist())

@@ -174,7 +174,6 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         role: [step.metrics for step in column.values()]
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
-    warm = (steps[role][warmup - WARM_UP :] for role in ROLES)
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {
@@ -183,7 +182,7 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     return Result(
         job,
         split,
-        measured(*warm, split, batch),
+        measured(*(steps[role][warmup - WARM_UP :] for role in ROLES), split, batch),
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
@@ -192,9 +191,12 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
 
 def gpu_name() -> str | None:
     """Of the first GPU, asked without touching it; None without one."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        return subprocess.check_output(query, stderr=subprocess.PIPE, text=True).splitlines()[0]
+        return subprocess.check_output(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            stderr=subprocess.PIPE,
+            text=True,
+        ).splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 

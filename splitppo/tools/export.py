@@ -139,8 +139,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     source = str(model_folder(config, run, kind))
     layers = config.value.layers if kind == "value" else None
     cpu = torch.device("cpu")
-    found = models.read_config(source, own_code=config.policy.trust_remote_code)
-    model: Any = models.build(models.shorten(found, layers, source), kind)
+    whole = models.read_config(source, own_code=config.policy.trust_remote_code)
+    model: Any = models.build(models.shorten(whole, layers, source), kind)
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)

@@ -41,8 +41,11 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans.
     Raises UserError if a file of the run can't be read."""
     timed = timed_steps(actor, critic)
-    kept = [step for i, step in enumerate(timed) if step == chosen or i > len(timed) - TIMELINES]
-    timelines = [build_timeline(actor, critic, step) for step in kept]
+    timelines = [
+        build_timeline(actor, critic, step)
+        for i, step in enumerate(timed)
+        if step == chosen or i > len(timed) - TIMELINES
+    ]
     metrics = [step.metrics for column in (actor, critic) for step in column.values()]
     settings = read_settings(run)
     given = read_if_there(run / "given.json", json.loads)

@@ -100,8 +100,15 @@ def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
         if "explained" in metric:
             # unbounded below where all returns are alike, which would flatten the rest of the curve
             values = [max(value, -1.0) for value in values]
-        marker = "o" if len(steps) <= 15 else None
-        sides[right].plot(steps, values, color=colour, lw=1.8, ms=4, marker=marker, label=label)
+        sides[right].plot(
+            steps,
+            values,
+            color=colour,
+            lw=1.8,
+            ms=4,
+            marker="o" if len(steps) <= 15 else None,
+            label=label,
+        )
         sides[right].set_ylabel(label, color=colour)
     if not curves:
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)

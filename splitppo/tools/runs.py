@@ -185,8 +185,10 @@ def results_table(runs: Sequence[Run]) -> Rows:
         )
     ]
     for run in runs:
-        names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
-        held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
+        held_out, training, took, speed = (
+            [*run.series.get(name, {}).values()]
+            for name in ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
+        )
         total = sum(took)
         steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
         rows.append(
