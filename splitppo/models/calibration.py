@@ -46,8 +46,7 @@ def quality(
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
     begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     where = (torch.arange(rollout.tokens) - begins) / sizes.repeat_interleave(sizes)
-    third = (where * 3).long()
-    masks = [ended & (where == 0), *(ended & (third == i) for i in range(3))]
+    masks = [ended & (where == 0), *(ended & ((where * 3).long() == i) for i in range(3))]
     errors = targets - values
     whole = group.all_moments([algo.moments(x[mask]) for mask in masks for x in (targets, errors)])
     explained = {

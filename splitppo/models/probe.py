@@ -56,8 +56,10 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
                 _expected(plain, head if kind == "value" else None, sample) for sample in samples
             ]
         except Exception as error:  # this copy is too small for its type; the next one may do
-            failed = f"a small copy of it fails ({type(error).__name__}: {error})"
-            problem = problem or one_line(failed)[:200]
+            problem = (
+                problem
+                or one_line(f"a small copy of it fails ({type(error).__name__}: {error})")[:200]
+            )
             continue
         model = build(small, kind, packed=packed)
         weights = plain.state_dict() | head.state_dict(prefix="score.")

@@ -103,10 +103,9 @@ def gather_full(
         )
     cut = {name: full for name, full in found.items() if name in parts.axes}
     if parts.ranks and cut:
-        gathered = all_gather(
+        split = all_gather(
             torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group
-        )
-        split = gathered.split([full.numel() for full in cut.values()], dim=1)
+        ).split([full.numel() for full in cut.values()], dim=1)
         for (name, full), pieces in zip(cut.items(), split, strict=True):
             found[name] = torch.cat([x.view(full.shape) for x in pieces], dim=parts.axes[name])
     return found.items()

@@ -97,10 +97,9 @@ class Scorer:
         used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
         self._prompted = {name for name, function in found.items() if takes_prompt(function)}
-        kinds = {name: is_async(function) for name, function in found.items()}
         self._pools: dict[str, WorkerPool] = {}
-        for asynchronous in set(kinds.values()):
-            names = [name for name, kind in kinds.items() if kind is asynchronous]
+        for asynchronous in {is_async(function) for function in found.values()}:
+            names = [name for name, own in found.items() if is_async(own) is asynchronous]
             self._pools |= dict.fromkeys(
                 names, WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
             )

@@ -81,16 +81,15 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
             f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier"
         )
     split = Split(gpus, 0)
-    mode = "colocated"
     if found[1]:
         split = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor")
-        mode = "per_node"
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
             raise UserError(
                 f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}"
             )
     return split, (
-        f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]} "
+        f"--placement.mode {'per_node' if split.critic else 'colocated'} "
+        f"--placement.actor {found[1]} --placement.critic {found[2]} "
         f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
     ).split()
 

@@ -86,7 +86,7 @@ def load(
         )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
-    positions = [most_positions(model.config)[0] for model in (value, engines[0].model)]
+    positions = (most_positions(model.config)[0] for model in (value, engines[0].model))
     room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()
@@ -103,8 +103,9 @@ def load(
         for engine in engines:
             # the noise depends on the row's number
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
-            parts = sampler.generate(engine, 1, [number], sampling, config.seed)
-            rollout = Rollout([*chain.from_iterable(parts)])
+            rollout = Rollout(
+                [*chain(*sampler.generate(engine, 1, [number], sampling, config.seed))]
+            )
             values = value_outputs(value, micro_batch(rollout.samples, engine.device))[0].cpu()
             found += token_figures(
                 rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True)

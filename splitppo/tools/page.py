@@ -48,8 +48,9 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     ]
     metrics = [step.metrics for column in (actor, critic) for step in column.values()]
     settings = read_settings(run)
-    given = read_if_there(run / "given.json", json.loads)
-    changed = settings and differences([settings, flat(asdict(Config()))], [given])
+    changed = settings and differences(
+        [settings, flat(asdict(Config()))], [read_if_there(run / "given.json", json.loads)]
+    )
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
     return render(
@@ -152,8 +153,7 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
             finite = sorted(
                 (step for step in part if math.isfinite(points[step])), key=points.__getitem__
             )
-            others = [step for step in part if not math.isfinite(points[step])]
-            kept |= {*finite[:1], *finite[-1:], *others[:1]}
+            kept |= {*finite[:1], *finite[-1:], *sorted({*part} - {*finite})[:1]}
         steps = sorted(kept)
     return steps, [
         float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None for step in steps

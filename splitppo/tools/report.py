@@ -238,7 +238,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
         if any(metric in run.series for run in runs)
     ][:12]
     lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs))[:SETTINGS]]
-    colours = dict(enumerate((run.colour for run in runs), 1))  # of lines; others are dark
+
     # inches
     rows = max(-(-len(panels) // 4), 1)
     below = 0.25 * len(lines) + 0.8
@@ -266,7 +266,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
                 0.04,
                 (below - 0.8 - 0.25 * i) / height,
                 line,
-                color=colours.get(i, DARK),
+                color=runs[i - 1].colour if 0 < i <= len(runs) else DARK,  # below the heads
                 family="monospace",
                 fontsize=12,
                 weight="bold",

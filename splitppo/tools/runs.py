@@ -135,10 +135,9 @@ def flat(table: dict[str, Any]) -> dict[str, str]:
     """Settings by dotted name, each as JSON, with those that a preset leaves out since they are
     unset by default."""
     given = dict(leaves(table))
-    known = dict(leaves(asdict(Config())))
     return {
         name: "unset" if value is None else json.dumps(value, ensure_ascii=False)
-        for name, value in (known | given).items()
+        for name, value in (dict(leaves(asdict(Config()))) | given).items()
         if name != "config" and (name in given or value is None)
     }
 
@@ -215,7 +214,10 @@ def as_text(table: Rows, width: int = 120) -> list[str]:
         widths[max(range(len(widths)), key=lambda i: widths[i] if i else widths[i] / 3)] -= 1
 
     def fit(cell: str, size: int) -> str:
-        short = f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
-        return cell.ljust(size) if len(cell) <= size else short
+        return (
+            cell.ljust(size)
+            if len(cell) <= size
+            else f"{cell[: (size - 1) // 2]}…{cell[len(cell) - size // 2 :]}"
+        )
 
     return ["  ".join(map(fit, row, widths)).rstrip() for row in cells]
