@@ -115,7 +115,7 @@ class Decoder:
         self.max_rows = max_rows
         self._accepts = inspect.signature(model.forward).parameters
         self._cached = any(name in self._accepts for name in CACHES)
-        # Sliding windows are movable, too: the mask has their bounds.
+        # where a layer sees the nearest tokens alone, the mask says so
         self.movable = self._cached and all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
             for layer in DynamicCache(config=model.config).layers

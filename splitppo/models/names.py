@@ -86,8 +86,10 @@ def sources(
             found[name] = (source,)
         elif name.split(".")[0] in modules and not re.search("|".join(ignored), name):
             unexpected.append(source)
-    of_aliases = {main: found[alias] for alias, main in ties.items() if alias in found}
-    return of_aliases | found, unexpected
+    return (
+        {main: found[alias] for alias, main in ties.items() if alias in found} | found,
+        unexpected,
+    )
 
 
 def of_classifier(classifier: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -137,9 +137,9 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     from splitppo.run.sources import model_folder
 
     source = str(model_folder(config, run, kind))
-    layers = config.value.layers if kind == "value" else None
     cpu = torch.device("cpu")
     whole = models.read_config(source, own_code=config.policy.trust_remote_code)
+    layers = config.value.layers if kind == "value" else None
     model: Any = models.build(models.shorten(whole, layers, source), kind)
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)

@@ -223,8 +223,8 @@ class VLLMEngine(RolloutEngine):
 
     def _fits(self) -> bool:
         """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold
-        now. The peak is the estimated one if no step has reached it yet: rows may grow, and with
-        windows the first are short."""
+        now. The peak is the estimated one if no step has reached it yet: rows may grow, and where
+        they go on over several steps the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
