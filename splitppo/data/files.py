@@ -173,8 +173,7 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
             raise UserError(
                 f"data.{field}={key}: {where} has no such column; "
                 f"columns: {', '.join(name for name, _ in leaves(columns))}; set --data.{field}"
-                + ", or '' if the reward needs no answer"
-                * (field == "answer_key")
+                + (", or '' if the reward needs no answer" if field == "answer_key" else "")
             )
         value = value[part]
     return value

@@ -95,9 +95,14 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
             if weight.rpartition(".")[0] not in styles:
                 raise ValueError(f"transformers' plan does not speak of {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
-    names = dict(model.named_parameters())
     cast(Any, model).parts = Parts(
-        ranks, axes, tuple(name for name in names if styles.get(name.rpartition(".")[0]) == PARTIAL)
+        ranks,
+        axes,
+        tuple(
+            name
+            for name, _ in model.named_parameters()
+            if styles.get(name.rpartition(".")[0]) == PARTIAL
+        ),
     )
 
 
