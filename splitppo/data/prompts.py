@@ -165,7 +165,7 @@ def tokenize(
                 messages,
                 column=row.prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:  # or data.chat_kwargs are wrong
+        except (TemplateError, ValueError, TypeError) as error:  # the latter two: chat_kwargs
             wrong[index] = UserError(
                 f"{row.where}: the chat template refuses these messages "
                 f"({' '.join(str(error).split())}); "

@@ -139,8 +139,9 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     source = str(model_folder(config, run, kind))
     cpu = torch.device("cpu")
     whole = models.read_config(source, own_code=config.policy.trust_remote_code)
-    layers = config.value.layers if kind == "value" else None
-    model: Any = models.build(models.shorten(whole, layers, source), kind)
+    model: Any = models.build(
+        models.shorten(whole, config.value.layers if kind == "value" else None, source), kind
+    )
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)
