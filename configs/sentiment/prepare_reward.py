@@ -201,8 +201,8 @@ def train_reward(
         if step % math.ceil(len(batches) / 20) == 0 or step == len(batches):
             speed = seen / (time.monotonic() - began)
             print(
-                f"step {step}/{len(batches)}  loss {losses / seen:.3f}  accuracy {right / seen:.3f} so far  "
-                f"{speed:.0f} texts/s",
+                f"step {step}/{len(batches)}  loss {losses / seen:.3f}  "
+                f"accuracy {right / seen:.3f} so far  {speed:.0f} texts/s",
                 flush=True,
             )
     model.eval()
@@ -302,17 +302,20 @@ def _load_body(folder: Path, max_tokens: int) -> tuple[Any, Any]:
     kinds: Any = AutoModelForSequenceClassification
     if type(config) not in kinds._model_mapping:
         raise UserError(
-            f"--body {folder}: type {config.model_type!r} has no sequence-classification model in the library"
+            f"--body {folder}: type {config.model_type!r} has no sequence-classification model "
+            "in the library"
         )
     limit = min(getattr(config, "max_position_embeddings", max_tokens), tokenizer.model_max_length)
     if max_tokens > limit:
         raise UserError(
-            f"--max-tokens {max_tokens}: {folder} reads at most {limit} tokens; use {limit} or fewer"
+            f"--max-tokens {max_tokens}: {folder} reads at most {limit} tokens; "
+            f"use {limit} or fewer"
         )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise UserError(
-                f"--body {folder}: its tokenizer has neither a pad nor an end token; give it a pad token"
+                f"--body {folder}: its tokenizer has neither a pad nor an end token; "
+                "give it a pad token"
             )
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"

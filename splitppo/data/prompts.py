@@ -20,9 +20,8 @@ from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
 Split = Literal["train", "validation"]
-Check = Callable[
-    [Mapping[int, Prompt]], Mapping[int, UserError]
-]  # the errors of the prompts that can't be scored
+# the errors of the prompts that can't be scored
+Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
@@ -59,9 +58,15 @@ def check_files(config: DataConfig) -> None:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Any, *, max_prompt_tokens: int | None, seed: int, split: Split,
-    check: Check = lambda _: {}, now: datetime | None = None,
-) -> PromptSet:  # fmt: skip
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int | None,
+    seed: int,
+    split: Split,
+    check: Check = lambda _: {},
+    now: datetime | None = None,
+) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
 
@@ -107,32 +112,29 @@ def load_prompts(
         and _ends_texts(tokenizer)
     ):
         notes.append(
-            f"the tokenizer ends each text in {tokenizer.eos_token}: that token is left off the prompts"
+            f"the tokenizer ends each text in {tokenizer.eos_token}: "
+            "that token is left off the prompts"
         )
     if split == "train" and CLOCK in str(tokenizer.chat_template):
         notes.append(
-            "the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it"
+            "the chat template shows the time: a resume at another is refused; "
+            "data.chat_kwargs may fix it"
         )
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
-        drawn = np.random.default_rng([_DRAW_STREAM, seed % 2**64]).choice(
-            chosen, config.max_rows, replace=False
-        )
-        chosen = sorted(drawn.tolist())
+        noise = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
+        chosen = sorted(noise.choice(chosen, config.max_rows, replace=False).tolist())
     return PromptSet([kept[index] for index in chosen], notes)
 
 
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
     """The setting that a split's rows come from, for messages, and what each file holds."""
     held_out = split == "validation"
-    setting, files = (
-        ("data.validation_files", config.validation_files)
-        if held_out
-        else ("data.files", config.files)
-    )
-    if not files and not (held_out and config.files):
+    setting = "data.validation_files" if held_out else "data.files"
+    files = config.validation_files if held_out else config.files
+    if not (files or config.files):
         return f"data.task={config.task}", [list(generate(config, seed, held_out=held_out))]
     return setting, [list(read_file(config, file, setting)) for file in files]
 
@@ -163,13 +165,10 @@ def tokenize(
                 messages,
                 column=row.prompt,
             )
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-        ) as error:  # the latter two: wrong data.chat_kwargs
+        except (TemplateError, ValueError, TypeError) as error:  # the latter two: chat_kwargs
             wrong[index] = UserError(
-                f"{row.where}: the chat template refuses these messages ({' '.join(str(error).split())}); "
+                f"{row.where}: the chat template refuses these messages "
+                f"({' '.join(str(error).split())}); "
                 "fix the row, or data.chat_kwargs or data.system if set"
             )
     # one call for plain texts, which get special tokens, and one for rendered texts, which already
@@ -178,16 +177,17 @@ def tokenize(
         chosen = {
             index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
         }
-        texts = [prompt.text for prompt in chosen.values()]
-        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
-        end = (
-            -1 if plain and _ends_texts(tokenizer) else None
-        )  # a policy has nothing to say behind the end
+        ids = tokenizer(
+            [prompt.text for prompt in chosen.values()], add_special_tokens=plain, verbose=False
+        )["input_ids"]
+        # a policy has nothing to say behind the end
+        end = -1 if plain and _ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
-    none = "has a prompt of no tokens; drop the row or fix the tokenizer"
     wrong |= {
-        index: UserError(f"{rows[index].where} {none}")
+        index: UserError(
+            f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer"
+        )
         for index, prompt in prompts.items()
         if not prompt.tokens
     }
@@ -223,17 +223,12 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
         ) from error
     environment.globals[CLOCK] = now.strftime
     # transformers passes these two on; its other arguments mean something to itself
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {
-        "tools",
-        "documents",
-    }
-    for name in arguments.keys() - reads - own:
-        near = [
-            f"did you mean {known}?"
-            for known in difflib.get_close_matches(name, reads, n=1, cutoff=0)
-        ]
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    for name in arguments.keys() - reads - (own - {"tools", "documents"}):
+        near = difflib.get_close_matches(name, reads, n=1, cutoff=0)
         raise UserError(
-            f"data.chat_kwargs has {name}, which the chat template never reads; {(*near, 'drop it')[0]}"
+            f"data.chat_kwargs has {name}, which the chat template never reads; "
+            + (f"did you mean {near[0]}?" if near else "drop it")
         )
 
 
@@ -254,8 +249,9 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
         messages = [{"role": "user", "content": messages}]
     elif not tokenizer.chat_template:
         raise UserError(
-            f"{row.where} has a prompt of chat messages, but the tokenizer ({tokenizer.name_or_path}) "
-            "has no chat template; use an instruct model or string prompts"
+            f"{row.where} has a prompt of chat messages, but the tokenizer "
+            f"({tokenizer.name_or_path}) has no chat template; "
+            "use an instruct model or string prompts"
         )
     if config.system is None or any(
         message["role"] in ("system", "developer") for message in messages
@@ -285,12 +281,14 @@ def _fit(
         raise UserError(
             f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens "
             f"({len(over)} of {count} rows are too long); "
-            f"set --rollout.max_prompt_tokens {max(lengths.values())}, or --data.overlong to filter or cut"
+            f"set --rollout.max_prompt_tokens {max(lengths.values())}, "
+            "or --data.overlong to filter or cut"
         )
     if config.overlong == "filter" and len(over) == count:
         raise UserError(
-            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; "
-            f"the shortest has {min(lengths.values())} tokens: raise the limit, or set --data.overlong cut"
+            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; the "
+            f"shortest has {min(lengths.values())} tokens: "
+            "raise the limit, or set --data.overlong cut"
         )
     if config.overlong == "cut":
         change = "lose their first tokens"
@@ -303,8 +301,8 @@ def _fit(
         change = "are left out"
         kept = {index: prompt for index, prompt in prompts.items() if lengths[index] <= longest}
     return kept, [
-        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts over "
-        f"{limit} and {change}; the first is {first} ({lengths[over[0]]} tokens)"
+        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts "
+        f"over {limit} and {change}; the first is {first} ({lengths[over[0]]} tokens)"
     ]
 
 

@@ -57,8 +57,10 @@ def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
     """Maps each weight and persistent buffer to its tensor's first name (tied weights share a
     tensor) and its shape."""
     first: dict[int, str] = {}
-    named = model.state_dict(keep_vars=True).items()
-    return {name: (first.setdefault(id(tensor), name), tensor.shape) for name, tensor in named}
+    return {
+        name: (first.setdefault(id(tensor), name), tensor.shape)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
 
 
 def check_weights(
@@ -98,10 +100,9 @@ class RolloutEngine(ABC):
             before the first.
     """
 
-    def __init__(self):
-        self.loaded = False
-        self.open = 0
-        self.step_ms = 0.0
+    loaded = False
+    open = 0
+    step_ms = 0.0
 
     @abstractmethod
     def connect(self) -> str:

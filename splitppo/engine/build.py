@@ -16,6 +16,8 @@ from splitppo.models.build import count_parameters
 from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
+# settings that are for vLLM only, with their defaults
+FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
 # vLLM raises lower temperatures to the first silently, and refuses higher ones
 COLDEST = 0.01
 HOTTEST = 2.0
@@ -33,14 +35,17 @@ def warnings(config: Config, device: str) -> list[str]:
     lines = []
     rollout = config.rollout
     if device == "cuda" and config.engine.kind == "auto" and not vllm_version():
-        slow = "vLLM is not installed: the engine hf is used, several times slower"
         lines.append(
-            f"{slow}; {_installation(device)}, or --engine.kind hf to silence this warning"
+            "vLLM is not installed: the engine hf is used, several times slower; "
+            f"{_installation(device)}, or --engine.kind hf to silence this warning"
         )
     if rollout.top_p < 1 or rollout.top_k > 0:
-        given = f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn from a truncated"
-        biased = "distribution, but the update's ratio is of the full one, which biases it; watch actor/mismatch_*"
-        lines.append(f"{given} {biased}, or use top_p 1 and top_k 0 and lower rollout.temperature")
+        lines.append(
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn "
+            "from a truncated distribution, but the update's ratio is of the full one, which "
+            "biases it; watch actor/mismatch_*, or use top_p 1 and top_k 0 and lower "
+            "rollout.temperature"
+        )
     return lines
 
 
@@ -56,10 +61,9 @@ def check_engine(
         _check_hf(config, device)
         return
     _check_installed(device)
-    validation = config.log.validate_temperature or COLDEST  # 0 is greedy
     for name, value in (
         ("rollout.temperature", config.rollout.temperature),
-        ("log.validate_temperature", validation),
+        ("log.validate_temperature", config.log.validate_temperature or COLDEST),  # 0 is greedy
     ):
         if not COLDEST <= value <= HOTTEST:
             raise UserError(
@@ -73,20 +77,15 @@ def check_engine(
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (kv_heads % size and size % kv_heads):
-        what = f"the policy's {heads} attention heads ({kv_heads} of keys and values)"
         raise UserError(
-            f"engine.tensor_parallel={size} does not divide {what} evenly; use a smaller size"
+            f"engine.tensor_parallel={size} does not divide the policy's {heads} attention heads "
+            f"({kv_heads} of keys and values) evenly; use a smaller size"
         )
 
 
 def _check_hf(config: Config, device: str) -> None:
     engine = config.engine
-    for name, default in (
-        ("tensor_parallel", 1),
-        ("sleep", "auto"),
-        ("eager", False),
-        ("steady", True),
-    ):
+    for name, default in FOR_VLLM.items():
         if (value := getattr(engine, name)) not in (default, "off"):
             remedy = f"use {default} with engine.kind hf, or engine.kind vllm"
             if engine.kind == "auto" and device == "cuda":
@@ -117,8 +116,10 @@ def _check_installed(device: str) -> None:
             f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf"
         )
     if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
-        wrong = f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, which needs none"
-        raise UserError(f"{wrong}; pip uninstall -y torchvision torchaudio torchcodec")
+        raise UserError(
+            f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, "
+            "which needs none; pip uninstall -y torchvision torchaudio torchcodec"
+        )
 
 
 def launch_engine(
@@ -137,29 +138,12 @@ def launch_engine(
 def kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
     """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
     size = config.engine.tensor_parallel
-    weights = count_parameters(model, "policy") * dtype.itemsize // size
-    per_token = kv_bytes_per_token(model, dtype, size)
-    fraction = config.engine.memory_fraction
-    return kv_cache_bytes(per_token, weights=weights, fraction=fraction, **sizes)
-
-
-def queue_warning(
-    config: Config, model: PretrainedConfig, dtype: torch.dtype, *, ranks: int, total: int
-) -> str | None:
-    """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row
-    that queues leaves its slot empty. `ranks`: of the actor group; `total`: bytes of a GPU."""
-    if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
-        return None
-    size = config.engine.tensor_parallel
-    tokens = config.rollout.max_row_tokens
-    slots = most_rows(config, ranks) * size
-    held = kv_cache(config, model, dtype, rows=slots, tokens=tokens, total=total)
-    held //= kv_bytes_per_token(model, dtype, size)
-    if held >= slots * tokens:
-        return None
-    given = f"rollout.window={config.rollout.window}: {slots} slots of an engine hold up to {slots * tokens:,} tokens"
-    remedy = "use a smaller rollout.batch_size, or more actor ranks or engine.tensor_parallel"
-    return f"{given}, its KV cache {held:,}; beyond that rows queue and slots are empty; {remedy}"
+    return kv_cache_bytes(
+        kv_bytes_per_token(model, dtype, size),
+        weights=count_parameters(model, "policy") * dtype.itemsize // size,
+        fraction=config.engine.memory_fraction,
+        **sizes,
+    )
 
 
 def most_rows(config: Config, ranks: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -32,11 +32,8 @@ from splitppo.rollout import End
 # cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
 # 2.11: 0.9 ms a call). Applies to the process during `poll`.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CACHES = (
-    "cache",
-    "past_key_values",
-    "cache_params",
-)  # what a model calls its cache, by its type and the version
+# what a model calls its cache, by its type and the version
+CACHES = ("cache", "past_key_values", "cache_params")
 ROOM = 64  # columns allocated ahead, at least
 PREFILL = 4096  # tokens, padding included, that enter in one forward pass: limits its activations
 RECOMPUTED = 1024  # tokens that a forward pass computes in about the time of a decode step
@@ -76,12 +73,8 @@ class _Columns(DynamicLayer):
         super().__init__()
         self.is_initialized = True
         if like.keys is not None:  # if not, the layer reads another one's
-            self.keys: Any = like.keys.new_zeros(
-                places, like.keys.shape[1], columns, like.keys.shape[3]
-            )
-            self.values: Any = like.values.new_zeros(
-                places, like.values.shape[1], columns, like.values.shape[3]
-            )
+            self.keys: Any = _zeros(like.keys, places, columns)
+            self.values: Any = _zeros(like.values, places, columns)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -106,8 +99,8 @@ class Decoder:
         max_rows: rows decoded at once. Others wait until one has ended.
 
     Attributes:
-        movable: whether rows enter and leave alone. If not, all rows are computed again when some
-            enter.
+        movable: whether rows enter and leave alone: the cache is keys and values by column. If
+            not, all rows are computed again when some enter.
         busy: whether rows are open.
         steps: decode steps since `begin`: one token for each row in a place, or for each that
             enters.
@@ -122,7 +115,11 @@ class Decoder:
         self.max_rows = max_rows
         self._accepts = inspect.signature(model.forward).parameters
         self._cached = any(name in self._accepts for name in CACHES)
-        self.movable = self._cached and is_movable(model.config)
+        # where a layer sees the nearest tokens alone, the mask says so
+        self.movable = self._cached and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            for layer in DynamicCache(config=model.config).layers
+        )
         self.abort()
 
     @property
@@ -158,13 +155,11 @@ class Decoder:
         self._queue: list[_Row] = []
         self._rows: dict[int, _Row] = {}  # by place
         self._cache: Any = None
-        self._mask = torch.zeros(
-            0, 1, 0, 1, dtype=torch.long, device=self.device
-        )  # as the keys, `[P, 1, C, 1]`
+        # as the keys, `[P, 1, C, 1]`
+        self._mask = torch.zeros(0, 1, 0, 1, dtype=torch.long, device=self.device)
         self._at = 0  # the column of the next token
-        self._idle = (
-            0  # places without a row, summed over decode steps since the batch last changed
-        )
+        # places without a row, summed over decode steps since the batch last changed
+        self._idle = 0
 
     def _step(self) -> list[Piece]:
         """A token for each row in a place, or for those that enter: once idle places have lost as
@@ -176,9 +171,8 @@ class Decoder:
         self._idle += idle
         # in decode steps: of a forward pass beside what its tokens take, which waiting does not
         # save
-        cost = 1.0
-        if not self.movable:
-            cost += sum(row.length for row in [*self._rows.values(), *entering]) / RECOMPUTED
+        recomputed = [] if self.movable else [*self._rows.values(), *entering]
+        cost = 1.0 + sum(row.length for row in recomputed) / RECOMPUTED
         if not self._cached or (idle and (not self._rows or self._idle >= cost * places)):
             del self._queue[: len(entering)]
             return self._enter(entering)
@@ -218,16 +212,17 @@ class Decoder:
         while rows:  # the longest first: a pass is as wide as its first row
             count = max(1, PREFILL // rows[0].length) if self.movable else len(rows)
             ended += self._prefill(dict(zip(places, rows[:count], strict=False)))
-            rows = rows[count:]
-            places = places[count:]
+            del rows[:count], places[:count]
         return ended
 
     def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
-        contexts = [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()]
-        ids = pad_sequence(contexts, batch_first=True, padding_value=-1, padding_side="left").to(
-            self.device
-        )
+        ids = pad_sequence(
+            [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        ).to(self.device)
         mask = (ids >= 0).long()
         cache: Any = DynamicCache(config=None if self.movable else self.model.config)
         logits = self._forward(
@@ -263,9 +258,7 @@ class Decoder:
         columns = self._at + (min(room, self._at // 4 + ROOM) if self.movable else room)
 
         def moved(given: Tensor) -> Tensor:
-            new = given.new_zeros(
-                len(rows) + len(entering), given.shape[1], columns, given.shape[3]
-            )
+            new = _zeros(given, len(rows) + len(entering), columns)
             new[: len(rows), :, self._at - used : self._at] = given[live, :, end - used : end]
             return new
 
@@ -281,22 +274,24 @@ class Decoder:
         """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask
         `[R, C + T]` of both. Returns the logits of the last ones, `[R, V]`."""
         given = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
-        known: Any = {name: value for name, value in given.items() if name in self._accepts}
         inputs = self.model.prepare_inputs_for_generation(
             ids,
             attention_mask=mask,
             use_cache=True,
             is_first_iteration=ids.shape == mask.shape,
-            **known,
+            **{name: value for name, value in given.items() if name in self._accepts},
         )
         return self.model(**inputs).logits[:, -1]
 
     def _take(self, logits: Tensor, rows: dict[int, _Row]) -> list[Piece]:
         """Draws a token for each row, by place, from logits `[R, V]`. Rows that end leave."""
-        numbers = np.asarray([row.ask.row for row in rows.values()])
-        positions = np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()])
-        drawn = [part.double() for part in self._draw(logits.float(), numbers, positions)]
-        tokens, logprobs = torch.stack(drawn).tolist()  # the only wait for the device in a step
+        drawn = self._draw(
+            logits.float(),
+            np.asarray([row.ask.row for row in rows.values()]),
+            np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()]),
+        )
+        # the only wait for the device in a step
+        tokens, logprobs = torch.stack([part.double() for part in drawn]).tolist()
         for row, token, logprob in zip(rows.values(), tokens, logprobs, strict=True):
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
@@ -320,8 +315,6 @@ class Decoder:
         return self._stop(torch.tensor(last), None).tolist()
 
 
-def is_movable(config: PretrainedConfig) -> bool:
-    """Whether a model's cache is keys and values by column alone. Sliding windows are; the mask has
-    their bounds."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+def _zeros(like: Tensor, places: int, columns: int) -> Tensor:
+    """`[P, H, C, D]`, with the heads and the width of `like`."""
+    return like.new_zeros(places, like.shape[1], columns, like.shape[3])

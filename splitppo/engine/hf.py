@@ -1,8 +1,8 @@
 """The embedded engine: an unsharded replica of the policy in the trainer's own process, and what
 draws its tokens.
 
-A row's noise depends on the row alone, so neither on the rows beside it nor on where windows cut
-it.
+A row's noise depends on the row alone: neither on the rows beside it nor on the asks that its
+tokens were drawn for.
 """
 
 import copy
@@ -25,9 +25,8 @@ from splitppo.engine.decoder import Decoder
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import eos_ids, vocabulary_size
 
-DRAW_ROWS = (
-    128  # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
-)
+# rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
+DRAW_ROWS = 128
 
 
 def uniforms(seed: int, rows: np.ndarray, positions: np.ndarray | int) -> np.ndarray:
@@ -72,9 +71,8 @@ def _truncate(logits: Tensor, sampling: RolloutConfig) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        before = (
-            probs.cumsum(dim=-1) - probs
-        )  # of the likelier tokens: the token that passes top_p is kept
+        # of the likelier tokens: the token that passes top_p is kept
+        before = probs.cumsum(dim=-1) - probs
         ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return logits
@@ -93,14 +91,23 @@ class HFEngine(RolloutEngine):
     """
 
     def __init__(
-        self, config: PretrainedConfig, tokenizer: Any, *,
-        device: torch.device, dtype: torch.dtype, max_rows: int, folder: Path | None = None,
-    ):  # fmt: skip
-        super().__init__()
+        self,
+        config: PretrainedConfig,
+        tokenizer: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_rows: int,
+        folder: Path | None = None,
+    ):
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
-            options: Any = {"attn_implementation": None, "trust_remote_code": bool(code_of(config))}
-            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=None,
+                trust_remote_code=bool(code_of(config)),
+            ).eval()
         self.model.tie_weights()  # no_init_weights leaves this out, too
         eos = set(eos_ids(config, tokenizer, folder))
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
@@ -112,12 +119,11 @@ class HFEngine(RolloutEngine):
         )
 
     def connect(self) -> str:
-        kept = (
+        return "transformers, in this process; " + (
             "rows enter and leave one by one"
             if self.decoder.movable
             else "all rows are computed again as some enter"
         )
-        return f"transformers, in this process; {kept}"
 
     def close(self) -> None:
         self.loaded = False
@@ -135,8 +141,10 @@ class HFEngine(RolloutEngine):
         """The cache is the trainer's allocator's, and gone when no row is open."""
 
     def _begin(self, sampling: RolloutConfig, seed: int) -> None:
-        stop = self.stop_criteria(sampling.stop) if sampling.stop else None
-        self.decoder.begin(functools.partial(self._draw, sampling, seed), stop)
+        self.decoder.begin(
+            functools.partial(self._draw, sampling, seed),
+            self.stop_criteria(sampling.stop) if sampling.stop else None,
+        )
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         self.decoder.submit(asks)
@@ -158,11 +166,11 @@ class HFEngine(RolloutEngine):
         positions: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         noise = torch.from_numpy(uniforms(seed, rows, positions))
-        noise = noise.to(
-            logits.device, non_blocking=True
-        )  # else the copy waits for the forward pass
+        # non-blocking: else the copy waits for the forward pass
         parts = zip(
-            logits[:, : self.vocabulary].split(DRAW_ROWS), noise.split(DRAW_ROWS), strict=True
+            logits[:, : self.vocabulary].split(DRAW_ROWS),
+            noise.to(logits.device, non_blocking=True).split(DRAW_ROWS),
+            strict=True,
         )
         tokens, logprobs = zip(*(draw(some, own, sampling) for some, own in parts), strict=True)
         return torch.cat(tokens), torch.cat(logprobs)

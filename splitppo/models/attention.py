@@ -51,21 +51,24 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = sliding_window or 0
     if query.is_cuda and query.dtype != torch.float32:
-        starts = cu_seq_lens_q
-        longest = max_length_q
-        sides = (
-            (window - 1, 0) if window else (-1, 0)
-        )  # tokens seen on the left and on the right; -1: all
         out: Any = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sides, **_GROUPED
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            # tokens seen on the left and on the right; -1: all
+            window_size=(window - 1, 0) if window else (-1, 0),
+            **_GROUPED,
         )
         return out[None], None
-    row_by_row = cast(Any, torch.compiler.disable)(
-        _row_by_row
-    )  # shapes depend on the lengths, which are data
-    return row_by_row(q, k, v, cu_seq_lens_q, scaling, window)[None], None
+    return _row_by_row(q, k, v, cu_seq_lens_q, scaling, window)[None], None
 
 
+@torch.compiler.disable  # shapes depend on the lengths, which are data
 def _row_by_row(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: Any, window: int
 ) -> Tensor:
@@ -79,13 +82,10 @@ def _row_by_row(
             at = torch.arange(q.shape[2], device=q.device)
             distance = at[:, None] - at
             mask = (distance >= 0) & (distance < window)
-        options: Any = {
-            "attn_mask": mask,
-            "is_causal": mask is None,
-            "scale": scaling,
-            "enable_gqa": True,
-        }
-        rows.append(scaled_dot_product_attention(q, k, v, **options)[0].transpose(0, 1))
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        rows.append(out[0].transpose(0, 1))
     return torch.cat(rows)
 
 

@@ -22,9 +22,8 @@ class MicroBatch:
     boundaries are inputs (attention.py). Padded rows have the padding on the right, where no token
     sees it: attention is causal."""
 
-    inputs: dict[
-        str, Any
-    ]  # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
+    # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
+    inputs: dict[str, Any]
     before: Tensor  # `[N]` int64, the place before each response token in the flattened ids
     responses: Tensor  # `[N]` int64, the response tokens
     mask: Tensor  # `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row
@@ -59,11 +58,9 @@ def micro_batch(
     lengths = torch.tensor([len(places) for places in sampled])
     mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
     places = mask.flatten().nonzero()[:, 0]
-    inputs = {
-        name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()
-    }
     return MicroBatch(
-        inputs, *(to_device(tensor, device) for tensor in (before, responses, mask, places))
+        {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},
+        *(to_device(tensor, device) for tensor in (before, responses, mask, places)),
     )
 
 
@@ -81,17 +78,15 @@ def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
         ids.append(torch.zeros(missing, dtype=torch.int64))
         lengths.append(missing)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    longest = max(lengths)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    bounds = {
+    inputs = {
+        "input_ids": torch.cat(ids)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seq_lens_q": starts,
         "cu_seq_lens_k": starts,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
     }
-    return {"input_ids": torch.cat(ids)[None], "position_ids": positions[None]} | bounds, starts[
-        : len(rows)
-    ].tolist()
+    return inputs, starts[: len(rows)].tolist()
 
 
 def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) -> Cut:
@@ -103,11 +98,8 @@ def cut_lengths(lengths: Sequence[int], budget: int, *, packed: bool = False) ->
         if packed:
             at = next((k for k, room in enumerate(left) if room >= lengths[i]), len(cut))
         else:  # the first row of a micro-batch is its longest
-            at = (
-                len(cut) - 1
-                if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget
-                else len(cut)
-            )
+            fits = cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= budget
+            at = len(cut) - 1 if fits else len(cut)
         if at == len(cut):
             cut.append([])
             left.append(budget)
@@ -126,9 +118,8 @@ def partition(
     filled = [0] * count
     sizes = sizes or [0] * len(costs)
     cheapest = [(0.0, k) for k in range(count)]  # a heap
-    for i in sorted(
-        range(len(costs)), key=costs.__getitem__, reverse=True
-    ):  # of equal ones, the first comes first
+    # of equal ones, the first comes first
+    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         full = []  # cheaper bins, without room for the item
         while cheapest and bins[k := cheapest[0][1]] and filled[k] + sizes[i] > room:
             full.append(heappop(cheapest))

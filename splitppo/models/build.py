@@ -33,8 +33,10 @@ SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # modules in which a layer mixes positions, as transformers calls them; those of linear attention,
 # too
-_MIXERS = "attention attn conv linear_attn mamba mixer self_attention self_attn short_conv temporal_block time_mixer"
-ATTENTION = rf"\.(?:{'|'.join(_MIXERS.split())})\."
+ATTENTION = (
+    r"\.(?:attention|attn|conv|linear_attn|mamba|mixer|self_attention|self_attn|short_conv"
+    r"|temporal_block|time_mixer)\."
+)
 
 
 def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
@@ -62,9 +64,8 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
     except Exception as error:  # transformers raises whatever a wrong field leads to
-        cause = str(error).partition("\n\n")[
-            0
-        ]  # the other paragraphs say how to install another transformers
+        # the other paragraphs say how to install another transformers
+        cause = str(error).partition("\n\n")[0]
         raise folder_error(
             folder,
             f"config.json is of no model that transformers knows: {cause}",
@@ -72,9 +73,7 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         ) from error
     if quantized := getattr(config, "quantization_config", None):
         method = (
-            dict(quantized).get("quant_method")
-            if isinstance(quantized, dict)
-            else quantized.quant_method
+            quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         )
         if method != "fp8":
             raise folder_error(
@@ -121,8 +120,11 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
     setting = "max_position_embeddings"
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None) or most
+        original = (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or most
+        )
         if (
             rope.get("rope_type") in ("longrope", "dynamic")
             and original
@@ -141,12 +143,14 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
             type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
             or SCORING in code_of(config)
         ):
-            problem = f"no sequence classification of type {config.model_type!r}"
-            raise UserError(f"reward.model={folder}: {problem}; use another")
+            raise UserError(
+                f"reward.model={folder}: no sequence classification of type "
+                f"{config.model_type!r}; use another"
+            )
         if config.num_labels != 1:
             raise UserError(
-                f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward is one; "
-                "use a checkpoint with num_labels 1 in its config.json"
+                f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward "
+                "is one; use a checkpoint with num_labels 1 in its config.json"
             )
         return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
@@ -198,35 +202,31 @@ def build(
     config = deepcopy(config)  # transformers writes the model's attention into it
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with no_init_weights(), on_meta():
-        options = {"attn_implementation": PACKED} if packed else {}
         model = auto.from_config(
-            config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options
+            config,
+            dtype=dtype,
+            trust_remote_code=bool(code_of(config)),
+            **({"attn_implementation": PACKED} if packed else {}),
         )
         model.tie_weights()  # no_init_weights leaves this out, too
         # how names in the folder become names in the model (names.py); transformers needs its own
         # class to tell
-        left_out = range(config.num_hidden_layers, getattr(config, "layers_in_folder", 0))
+        every = getattr(config, "layers_in_folder", 0)
         ignored = [
             f"{SCALE}$",
             "inv_freq$",
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
-            *(rf"\.{layer}\." for layer in left_out),
+            *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
-        head = (
-            [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
-        )  # its name in some families
+        # the head of a value model has another name in some families
+        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
         names = [*get_model_conversion_mapping(model), *head], ignored
-        if kind != "reward" and model.base_model is model:
-            raise UserError(
-                f"{type(model).__name__} has no body apart from its head; use another model"
-            )
-        model = (
-            model
-            if kind == "reward"
-            else ValueModel(model)
-            if kind == "value"
-            else PolicyModel(model.eval())
-        )
+        if kind != "reward":
+            if model.base_model is model:
+                raise UserError(
+                    f"{type(model).__name__} has no body apart from its head; use another model"
+                )
+            model = (ValueModel if kind == "value" else PolicyModel)(model.eval())
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
@@ -242,11 +242,7 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
     optimizer state, and nothing of them is reduced. Raises a UserError of `setting` if a part
     matches no weight, or nothing is left to train."""
     weights = dict(model.named_parameters())
-    tables = [
-        re.escape(path)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
+    tables = [re.escape(p) for p, part in model.named_modules() if isinstance(part, nn.Embedding)]
     known = {
         "attention": ATTENTION,
         "embeddings": rf"^({'|'.join(tables)})\.",
@@ -259,7 +255,8 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
             raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
         if not found:
             raise UserError(
-                f"{setting}={part} matches no weight; their names are like {', '.join(list(weights)[1:4])}"
+                f"{setting}={part} matches no weight; "
+                f"their names are like {', '.join(list(weights)[1:4])}"
             )
         for name in found:
             weights[name].requires_grad_(False)

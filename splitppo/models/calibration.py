@@ -37,34 +37,33 @@ def quality(
 
     Returns:
         `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score -
-        value) /
-        var(score) over the tokens there; 0 where scores don't vary. `critic/first_value_error`:
-        mean of value less
-        score at the first token. `critic/calibration`: for ten ranges of the values, equally wide,
-        tokens, mean
-        value, mean score.
+        value) / var(score) over the tokens there; 0 where scores don't vary.
+        `critic/first_value_error`: mean of value less score at the first token.
+        `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean value, mean
+        score.
     """
     targets = outcomes(rollout, scores, gamma)
     ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
     begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     where = (torch.arange(rollout.tokens) - begins) / sizes.repeat_interleave(sizes)
-    third = (where * 3).long()
-    masks = [ended & (where == 0), *(ended & (third == i) for i in range(3))]
+    masks = [ended & (where == 0), *(ended & ((where * 3).long() == i) for i in range(3))]
     errors = targets - values
-    figures = [algo.moments(x[mask]) for mask in masks for x in (targets, errors)]
-    whole = group.all_moments(figures)
-    explained = {}
-    for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True):
-        explained[f"critic/explained/{place}"] = algo.explained_variance(target, error)
-    explained["critic/first_value_error"] = -float(whole[1].mean)
-    return explained | {"critic/calibration": _calibration(values[ended], targets[ended], group)}
+    whole = group.all_moments([algo.moments(x[mask]) for mask in masks for x in (targets, errors)])
+    explained = {
+        f"critic/explained/{place}": algo.explained_variance(target, error)
+        for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True)
+    }
+    return explained | {
+        "critic/first_value_error": -float(whole[1].mean),
+        "critic/calibration": _calibration(values[ended], targets[ended], group),
+    }
 
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:
     """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
-    gathered = group.all_gather([float(values.min()), float(values.max())] if len(values) else [])
-    ends = [end for part in gathered for end in part]
+    own = [float(values.min()), float(values.max())] if len(values) else []
+    ends = [end for part in group.all_gather(own) for end in part]
     low = min(ends, default=0.0)
     high = max(ends, default=0.0)
     place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)

@@ -16,9 +16,8 @@ from splitppo.models.tensor import transformer_layers
 # ended with 73 GiB allocated. CUDA and NCCL hold 1.5 GiB, so fragments took 6 % of the card. The
 # estimate errs by 2 %.
 USABLE = 0.92
-GB = (
-    0.99 * 2**30
-)  # bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
+# bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
+GB = 0.99 * 2**30
 TRACED = "splitppo_traced"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
 TOKENS = 64  # of the traced row
@@ -58,9 +57,9 @@ def footprint(
     ) -> tuple[Tensor, None]:
         """Stands for a kernel that keeps its inputs, its result and a number a token and head."""
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-        sums = q.new_empty(q.shape[:3]).float()
-        saved.extend([q, k, v, out, sums])
-        products.seen.extend([q, k, v, out, sums])
+        kept = [q, k, v, out, q.new_empty(q.shape[:3]).float()]
+        saved.extend(kept)
+        products.seen.extend(kept)
         return out, None
 
     AttentionInterface.register(TRACED, attend)
@@ -69,14 +68,13 @@ def footprint(
         module.register_forward_pre_hook(
             lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor))
         )
-    body = getattr(model, model.base_model_prefix)
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     try:
         with (
             products,
             torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
         ):
-            body(input_ids=ids, use_cache=False)
+            getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False)
         if compiled and dtype != torch.float32:
             needed = {_key(x) for x in products.seen if isinstance(x, Tensor)}
             saved = [x for x in saved if _key(x) in needed] + read

@@ -15,8 +15,14 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, RepoFile, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub import errors as hf
+from huggingface_hub import (
+    HfApi,
+    RepoFile,
+    constants,
+    errors,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
@@ -27,12 +33,10 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetens
 REPO = r"([A-Za-z0-9][\w.-]*/[\w.-]+)"
 MODEL = re.compile(rf"{REPO}(?:@(\S+))?()", re.ASCII)
 DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+))?/(.+)", re.ASCII)
-FAILURES = (
-    hf.HTTPError,
-    OSError,
-    ValueError,
-    RuntimeError,
-)  # of huggingface_hub and of its transport in Rust
+# begins an error: the name of a model may have been meant as a folder's
+NO_FOLDER = {"model": "no such folder, and ", "dataset": ""}
+# of huggingface_hub and of its transport in Rust
+FAILURES = (errors.HTTPError, OSError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,9 @@ class HubName:
 
     def cached(self) -> str:
         """The revision's commit in the cache, or ""."""
-        file = self.file or "config.json"
-        found = try_to_load_from_cache(self.repo, file, revision=self.revision, repo_type=self.kind)
+        found = try_to_load_from_cache(
+            self.repo, self.file or "config.json", revision=self.revision, repo_type=self.kind
+        )
         return (
             Path(found).relative_to(self.folder / "snapshots").parts[0]
             if isinstance(found, str)
@@ -80,41 +85,35 @@ def find(
     Python files are fetched, too. `before`: settings (TOML) of the run that goes on; a name without
     a revision keeps the commit that it has there. Without `fetch`, only the cache is searched."""
     is_data = setting.startswith("data.")
-    is_local = not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir()
-    if is_local:
+    if not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir():
         return given, given
     if not (match := (DATA if is_data else MODEL).fullmatch(given)):
-        rule = (
-            "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
-            if is_data
-            else "FOLDER, or OWNER/NAME[@REVISION]"
-        )
         raise UserError(
-            f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use {rule}"
+            f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use "
+            + (
+                "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
+                if is_data
+                else "FOLDER, or OWNER/NAME[@REVISION]"
+            )
         )
     name = HubName(setting, match[1], match[2] or constants.DEFAULT_REVISION, match[3])
-    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"').replace(
-        "COMMIT", "([0-9a-f]{40})"
-    )
-    if not match[2] and (was := re.search(with_commit, before)):
-        name = replace(name, revision=was[1])
+    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"')
+    commit = re.search(with_commit.replace("COMMIT", "([0-9a-f]{40})"), before)
+    if commit and not match[2]:
+        name = replace(name, revision=commit[1])
     if fetch and not constants.HF_HUB_OFFLINE:
         # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each
         # start
-        lock = (
-            Path(os.environ[ERROR_FILE]).parents[1] / "hub.lock"
-            if ERROR_FILE in os.environ
-            else None
-        )
-        with WeakFileLock(lock) if lock else nullcontext():
+        started = os.environ.get(ERROR_FILE)
+        with WeakFileLock(Path(started).parents[1] / "hub.lock") if started else nullcontext():
             commit = _fetch(name, own_code)
     elif not (commit := name.cached()):
-        download = f"hf download {name.repo} --repo-type {name.kind} --revision {name.revision} {name.file}".strip()
-        problem = (
-            f"{'' if is_data else 'no such folder, and '}not in the cache {constants.HF_HUB_CACHE}"
+        at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
+        raise name.error(
+            f"{NO_FOLDER[name.kind]}not in the cache {constants.HF_HUB_CACHE}",
+            f"fetch it where there is a network (hf download {name.repo} {at})"
+            + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE,
         )
-        remedy = f"fetch it where there is a network ({download})"
-        raise name.error(problem, remedy + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE)
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
 
 
@@ -124,15 +123,18 @@ def _fetch(name: HubName, own_code: bool) -> str:
     hub = HfApi()
     wanted = (escape(name.file),) if name.file else (*FILES, "*.py") if own_code else FILES
     try:
-        timeout = constants.HF_HUB_ETAG_TIMEOUT
-        commit = (
-            hub.repo_info(
-                name.repo, repo_type=name.kind, revision=name.revision, timeout=timeout
-            ).sha
-            or ""
+        info = hub.repo_info(
+            name.repo,
+            repo_type=name.kind,
+            revision=name.revision,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
-        folder = os.path.dirname(name.file) or None
-        tree = [*hub.list_repo_tree(name.repo, folder, repo_type=name.kind, revision=commit)]
+        commit = info.sha or ""
+        tree = list(
+            hub.list_repo_tree(
+                name.repo, os.path.dirname(name.file) or None, repo_type=name.kind, revision=commit
+            )
+        )
     except FAILURES as error:
         if not (commit := name.cached()):
             raise _explain(name, error) from error
@@ -173,10 +175,16 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
             f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file()
         )
         if size > (free := shutil.disk_usage(cache).free):
-            problem = f"{size / 1e9:.1f} GB to fetch, and {cache} has room for {free / 1e9:.1f} GB"
-            raise name.error(problem, "free some there, or set HF_HOME to another disk")
-        what = f"{size / 1e6:,.1f} MB in {len(files)} files, to {cache}"
-        print(f"fetching {name} (commit {snapshot.name[:8]}): {what}", file=sys.stderr, flush=True)
+            raise name.error(
+                f"{size / 1e9:.1f} GB to fetch, and {cache} has room for {free / 1e9:.1f} GB",
+                "free some there, or set HF_HOME to another disk",
+            )
+        print(
+            f"fetching {name} (commit {snapshot.name[:8]}): {size / 1e6:,.1f} MB "
+            f"in {len(files)} files, to {cache}",
+            file=sys.stderr,
+            flush=True,
+        )
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
             # main disabled those of transformers, and these with them; only terminals show them
             enable_progress_bars()
@@ -210,39 +218,43 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
         )
     except FAILURES as error:
         cause = str(error).strip().partition("\n")[0]
-        remedy = "set HF_TOKEN to a token that may write there (or run hf auth login), check OWNER/NAME and the network"
         raise UserError(
-            f"{url} takes no files ({type(error).__name__}: {cause}); {remedy}"
+            f"{url} takes no files ({type(error).__name__}: {cause}); set HF_TOKEN to a token that "
+            "may write there (or run hf auth login), check OWNER/NAME and the network"
         ) from error
     return url
 
 
 def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
-    if isinstance(error, hf.LocalEntryNotFoundError) and error.__cause__:
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
         return _explain(name, error.__cause__)  # of a request that failed
     hub = constants.ENDPOINT
     login = "set HF_TOKEN or run hf auth login"
     url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
     cause = str(error).strip().partition("\n")[0]
-    if isinstance(error, hf.GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return name.error("gated", f"ask for access at {url}, then {login}")
-    if isinstance(error, hf.RevisionNotFoundError | hf.RemoteEntryNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError):
         return name.error("no such revision or folder there", f"look at {url}/tree/main")
-    if isinstance(error, hf.RepositoryNotFoundError):
-        problem = f"{'' if name.file else 'no such folder, and '}no such {name.kind} at {hub}, or a private one"
-        return name.error(problem, f"check the name, or {login}")
-    if isinstance(error, hf.HTTPError):
-        remedy = "check the network, HF_ENDPOINT and HF_TOKEN, or set HF_HUB_OFFLINE=1 where the cache has it"
+    if isinstance(error, errors.RepositoryNotFoundError):
         return name.error(
-            f"{'' if name.file else 'no such folder, and '}{hub} doesn't give it ({type(error).__name__}: {cause})",
-            remedy,
+            f"{NO_FOLDER[name.kind]}no such {name.kind} at {hub}, or a private one",
+            f"check the name, or {login}",
+        )
+    if isinstance(error, errors.HTTPError):
+        return name.error(
+            f"{NO_FOLDER[name.kind]}{hub} doesn't give it ({type(error).__name__}: {cause})",
+            "check the network, HF_ENDPOINT and HF_TOKEN, "
+            "or set HF_HUB_OFFLINE=1 where the cache has it",
         )
     if getattr(error, "errno", None) or any(
         f"(os error {number})" in str(error) for number in FULL
     ):
-        remedy = "free space there, or set HF_HOME to another folder"
-        return name.error(f"{constants.HF_HUB_CACHE} can't be written to ({cause})", remedy)
+        return name.error(
+            f"{constants.HF_HUB_CACHE} can't be written to ({cause})",
+            "free space there, or set HF_HOME to another folder",
+        )
     return name.error(
         f"fetching it failed ({cause})", "start again: files that are whole are not fetched twice"
     )

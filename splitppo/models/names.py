@@ -40,8 +40,10 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     """Tied parameters, such as the output layer and the embedding: path of an alias -> path of the
     first."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    mains = {path: first.setdefault(id(parameter), path) for path, parameter in named}
+    mains = {
+        path: first.setdefault(id(parameter), path)
+        for path, parameter in model.named_parameters(remove_duplicate=False)
+    }
     return {alias: main for alias, main in mains.items() if alias != main}
 
 
@@ -57,9 +59,8 @@ def sources(
 
     Returns:
         weight or buffer -> the tensors, of the `stored` ones, that make it. Tied weights have the
-        same. Today one
-        tensor makes a weight: where transformers would merge or split some, this is a UserError.
-        The tensors for which the model's modules have no weight.
+        same. Today one tensor makes a weight: where transformers would merge or split some, this
+        is a UserError. The tensors for which the model's modules have no weight.
     """
     conversions, ignored = model.folder_names
     merges = [part for part in conversions if isinstance(part, WeightConverter)]
@@ -85,8 +86,10 @@ def sources(
             found[name] = (source,)
         elif name.split(".")[0] in modules and not re.search("|".join(ignored), name):
             unexpected.append(source)
-    mains = {main: found[alias] for alias, main in ties.items() if alias in found}
-    return mains | found, unexpected
+    return (
+        {main: found[alias] for alias, main in ties.items() if alias in found} | found,
+        unexpected,
+    )
 
 
 def of_classifier(classifier: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,22 +70,18 @@ class Offloaded:
                 to, source = (copy, tensor) if to_host else (tensor, copy)
                 to.copy_(source, non_blocking=True)
                 if self.stream and to_host:
-                    tensor.record_stream(
-                        self.stream
-                    )  # its memory is not given to others before the copy has ended
+                    # its memory is not given to others before the copy has ended
+                    tensor.record_stream(self.stream)
 
 
 class HostShards(Offloaded):
     """A sharded model's weights, in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device):
-        storages = {
-            x.data_ptr(): x
-            for p in model.parameters()
-            if (x := local(p).untyped_storage()).nbytes()
-        }
+        storages = [local(parameter).untyped_storage() for parameter in model.parameters()]
         shards = [
-            torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in storages.values()
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in {x.data_ptr(): x for x in storages if x.nbytes()}.values()
         ]
         super().__init__([(shard, host_copy(shard)) for shard in shards], _stream(device))
         self.model = model
@@ -109,16 +105,12 @@ class HostState:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.optimizer = optimizer
         self.parts = []
-        self.state: dict[
-            nn.Parameter, dict[str, Tensor]
-        ] = {}  # as `state_of`, with the moments in host memory
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        # as `state_of`, with the moments in host memory
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        parameters = [own for group in optimizer.param_groups for own in group["params"]]
         ends = accumulate(2 * local(parameter).nbytes for parameter in parameters)
-        streams = cycle(
-            [_stream(device) for _ in range(3)]
-        )  # of the parts that come, are used, and go
+        # of the parts that come, are used, and go
+        streams = cycle([_stream(device) for _ in range(3)])
         for _, part in groupby(
             zip(ends, parameters, strict=True), key=lambda pair: pair[0] // PART
         ):

@@ -35,19 +35,24 @@ def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, pol
         name: value
         for name, value in given.items()
         if name not in CHANGED and before.get(name) == written.get(name)
-    }  # fmt: skip
+    }
     file.write_text(json.dumps(written | older_names(written) | same, indent=2), encoding="utf-8")
     code = ["*.py"] * own_code
-    kept = [source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]]
-    kept += [tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER]]
+    kept = (
+        *(source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]),
+        *(tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER]),
+    )
     for found in filter(Path.is_file, (file for files in kept for file in files)):
         shutil.copyfile(found, folder / found.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        text = settings.read_text(encoding="utf-8")
-        text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-        text = re.sub(r'"extra_special_tokens"(?=\s*:\s*\[)', '"additional_special_tokens"', text)
-        settings.write_text(text, encoding="utf-8")
+        text = settings.read_text(encoding="utf-8").replace(
+            '"TokenizersBackend"', '"PreTrainedTokenizerFast"'
+        )
+        settings.write_text(
+            re.sub(r'"extra_special_tokens"(?=\s*:\s*\[)', '"additional_special_tokens"', text),
+            encoding="utf-8",
+        )
 
 
 def older_names(config: dict[str, Any]) -> dict[str, Any]:
@@ -69,5 +74,5 @@ def older_names(config: dict[str, Any]) -> dict[str, Any]:
         and scaling.pop("original_max_position_embeddings"),
         # what is left; Phi 3 takes no other dictionary
         "rope_scaling": kind != "default" and scaling | {"type" if long else "rope_type": kind},
-    }  # fmt: skip
+    }
     return {name: value for name, value in names.items() if value}

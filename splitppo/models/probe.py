@@ -18,10 +18,8 @@ from splitppo.models.build import Kind, build, code_of
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.rollout import Episode, episode_of
 
-CPU = torch.device("cpu")
-TOLERANCE = (
-    5e-3  # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
-)
+# nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
+TOLERANCE = 5e-3
 VOCABULARY = 64
 HEADS = 4
 WINDOW = 4
@@ -35,17 +33,14 @@ def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
         torch.default_generator.manual_seed(0)
         try:
             return _mismatch(config, kind, packed)
-        except (
-            Exception
-        ) as error:  # whatever transformers raises for rows or models that it can't take
+        except Exception as error:  # of transformers, for rows or models that it can't take
             return one_line(f"{type(error).__name__}: {error}")[:200]
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
     text: Any = config.get_text_config(decoder=True)
-    width = getattr(text, "head_dim", None) or text.hidden_size // (
-        getattr(text, "num_attention_heads", None) or 1
-    )
+    heads = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
     if packed and width > WIDEST_HEAD:
         return f"its attention heads are {width} wide, and {WIDEST_HEAD} is the most"
     episodes = []
@@ -85,7 +80,7 @@ def _error(
     expected: Sequence[Tensor],
 ) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
-    batch = micro_batch(episodes, CPU, packed=packed)
+    batch = micro_batch(episodes, torch.device("cpu"), packed=packed)
     policy = PolicyOutputs(1.0, VOCABULARY)
     out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
@@ -104,8 +99,9 @@ def _expected(plain: Any, head: nn.Module | None, episode: Episode) -> Tensor:
 
 def _random_model(config: PretrainedConfig) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    options: Any = {"dtype": torch.float32, "trust_remote_code": bool(code_of(config))}
-    model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options).eval()
+    model: Any = AutoModelForCausalLM.from_config(
+        deepcopy(config), dtype=torch.float32, trust_remote_code=bool(code_of(config))
+    ).eval()
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(
@@ -150,8 +146,8 @@ def _make_narrow(config: Any) -> None:
     config.num_attention_heads = min(HEADS, heads)
     config.hidden_size = config.num_attention_heads * (config.hidden_size // heads)
     if groups is not None:
-        config.num_key_value_heads = (
-            config.num_attention_heads if groups == heads else min(2, groups)
+        config.num_key_value_heads = min(
+            config.num_attention_heads if groups == heads else 2, groups
         )
     if getattr(config, "intermediate_size", None):
         config.intermediate_size = 96

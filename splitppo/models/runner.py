@@ -90,9 +90,8 @@ class Runner:
         kept: list[list[int]] = []
         sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
         for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
-            every: dict[int, int] = {}  # row of the mini-batch -> its tokens
-            for part in parts:
-                every |= part
+            # row of the mini-batch -> its tokens
+            every = {row: tokens for part in parts for row, tokens in part.items()}
             rows = sorted(every)
             bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
             kept.append([rows[i] for i in bins[group.dp_rank]])

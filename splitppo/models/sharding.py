@@ -48,11 +48,7 @@ def parallelize(
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
         # dynamic: all layers and lengths run one compiled graph
-        layers[i] = (
-            cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER))
-            if compiled
-            else wrapped
-        )
+        layers[i] = torch.compile(wrapped, dynamic=True, options=COMPILER) if compiled else wrapped
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
     )
@@ -107,14 +103,11 @@ def gather_full(
         )
     cut = {name: full for name, full in found.items() if name in parts.axes}
     if parts.ranks and cut:
-        gathered = all_gather(
+        split = all_gather(
             torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group
-        )
-        split = gathered.split([full.numel() for full in cut.values()], dim=1)
+        ).split([full.numel() for full in cut.values()], dim=1)
         for (name, full), pieces in zip(cut.items(), split, strict=True):
-            found[name] = torch.cat(
-                [piece.view(full.shape) for piece in pieces], dim=parts.axes[name]
-            )
+            found[name] = torch.cat([x.view(full.shape) for x in pieces], dim=parts.axes[name])
     return found.items()
 
 
@@ -127,21 +120,16 @@ def _gather_shards(
     ranks = mesh.size(mesh.ndim - 1)
     if ranks == 1:
         return {name: local(parameter).to(dtype) for name, parameter in named.items()}
-    rows = [
-        -(-parameter.shape[0] // ranks) for parameter in parameters
-    ]  # of each shard; the last ones may have fewer
-    sizes = [
-        count * parameter.shape[1:].numel()
-        for count, parameter in zip(rows, parameters, strict=True)
-    ]
+    # of each shard; the last ones may have fewer rows
+    sizes = [-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters]
     shards = local(parameters[0]).new_zeros(sum(sizes), dtype=dtype)
     for part, parameter in zip(shards.split(sizes), parameters, strict=True):
         part[: local(parameter).numel()].copy_(local(parameter).reshape(-1))
     parts = all_gather(shards, mesh.get_group(mesh.ndim - 1)).split(sizes, dim=1)
-    full = [
-        x.reshape(-1, *p.shape[1:])[: p.shape[0]] for x, p in zip(parts, parameters, strict=True)
-    ]
-    return dict(zip(named, full, strict=True))
+    return {
+        name: part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
+        for (name, parameter), part in zip(named.items(), parts, strict=True)
+    }
 
 
 def all_gather(own: Tensor, group: Any) -> Tensor:
@@ -192,18 +180,17 @@ def as_shard(
         mesh = DeviceMesh(
             own.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
         )
-    whole: Any = {
-        "shape": torch.Size(shape),
-        "stride": torch.empty(torch.Size(shape), device="meta").stride(),
-    }
-    return DTensor.from_local(own, mesh, placements, run_check=False, **whole)
+    whole = torch.empty(torch.Size(shape), device="meta")
+    return DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm of the whole gradient; all ranks call it. Before that, sums what each rank of a
     set has a part of."""
     parts = parts_of(model)
-    ranks = parts_of(model).ranks
+    ranks = parts.ranks
     mesh = getattr(model, "mesh", None)
     named = {
         name: parameter
@@ -216,9 +203,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
     ):
         flat = torch.cat([grad.flatten() for grad in partial])
         dist.all_reduce(flat, group=ranks.group)
-        for grad, total in zip(
-            partial, flat.split([grad.numel() for grad in partial]), strict=True
-        ):
+        for grad, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
             grad.copy_(total.view_as(grad))
     squares = torch.stack(torch._foreach_norm(grads)).square()
     for i, (name, parameter) in enumerate(named.items()):

@@ -24,9 +24,8 @@ from splitppo.job.collectives import TensorSet
 from splitppo.models.build import Kind, build
 
 AXES = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
-PARTIAL = (
-    "replicated_with_grad_allreduce"  # a norm of single heads: each rank sees its own heads only
-)
+# a norm of single heads: each rank sees its own heads only
+PARTIAL = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,10 @@ class Parts:
     """What a set has cut of a model, by Hugging Face names."""
 
     ranks: TensorSet | None = None  # the set; None if layers are whole
-    axes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # weight -> the axis along which it is cut
-    partial: tuple[
-        str, ...
-    ] = ()  # weights that are whole on all ranks, of whose gradient each has a part
+    # weight -> the axis along which it is cut
+    axes: Mapping[str, int] = field(default_factory=dict)
+    # weights that are whole on all ranks, of whose gradient each has a part
+    partial: tuple[str, ...] = ()
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -79,14 +76,12 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
         module = model.get_submodule(name)
         for part, axis in AXES.get(style, {}).items():
             if (weight := getattr(module, part)) is not None:
-                if weight.shape[axis] % size:
+                if (length := weight.shape[axis]) % size:
                     raise ValueError(
-                        f"axis {axis} of {name}.{part} has length {weight.shape[axis]}, no multiple of it"
+                        f"axis {axis} of {name}.{part} has length {length}, no multiple of it"
                     )
-                own = nn.Parameter(
-                    weight.detach().chunk(size, axis)[0].clone(), weight.requires_grad
-                )
-                setattr(module, part, own)
+                own = weight.detach().chunk(size, axis)[0].clone()
+                setattr(module, part, nn.Parameter(own, weight.requires_grad))
                 axes[f"{name}.{part}"] = axis
         if style == "rowwise":
             module.__class__ = _RowLinear
@@ -96,17 +91,19 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
     ):
         parent = model.get_submodule(name)
         for weight, _ in parent.named_parameters(prefix=name):
-            if (
-                weight.rpartition(".")[0] not in styles
-            ):  # parts of the module are cut, and it may need a part of this
+            # parts of the module are cut, and it may need a part of this
+            if weight.rpartition(".")[0] not in styles:
                 raise ValueError(f"transformers' plan does not speak of {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
-    shared = [
-        name
-        for name, _ in model.named_parameters()
-        if styles.get(name.rpartition(".")[0]) == PARTIAL
-    ]
-    cast(Any, model).parts = Parts(ranks, axes, tuple(shared))
+    cast(Any, model).parts = Parts(
+        ranks,
+        axes,
+        tuple(
+            name
+            for name, _ in model.named_parameters()
+            if styles.get(name.rpartition(".")[0]) == PARTIAL
+        ),
+    )
 
 
 def _styles(model: nn.Module, size: int) -> dict[str, str]:
@@ -125,9 +122,8 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
                 raise ValueError(
                     f"the plan of {kind} has {style} for {key}, which is not in this version"
                 )
-            if (
-                module not in inside
-            ):  # `parallelize` shards the layers of one list over the set's line
+            # `parallelize` shards the layers of one list over the set's line
+            if module not in inside:
                 raise ValueError(
                     f"the plan of {kind} cuts {key}, outside the longest list of layers"
                 )

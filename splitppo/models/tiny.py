@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 PAD = "<pad>"
 EOS = "<eos>"
 UNKNOWN = "\ufffd"
+# the tokenizer's characters; all others become U+FFFD, the replacement character
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=#$.,:?!'\"()"
-"""The tokenizer's characters; all others become U+FFFD, the replacement character."""
 POSITIONS = 1024
 VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CHARACTERS))}
 
@@ -22,8 +22,7 @@ def build_tiny(folder: Path, *, seed: int) -> None:
     files."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        model = LlamaForCausalLM(model_config())
-    model.save_pretrained(folder)
+        LlamaForCausalLM(model_config()).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 

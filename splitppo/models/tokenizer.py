@@ -79,9 +79,7 @@ def turn_end(tokenizer: Any) -> list[int]:
     ]
     try:
         _, found, tail = tokenizer.apply_chat_template(dialogue, tokenize=False).rpartition(answer)
-    except (
-        Exception
-    ):  # there is no template, or its code refuses this dialogue, by an error of any kind
+    except Exception:  # no template, or its code refuses this dialogue, by an error of any kind
         return []
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if found else []
     return [token for token in ids if token in tokenizer.added_tokens_decoder]

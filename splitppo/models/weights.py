@@ -33,7 +33,6 @@ from splitppo.models.names import (
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
-Head = Literal["zero", "normal"]
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # a model's kind -> architectures in config.json that are another kind's, what they are, what to do
 OTHERS = {
@@ -77,7 +76,7 @@ def fill(
     folder: str,
     device: torch.device,
     random_init: bool = False,
-    head: Head = "zero",
+    head: Literal["zero", "normal"] = "zero",
     seed: int = 0,
 ) -> None:
     """Gives a (sharded) meta model its memory, and weights from a folder's safetensors (each rank
@@ -135,9 +134,8 @@ def save(
                 config, dtype=written.dtype, trust_remote_code=False
             )
         weights = of_classifier(written, weights)
-    written.should_save_on_this_rank = lambda _: (
-        True
-    )  # transformers would leave it to the job's first rank
+    # transformers would leave it to the job's first rank
+    written.should_save_on_this_rank = lambda _: True
     written.save_pretrained(folder, state_dict=weights)
     complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
 
@@ -172,11 +170,10 @@ def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float)
     if name.endswith("bias") or parameter.ndim < 2:
         return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
     generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = (
-        torch.randn(described(model, name, parameter).shape, generator=generator, device=own.device)
-        * std
+    full = torch.randn(
+        described(model, name, parameter).shape, generator=generator, device=own.device
     )
-    return full[bounds(model, name, parameter)]
+    return full[bounds(model, name, parameter)] * std
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -242,7 +239,8 @@ class _Weights:
         if self.unexpected:
             raise folder_error(
                 self.folder,
-                f"config.json has no place for weight {self.unexpected[0]} ({len(self.unexpected)} such)",
+                f"config.json has no place for weight {self.unexpected[0]} "
+                f"({len(self.unexpected)} such)",
                 "take both from one model",
             )
 
@@ -286,14 +284,11 @@ class _Weights:
         (stored,) = self.sources[name]
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
-        whole = {
-            "weight": self._slice(stored)[:],
-            "weight_scale_inv": self._slice(stored + SCALE)[:],
-        }
+        scales = self._slice(stored + SCALE)[:]
+        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": scales}
         plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
-        return (plain[0] if isinstance(plain, list) else plain)[
-            where
-        ]  # a list in transformers 5.17
+        # a list in transformers 5.17
+        return (plain[0] if isinstance(plain, list) else plain)[where]
 
     def read_buffers(self) -> None:
         for name, buffer in self.buffers.items():

@@ -46,9 +46,8 @@ BY_DATA_SOURCE = {
     "HuggingFaceH4/MATH-500": "math",
     "EleutherAI/hendrycks_math": "math",
 }
-IMPORTED = (
-    "splitppo_reward_"  # how the names of modules begin that are imported as the file of a reward
-)
+# how the names of modules begin that are imported as the file of a reward
+IMPORTED = "splitppo_reward_"
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,10 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
     module = _import_file(file)
     if not hasattr(module, name):
-        defined = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; functions there: {defined or 'none'}"
+            f"{wrong} {path} has no {name} when it is imported; "
+            f"functions there: {', '.join(defined) or 'none'}"
         )
     found = getattr(module, name)
     names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
@@ -162,17 +162,15 @@ def describe(error: BaseException, file: str) -> str:
 
 def is_async(function: RewardFunction) -> bool:
     """Whether the function, or the `__call__` of an object, is defined with `async def`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def takes_prompt(function: RewardFunction) -> bool:
     """Whether the function has a parameter `prompt`. One that functools.partial has filled does not
     count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
-        filled = getattr(function, "keywords", {})
-        return "prompt" in inspect.signature(function).parameters.keys() - filled.keys()
+        parameters = inspect.signature(function).parameters
+        return "prompt" in parameters.keys() - getattr(function, "keywords", {}).keys()
     return False
 
 

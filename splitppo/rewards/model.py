@@ -50,12 +50,15 @@ class RewardText:
             return ids[-self.longest :], len(ids) > self.longest
         response = self.policy.decode(list(episode.response), skip_special_tokens=True)
         if self.chat:
-            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            messages = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+            ids = self.tokenizer.apply_chat_template(
+                [*asked, {"role": "assistant", "content": response}],
+                tokenize=True,
+                return_dict=False,
+            )
             return ids[-self.longest :], len(ids) > self.longest
-        contents = [message["content"] + "\n" for message in prompt.messages or []]
-        text = "".join(contents or [prompt.text]) + response
+        said = [message["content"] + "\n" for message in prompt.messages or []] or [prompt.text]
+        text = "".join([*said, response])
         ids = self.tokenizer(text)["input_ids"]
         if len(ids) <= self.longest:
             return ids, False
@@ -97,8 +100,8 @@ class RewardModel(Frozen):
         ids: Tensor = batch.inputs["input_ids"]
         mask = torch.ones_like(ids).bool()
         if len(batch.before):  # or the rank has no rows left, and runs a dummy
-            ends = (batch.before + 1) % ids.shape[1]
-            mask = torch.arange(ids.shape[1], device=ids.device) <= ends[:, None]
+            ends = (batch.before[:, None] + 1) % ids.shape[1]
+            mask = torch.arange(ids.shape[1], device=ids.device) <= ends
         pad = self.pad
         if pad is None or pad < 0:  # older folders write -1 for none
             used = set(ids[mask].tolist())
@@ -109,5 +112,5 @@ class RewardModel(Frozen):
 
 def longest_text(config: Any, tokenizer: Any) -> int:
     """Most tokens that a model can read, by its config and its tokenizer."""
-    by_config = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-    return int(min(by_config, tokenizer.model_max_length))
+    most = tokenizer.model_max_length
+    return int(min(getattr(config, "max_position_embeddings", None) or most, most))

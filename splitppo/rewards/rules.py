@@ -16,14 +16,14 @@ from splitppo.errors import UserError
 # digit or a closing bracket is a subtraction, not a sign: the last number of "7-3" is 3.
 _NUMBER = (
     r"(?P<sign>(?<![\w.)\]])[-+−])?\$?(?P<inner_sign>(?<=\$)[-+−])?"
-    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
+    r"|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
 _ANY_NUMBER = re.compile(_NUMBER)
 _MARKED_NUMBER = re.compile(rf"#### +{_NUMBER}")
 _BOXED = "\\boxed"
-_MATH_TIMEOUT = (
-    3  # whole seconds per formula or comparison (9^9^9^9); after that the answer counts as wrong
-)
+# whole seconds per formula or comparison (9^9^9^9); after that the answer counts as wrong
+_MATH_TIMEOUT = 3
 
 
 def exact_match(
@@ -130,7 +130,7 @@ def _last_equals(
     truth = _ANY_NUMBER.fullmatch(str(ground_truth).rpartition("####")[2].strip())
     if truth is None:
         raise UserError(
-            f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward rule "
-            f"{rule} needs a number; set --reward.function or --data.answer_key"
+            f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward "
+            f"rule {rule} needs a number; set --reward.function or --data.answer_key"
         )
     return float(bool(found) and _value(found[-1]) == _value(truth))

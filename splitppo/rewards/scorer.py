@@ -94,17 +94,15 @@ class Scorer:
         }
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
-        used = {
-            scored_by(function, source) for function in self._weights for source in data_sources
-        }
+        used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
         self._prompted = {name for name, function in found.items() if takes_prompt(function)}
-        kinds = {name: is_async(function) for name, function in found.items()}
         self._pools: dict[str, WorkerPool] = {}
-        for asynchronous in set(kinds.values()):
-            names = [name for name, kind in kinds.items() if kind is asynchronous]
-            pool = WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
-            self._pools |= dict.fromkeys(names, pool)
+        for asynchronous in {is_async(function) for function in found.values()}:
+            names = [name for name, own in found.items() if is_async(own) is asynchronous]
+            self._pools |= dict.fromkeys(
+                names, WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
+            )
 
     def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
         """Starts to score the rows, each a prompt and the decoded response. Returns a function that
@@ -118,13 +116,12 @@ class Scorer:
 
     def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
-        names = [scored_by(function, prompt.data_source) for function in self._weights]
         asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
         return [
             (FAST[name](**row), {})
             if name in FAST
             else self._pools[name].submit(name, asking.get(name, row))
-            for name in names
+            for name in (scored_by(function, prompt.data_source) for function in self._weights)
         ]
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Scored:
@@ -141,9 +138,9 @@ class Scorer:
             score, numbers = outcome
             total += weight * score
             figures |= (
-                numbers
-                if len(self._weights) == 1
-                else {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+                {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
+                if len(self._weights) > 1
+                else numbers
             )
         return Scored(total, figures, tuple(failures))
 

@@ -15,9 +15,8 @@ class AdaptiveKL:
     """The adaptive KL controller of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2."""
 
     coef: float  # the KL coefficient of the next step
-    target: (
-        float | None
-    )  # KL per row in nats, summed over tokens; None: the coefficient is constant
+    # KL per row in nats, summed over tokens; None: the coefficient is constant
+    target: float | None
     horizon: int  # rows in which an error of 1 would double the coefficient, but for clipping
 
     def update(self, kl: float, rows: int) -> None:
@@ -28,26 +27,28 @@ class AdaptiveKL:
 
 
 def shape_scores(
-    scores: Tensor, lengths: Sequence[int], truncated: Sequence[bool], moments: algo.Moments, config: RewardConfig,
-    *, max_new_tokens: int,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    lengths: Sequence[int],
+    truncated: Sequence[bool],
+    moments: algo.Moments,
+    config: RewardConfig,
+    *,
+    max_new_tokens: int,
+) -> Tensor:
     """Scores after normalising by `moments`, clipping, and the penalties of truncated and overlong
     rows; `[B]` float32. `scores`: `[B]` raw. `lengths`: response tokens of each row. `truncated`:
     whether the row was cut at max_new_tokens."""
     shaped = scores.double()
     if config.normalize != "off":
         spread = moments.variance.sqrt()
-        if (
-            spread <= 1e-6 * moments.mean.abs()
-        ):  # all scores in the moments are equal; those of failed rows are not in
+        # all scores in the moments are equal; those of failed rows are not in
+        if spread <= 1e-6 * moments.mean.abs():
             spread = torch.ones_like(spread)
         shaped = (shaped - moments.mean) / (spread + 1e-8)
     if config.clip is not None:
         shaped = shaped.clamp(*config.clip)
     shaped = shaped - config.missing_eos_penalty * torch.tensor([float(cut) for cut in truncated])
     if config.overlong_tokens:
-        used = torch.tensor([float(length) for length in lengths]) - (
-            max_new_tokens - config.overlong_tokens
-        )
+        used = torch.tensor(lengths).float() + config.overlong_tokens - max_new_tokens
         shaped = shaped - config.overlong_penalty * (used / config.overlong_tokens).clamp(0, 1)
     return shaped.float()

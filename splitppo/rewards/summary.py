@@ -44,8 +44,10 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
     if failed := sum(one.failed for one in responses):
         found["val/failures"] = failed
     for source in dict.fromkeys(sources) if len({*sources}) > 1 else ():
-        own = [prompt for prompt, of in zip(prompts, sources, strict=True) if of == source]
-        found |= score_metrics(own, f"/{source}")
+        found |= score_metrics(
+            [prompt for prompt, of in zip(prompts, sources, strict=True) if of == source],
+            f"/{source}",
+        )
     return found
 
 
@@ -64,8 +66,10 @@ def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dic
     found[f"val/majority{infix}/mean"] = fmean(map(majority_score, prompts))
     if all(0 <= score <= 1 for score in every):
         passed = [sum(score >= 1 for score in own) for own in scores]
-        for k in (2**i for i in range(n.bit_length())):
-            found[f"val/pass@{k}{infix}"] = fmean(pass_at_k(n, c, k) for c in passed)
+        found |= {
+            f"val/pass@{k}{infix}": fmean(pass_at_k(n, c, k) for c in passed)
+            for k in (2**i for i in range(n.bit_length()))
+        }
     return found
 
 
@@ -78,9 +82,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_score(responses: Sequence[Response]) -> float:
     """The mean score of the responses that give the most frequent answer; of equally frequent ones,
     the first."""
-    chosen = Counter(one.answer for one in responses).most_common(1)[0][
-        0
-    ]  # equal counts stay in the order first seen
+    # equal counts stay in the order first seen
+    ((chosen, _),) = Counter(one.answer for one in responses).most_common(1)
     return fmean(one.score for one in responses if one.answer == chosen)
 
 

@@ -1,6 +1,6 @@
 """The process of a reward worker: applies reward functions to rows.
 
-    python -m splitppo.rewards.worker_main SOCKET PARENT     (started by workers.py in the process PARENT)
+    python -m splitppo.rewards.worker_main SOCKET PARENT  (started by workers.py, in process PARENT)
 
 Each message is (key, ...), its answer (key, answer). The first message brings sys.path, the
 functions' names, the time limit and whether the functions are async. The worker imports them and
@@ -84,9 +84,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     faulthandler.enable()
     connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(
-        connection.fileno(), False
-    )  # a program that a function starts must not hold it open
+    # a program that a function starts must not hold it open
+    os.set_inheritable(connection.fileno(), False)
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed the connection
         key, sys.path[:], names, timeout, asynchronous = connection.recv()
         try:

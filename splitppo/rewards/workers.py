@@ -45,28 +45,23 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self.answers: dict[
-            int, asyncio.Future[tuple[Any, bool]]
-        ] = {}  # those that the process owes
+        # those that the process owes
+        self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
         ours.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0)
         )
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "splitppo.rewards.worker_main",
-            str(its.fileno()),
-            str(os.getpid()),
-        ]
+        command = [sys.executable, "-u", "-m", "splitppo.rewards.worker_main"]
         with its:
             self.process = subprocess.Popen(
-                command, env=clean_environment(), stdin=subprocess.DEVNULL, pass_fds=[its.fileno()],
+                [*command, str(its.fileno()), str(os.getpid())],
+                env=clean_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
                 # so that `kill` reaches all processes that a function starts
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.connection = Connection(ours.detach())
         self.ended = os.pidfd_open(self.process.pid)
         self.loop.add_reader(self.connection.fileno(), self._read)
@@ -76,7 +71,10 @@ class Worker:
     async def _load(self) -> str:
         answer, _ = await self._ask(None, sys.path, self.functions, self.timeout, self.asynchronous)
         if isinstance(answer, Failure):
-            return f"{answer.text} while it imported the reward {', '.join(self.functions)}; fix the file"
+            return (
+                f"{answer.text} while it imported the reward {', '.join(self.functions)}; "
+                "fix the file"
+            )
         return answer and f"in a reward worker: {answer}"
 
     async def apply(self, name: str, row: dict[str, Any]) -> tuple[Outcome, bool]:
@@ -163,7 +161,6 @@ class WorkerPool:
         self, functions: Sequence[str], workers: int, timeout: float, *, asynchronous: bool
     ):
         self._start = partial(Worker, functions, timeout, asynchronous=asynchronous)
-        self._workers: list[Worker] = []
         self._alone: list[Worker] = []  # one, when it is needed
         self._free = asyncio.Semaphore(sys.maxsize if asynchronous else workers)
         self._one = asyncio.Lock()
@@ -172,10 +169,11 @@ class WorkerPool:
         # the thread ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(workers), self._loop).result()
+        opened = asyncio.run_coroutine_threadsafe(self._open(workers), self._loop)
+        self._workers = opened.result()
 
-    async def _open(self, workers: int) -> None:
-        self._workers += [self._start() for _ in range(workers)]
+    async def _open(self, workers: int) -> list[Worker]:
+        return [self._start() for _ in range(workers)]
 
     def submit(self, name: str, row: dict[str, Any]) -> Future[Outcome]:
         """Has a worker apply the function to the row. The future raises UserError if a worker can't

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from splitppo import data
 from splitppo.config import Config
-from splitppo.engine.build import check_engine, queue_warning
+from splitppo.engine.build import check_engine, engine_kind, kv_cache, most_rows
 from splitppo.engine.build import warnings as engine_warnings
+from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
@@ -138,11 +139,27 @@ def warnings(resolved: Resolved) -> list[str]:
 def _memory_warnings(resolved: Resolved) -> list[str]:
     if not (gpu := memory.gpu_memory(resolved)):
         return []
-    queue = queue_warning(
-        resolved.config,
-        resolved.models["policy"].config,
-        resolved.dtype,
-        ranks=len(resolved.placement.groups["actor"]),
-        total=int(gpu),
+    return [
+        line for line in (memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)) if line
+    ]
+
+
+def _queue_warning(resolved: Resolved, gpu: float) -> str | None:
+    """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row
+    that queues leaves its slot empty. `gpu`: bytes of a GPU."""
+    config = resolved.config
+    if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
+        return None
+    model = resolved.models["policy"].config
+    size = config.engine.tensor_parallel
+    tokens = config.rollout.max_row_tokens
+    slots = most_rows(config, len(resolved.placement.groups["actor"])) * size
+    held = kv_cache(config, model, resolved.dtype, rows=slots, tokens=tokens, total=int(gpu))
+    held //= kv_bytes_per_token(model, resolved.dtype, size)
+    if held >= slots * tokens:
+        return None
+    return (
+        f"rollout.window={config.rollout.window}: {slots} slots of an engine hold up to "
+        f"{slots * tokens:,} tokens, its KV cache {held:,}; beyond that rows queue and slots are "
+        "empty; use a smaller rollout.batch_size, or more actor ranks or engine.tensor_parallel"
     )
-    return [line for line in (memory.check_memory(resolved, gpu), queue) if line]

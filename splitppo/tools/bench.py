@@ -15,9 +15,6 @@ import sys
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from splitppo.config import RolloutConfig
 from splitppo.config.cli import parse, read_flags
@@ -34,24 +31,28 @@ DRAWN = 16384  # lengths in a file
 
 @dataclass(frozen=True)
 class Bench:
-    """What is compared. Flags that are not listed here are the trainer's, and go to every job."""
+    """What is compared. Flags that are not listed here are the trainer's, and go to every job.
 
-    gpus: Annotated[int, tyro.conf.arg(help="ranks of each job")]
+    Args:
+        gpus: ranks of each job
+        jobs: Placements, as colocated, 3+1, 2+2/critic (the reference with the critic),
+            2+2/barrier. Unset: colocated, the even split with and without a barrier, and the
+            critic with one rank less and with a quarter of all, with the reference on either side.
+        lengths: Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file
+            with one a line.
+        warmup: Steps that are not measured.
+        steps: Steps that are measured.
+        limit: Seconds after which a job is given up.
+        out: Folder for everything; must not exist.
+    """
+
+    gpus: int
     jobs: tuple[str, ...] = ()
-    """Placements, as colocated, 3+1, 2+2/critic (the reference with the critic), 2+2/barrier.
-    Unset: colocated, the even split with and without a barrier, and the critic with one rank less
-    and with a quarter of all, with the reference on either side."""
     lengths: str | None = None
-    """Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file with one a
-    line."""
     warmup: int = 10
-    """Steps that are not measured."""
     steps: int = 5
-    """Steps that are measured."""
     limit: float = 1800.0
-    """Seconds after which a job is given up."""
     out: str = "bench"
-    """Folder for everything; must not exist."""
 
 
 @dataclass
@@ -61,19 +62,14 @@ class Result:
     job: str
     split: Split
     work: Work
-    metrics: dict[
-        str, dict[str, float]
-    ]  # role -> metric -> mean over the measured steps, on the group's first rank
+    # role -> metric -> mean over the measured steps, on the group's first rank
+    metrics: dict[str, dict[str, float]]
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
 
     def seconds(self, role: str, *spans: str) -> float:
         """Seconds of a step in these spans."""
         return sum(self.metrics[role].get(f"timing_s/{span}", 0.0) for span in spans)
-
-    def rate(self, role: str) -> float:
-        """10^12 model FLOPs (6 for each token and parameter) a second of a rank's update."""
-        return self.metrics[role]["perf/update_tflop"] / self.metrics[role]["timing_s/update"]
 
 
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
@@ -85,19 +81,17 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
             f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier"
         )
     split = Split(gpus, 0)
-    mode = "colocated"
     if found[1]:
         split = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor")
-        mode = "per_node"
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
             raise UserError(
                 f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}"
             )
-    flags = (
-        f"--placement.mode {mode} --placement.actor {found[1]} --placement.critic {found[2]} "
+    return split, (
+        f"--placement.mode {'per_node' if split.critic else 'colocated'} "
+        f"--placement.actor {found[1]} --placement.critic {found[2]} "
         f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
-    )
-    return split, flags.split()
+    ).split()
 
 
 def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
@@ -108,8 +102,7 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     # the critic's ranks: half, one less, a quarter
     sizes = sorted({gpus // 2, max(1, gpus // 2 - 1), max(1, gpus // 4)}, reverse=True)
     free = [f"{gpus - size}+{size}" for size in sizes]
-    moved = [f"{job}/critic" for job in free] if movable else []
-    return ("colocated", f"{free[0]}/barrier", *free, *moved)
+    return ("colocated", f"{free[0]}/barrier", *free, *(f"{job}/critic" for job in free if movable))
 
 
 def lengths_of(given: str) -> list[int]:
@@ -118,15 +111,15 @@ def lengths_of(given: str) -> list[int]:
     if found := re.fullmatch(r"fixed:(\d+)", given):
         return [int(found[1])]
     if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
-        average = max(1, int(found[1]))
-        cap = int(found[2])
         sigma = 0.8
+        mu = math.log(max(1, int(found[1]))) - sigma**2 / 2
         draw = random.Random(0)
-        mu = math.log(average) - sigma**2 / 2
-        return [min(cap, max(1, round(draw.lognormvariate(mu, sigma)))) for _ in range(DRAWN)]
+        drawn = (round(draw.lognormvariate(mu, sigma)) for _ in range(DRAWN))
+        return [min(int(found[2]), max(1, length)) for length in drawn]
     if not Path(given).is_file():
         raise UserError(
-            f"--lengths {given}: write fixed:512, lognormal:240:1024, or name a file with one a line"
+            f"--lengths {given}: write fixed:512, lognormal:240:1024, "
+            "or name a file with one a line"
         )
     from splitppo.data import read_lengths  # imports torch, and --help must not wait for it
 
@@ -135,21 +128,15 @@ def lengths_of(given: str) -> list[int]:
 
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
-    flags = [*extra, "--steps", str(bench.warmup + bench.steps), "--log.validate-every", "0"]
-    flags += [
-        "--checkpoint.every",
-        "0",
-        "--checkpoint.no-last",
-        "--log.trackers",
-    ]  # a preset may have set them
+    own = (
+        f"--steps {bench.warmup + bench.steps} --log.validate-every 0 "
+        "--checkpoint.every 0 --checkpoint.no-last --log.trackers"  # a preset may have set them
+    )
+    flags = [*extra, *own.split()]
     if lengths:
-        (out / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
-        flags += [
-            "--rollout.lengths",
-            str(out / "lengths.txt"),
-            "--rollout.max-new-tokens",
-            str(max(lengths)),
-        ]
+        file = out / "lengths.txt"
+        file.write_text("".join(f"{length}\n" for length in lengths))
+        flags += ["--rollout.lengths", str(file), "--rollout.max-new-tokens", str(max(lengths))]
     return flags
 
 
@@ -160,15 +147,9 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
     folder = out / job.replace("/", "_")
     log = folder.with_name(f"{folder.name}.log")
     # standalone: a port of its own, so that other jobs may run on the node
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(bench.gpus),
-    ]
-    line = [*torchrun, "-m", "splitppo.train", *flags, *placement, "--run-dir", str(folder)]
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {bench.gpus}".split()
+    train = ["-m", "splitppo.train", *flags, *placement, "--run-dir", str(folder)]
+    line = [sys.executable, *torchrun, *train]
     with log.open("w") as file:
         print(*line, file=file, flush=True)
         with subprocess.Popen(line, stdout=file, stderr=file) as running:
@@ -181,12 +162,8 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
                 running.terminate()
                 running.wait()
     if status:
-        errors = [
-            line
-            for line in log.read_text(errors="replace").splitlines()
-            if line.startswith("error:")
-        ]
-        raise UserError(f"exit {status}: {errors[0] if errors else f'see {log}'}")
+        error = re.search(r"^error:.*", log.read_text(errors="replace"), re.MULTILINE)
+        raise UserError(f"exit {status}: {error[0] if error else f'see {log}'}")
     return result_of(job, split, folder, bench.warmup)
 
 
@@ -197,9 +174,6 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
     batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
-    work = measured(
-        steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch
-    )
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {
         role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()
@@ -207,7 +181,7 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     return Result(
         job,
         split,
-        work,
+        measured(*(steps[role][warmup - WARM_UP :] for role in ROLES), split, batch),
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
@@ -216,11 +190,12 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
 
 def gpu_name() -> str | None:
     """Of the first GPU, asked without touching it; None without one."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            query, capture_output=True, text=True, check=True
-        ).stdout.splitlines()[0]
+        return subprocess.check_output(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            stderr=subprocess.PIPE,
+            text=True,
+        ).splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 
@@ -244,7 +219,13 @@ def table(results: list[Result], gpu: str | None) -> str:
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
-            "MFU a/c": "/".join(f"{r.rate(role) / peak:.0%}" for role in ROLES) if peak else "-",
+            # 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
+            "MFU a/c": "/".join(
+                f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update') / peak:.0%}"
+                for role in ROLES
+            )
+            if peak
+            else "-",
             "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
         }
         for r in results
@@ -264,7 +245,8 @@ def main() -> int:
         parse_job(job, bench.gpus)
     if bench.warmup < WARM_UP or bench.steps < 1:
         raise UserError(
-            f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; the first steps compile"
+            f"--warmup {bench.warmup} --steps {bench.steps}: use at least 2 and 1; "
+            "the first steps compile"
         )
     if out.exists():
         raise UserError(f"--out {out}: it exists; name a new folder")
@@ -275,26 +257,24 @@ def main() -> int:
     for job in jobs:
         print(f"{job} ...", flush=True)
         try:
-            result = run_job(job, bench, flags, out)
+            results.append(run_job(job, bench, flags, out))
         except UserError as error:
             print(f"  failed: {error}", flush=True)
             continue
-        results.append(result)
-        print(
-            f"  {result.tokens_s:,.0f} tokens/s, {result.seconds('actor', 'step'):.2f} s a step",
-            flush=True,
-        )
+        speed = f"{results[-1].tokens_s:,.0f} tokens/s"
+        print(f"  {speed}, {results[-1].seconds('actor', 'step'):.2f} s a step", flush=True)
         found = {
             "bench": asdict(bench),
             "flags": flags,
             "gpu": gpu,
             "results": [asdict(result) for result in results],
         }
-        write_whole(
-            out / "bench.json", json.dumps(found, indent=1) + "\n"
-        )  # after each job: the next may never end
+        # after each job: the next may never end
+        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")
     if results:
         print(
-            f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}\n{table(results, gpu)}"
+            f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}",
+            table(results, gpu),
+            sep="\n",
         )
     return 0 if len(results) == len(jobs) else 1

@@ -86,7 +86,7 @@ def load(
         )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
-    positions = [most_positions(model.config)[0] for model in (value, engines[0].model)]
+    positions = (most_positions(model.config)[0] for model in (value, engines[0].model))
     room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()
@@ -154,10 +154,9 @@ def show(run: Path, answers: list[Answer]) -> None:
     ]
     print(
         *("   ".join(pair).rstrip() for pair in zip_longest(*columns, fillvalue=" " * width)),
+        f"values from ▁ {low:.3g} to █ {high:.3g}; "
+        f"at the last token {answers[0]['value'][-1]:.3g}\n",
         sep="\n",
-    )
-    print(
-        f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {answers[0]['value'][-1]:.3g}\n"
     )
 
 

@@ -128,7 +128,8 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     critic = critic[WARM_UP:]
     if not actor or not critic:
         raise UserError(
-            f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; let it go on"
+            f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; "
+            "let it go on"
         )
     x = split.actor
     y = split.critic or split.actor
@@ -193,7 +194,8 @@ def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
     actor, critic = columns(work, split)
     step = predict(work, split)
     lines = [
-        f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, critic column {critic:.2f} s"
+        f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, "
+        f"critic column {critic:.2f} s"
     ]
     others = [other for other in choices if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
@@ -201,7 +203,8 @@ def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
         both = columns(work, other)
         idle = 1 - min(both) / max(both) if other.critic else 0.0
         lines.append(
-            f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, idle column {idle:.0%}"
+            f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, "
+            f"idle column {idle:.0%}"
         )
     return lines
 

@@ -15,13 +15,14 @@ from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools.runs import read_columns
 
+# in a card
 SHOWN = (
     "val/score/mean",
     "val/best_so_far",
     "critic/score/mean",
     "response_length/mean",
     "actor/ref_kl",
-)  # in a card
+)
 
 
 def export(
@@ -52,10 +53,7 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind, number in [
-        ("policy", 0),
-        *(("value", number) for number in range(config.value.ensemble)),
-    ]:
+    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value.ensemble))]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
         save(
@@ -78,7 +76,8 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     found = {step_of(folder): folder for folder in complete(run)}
     if not found:
         raise UserError(
-            f"{run}: no complete checkpoint there; let the run end, or train with --checkpoint.every"
+            f"{run}: no complete checkpoint there; "
+            "let the run end, or train with --checkpoint.every"
         )
     step = max(found) if step is None else step
     if step not in found:
@@ -102,12 +101,13 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
+    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
     return f"""\
 ---
 library_name: transformers
 tags: [ppo, splitppo]
 ---
-# {"Policy" if kind == "policy" else "Value model (one label: the value of each position)"} trained with splitppo
+# {what} trained with splitppo
 
 Started from {model_paths(config)[kind]}, {step} of {config.steps} steps. Figures of step {step}:
 
@@ -137,10 +137,11 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     from splitppo.run.sources import model_folder
 
     source = str(model_folder(config, run, kind))
-    layers = config.value.layers if kind == "value" else None
     cpu = torch.device("cpu")
-    found = models.read_config(source, own_code=config.policy.trust_remote_code)
-    model: Any = models.build(models.shorten(found, layers, source), kind)
+    whole = models.read_config(source, own_code=config.policy.trust_remote_code)
+    model: Any = models.build(
+        models.shorten(whole, config.value.layers if kind == "value" else None, source), kind
+    )
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)
@@ -151,9 +152,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     weights = {
         numbered(name, number): weight.detach() for name, weight in weights_of(model).items()
     }
-    warnings.filterwarnings(
-        "ignore", "torch.distributed is disabled"
-    )  # of no_dist, which asks for just that
+    # of no_dist, which asks for just that
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     read_tensors(
         {"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True
     )

@@ -29,13 +29,8 @@ DECODE = 1.3e-3
 BANDWIDTH = 3.8e12
 HOST = 50e9  # bytes a second between a GPU and pinned host memory
 SHOWN = 5
-TRIED = (
-    "--compute",
-    "--reference",
-    "--policy",
-    "--value",
-    "--engine",
-)  # the placements are tried anyway
+# the placements are tried anyway
+TRIED = ("--compute", "--reference", "--policy", "--value", "--engine")
 
 
 def model_config(name: str) -> PretrainedConfig:
@@ -81,8 +76,11 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         need, phase, _ = highest(resolved, total)
         if need <= USABLE * total:
             work = _work(resolved)
-            why = "actor column {:.1f} s, critic column {:.1f} s".format(*columns(work, split))
-            step = f"  {split}: {predict(work, split):.1f} s a step ({why}), {need / 2**30:.0f} GiB at most ({phase})"
+            actor, critic = columns(work, split)
+            step = (
+                f"  {split}: {predict(work, split):.1f} s a step (actor column {actor:.1f} s, "
+                f"critic column {critic:.1f} s), {need / 2**30:.0f} GiB at most ({phase})"
+            )
             found.append(
                 (predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}")
             )
@@ -92,14 +90,15 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             )
     if not found:
         raise UserError(
-            f"{name} on {gpus} GPUs, each with {card(total)}: {min(least)[1]}; use more GPUs, or a smaller --length"
+            f"{name} on {gpus} GPUs, each with {card(total)}: {min(least)[1]}; "
+            "use more GPUs, or a smaller --length"
         )
     return [
-        f"{name}: {models['policy'].parameters:,} parameters each for policy, reference and value model; "
-        f"rows of {length:,} tokens",
+        f"{name}: {models['policy'].parameters:,} parameters each for policy, reference and value "
+        f"model; rows of {length:,} tokens",
         f"planned for {card(total)}",
-        f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest on average; "
-        f"updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
+        f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest "
+        f"on average; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
         *(line for _, *both in sorted(found)[:SHOWN] for line in both),
         *(f"  {line}" for _, line in sorted(least)[:1]),
     ]
@@ -107,28 +106,33 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
 
 def _resolved(models: dict[str, Model], split: Split, length: int) -> tuple[Resolved, list[str]]:
     """A run with a placement, and the flags of the placement."""
-    flags = [f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated"]
-    flags += ["--placement.reference critic"] if split.reference == "critic" else []
+    flags = [
+        f"--placement.actor {split.actor}" if split.critic else "--placement.mode colocated",
+        *["--placement.reference critic"] * (split.reference == "critic"),
+    ]
     argv = (
-        f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} --rollout.batch-size {ROWS} "
-        f"--rollout.max-prompt-tokens {length // 4} --rollout.max-new-tokens {length - length // 4}"
+        f"--policy.path m --ppo.kl-coef 0.01 --ppo.mini-batches {MINI_BATCHES} "
+        f"--rollout.batch-size {ROWS} --rollout.max-prompt-tokens {length // 4} "
+        f"--rollout.max-new-tokens {length - length // 4} {' '.join(flags)}"
     )
-    config = parse([*argv.split(), *" ".join(flags).split()])
+    config = parse(argv.split())
     world = split.actor + split.critic
-    resolved = Resolved(
-        config,
-        local={},
-        placement=place(config.placement, world=world, local_world=world, gpu=True),
-        local_world=world,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        compiled=True,
-        engine="vllm",
-        models=models,
-        tokenizer=None,
-        vocabulary_size=models["policy"].config.vocab_size,
+    return (
+        Resolved(
+            config,
+            local={},
+            placement=place(config.placement, world=world, local_world=world, gpu=True),
+            local_world=world,
+            device=torch.device("cuda"),
+            dtype=torch.bfloat16,
+            compiled=True,
+            engine="vllm",
+            models=models,
+            tokenizer=None,
+            vocabulary_size=models["policy"].config.vocab_size,
+        ),
+        flags,
     )
-    return resolved, flags
 
 
 def _work(resolved: Resolved) -> Work:
@@ -138,21 +142,15 @@ def _work(resolved: Resolved) -> Work:
     longest = config.rollout.max_new_tokens
     row = config.rollout.max_row_tokens - longest + longest / MEAN
     text = models["policy"].config
-    rate = MFU * FLOPS
     engine = models["policy"].parameters * 2 / config.engine.tensor_parallel
 
     def forward(name: str) -> float:
         attention = 2 * row * text.hidden_size * text.num_hidden_layers
-        return ROWS * row * (2 * models[name].parameters + attention) / rate
+        return ROWS * row * (2 * models[name].parameters + attention) / (MFU * FLOPS)
 
     def update(name: str, offload: str) -> float:
-        moved = (
-            {"optimizer": 8, "all": 12}.get(offload, 0)
-            * models[name].parameters
-            * MINI_BATCHES
-            / HOST
-        )
-        return forward(name) * (4 if config.compute.activation_checkpointing else 3) + moved
+        moved = {"optimizer": 8, "all": 12}.get(offload, 0) * models[name].parameters * MINI_BATCHES
+        return forward(name) * (4 if config.compute.activation_checkpointing else 3) + moved / HOST
 
     return Work(
         batch=ROWS,

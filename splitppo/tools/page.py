@@ -21,7 +21,7 @@ from splitppo.tools.runs import (
     results_table,
     settings_table,
 )
-from splitppo.tools.timeline import build_timeline, raster, span_colour, timed_steps
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, raster, timed_steps
 
 CURVE_POINTS = 2000
 TIMELINES = 200  # of the last steps and the chosen one
@@ -33,15 +33,7 @@ TEXT_CHARS = 2000
 TOKEN_STEPS = 12
 TOKEN_ROWS = 4
 TOKENS = 1000
-LIMITS = {
-    "points": CURVE_POINTS,
-    "timelines": TIMELINES,
-    "rows": SAMPLE_ROWS,
-    "chars": TEXT_CHARS,
-    "tokens": TOKENS,
-}
 
-SAMPLES = {"training": "samples", "held-out": "validation"}  # kind: the run's folder
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
 
 
@@ -49,39 +41,41 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
     """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans.
     Raises UserError if a file of the run can't be read."""
     timed = timed_steps(actor, critic)
-    kept = [step for i, step in enumerate(timed) if step == chosen or i > len(timed) - TIMELINES]
-    timelines = [build_timeline(actor, critic, step) for step in kept]
-    times = [
-        step.metrics["time"]
-        for column in (actor, critic)
-        for step in column.values()
-        if "time" in step.metrics
+    timelines = [
+        build_timeline(actor, critic, step)
+        for i, step in enumerate(timed)
+        if step == chosen or i > len(timed) - TIMELINES
     ]
+    metrics = [step.metrics for column in (actor, critic) for step in column.values()]
     settings = read_settings(run)
-    defaults = flat(asdict(Config()))
-    given = read_if_there(run / "given.json", json.loads)
-    changed = None if settings is None else differences([settings, defaults], [given])
+    changed = settings and differences(
+        [settings, flat(asdict(Config()))], [read_if_there(run / "given.json", json.loads)]
+    )
     versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
-    data = {
-        "name": run.resolve().name,
-        "about": f"{run.resolve()}: {max(actor)} steps",
-        "time": max(times, default=None),
-        "runs": [],
-        "tables": [
-            ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
-            ["Versions", ("", ""), versions and list(versions.items())],
-        ],
-        "placement": read_if_there(run / "placement.txt", str.splitlines)
-        or ["no placement.txt in the run's folder"],
-        "groups": groups([curves(actor, critic)]),
-        "timelines": [timeline._asdict() for timeline in timelines],
-        "raster": raster(actor),
-        "chosen": chosen,
-        "colours": {name: span_colour(name) for name in names},
-        "samples": {kind: read_samples(run / folder) for kind, folder in SAMPLES.items()},
-    }
-    return render(data)
+    return render(
+        {
+            "name": run.resolve().name,
+            "about": f"{run.resolve()}: {max(actor)} steps",
+            "time": max((found["time"] for found in metrics if "time" in found), default=None),
+            "runs": [],
+            "tables": [
+                ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
+                ["Versions", ("", ""), versions and list(versions.items())],
+            ],
+            "placement": read_if_there(run / "placement.txt", str.splitlines)
+            or ["no placement.txt in the run's folder"],
+            "groups": groups([curves(actor, critic)]),
+            "timelines": [timeline._asdict() for timeline in timelines],
+            "raster": raster(actor),
+            "chosen": chosen,
+            "colours": {name: SPAN_COLOURS.get(name, OTHER_COLOUR) for name in names},
+            "samples": {
+                "training": read_samples(run / "samples"),
+                "held-out": read_samples(run / "validation"),
+            },
+        }
+    )
 
 
 def build_comparison(runs: Sequence[Run]) -> str:
@@ -89,27 +83,39 @@ def build_comparison(runs: Sequence[Run]) -> str:
     over each other."""
     heads, *results = results_table(runs)
     names, *settings = settings_table(runs)
-    data = {
-        "name": ", ".join(run.name for run in runs),
-        "about": f"{len(runs)} runs",
-        "runs": [{"name": run.name, "colour": run.colour} for run in runs],
-        "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
-        "groups": groups([run.series for run in runs]),
-    }
-    return render(data)
+    return render(
+        {
+            "name": ", ".join(run.name for run in runs),
+            "about": f"{len(runs)} runs",
+            "runs": [{"name": run.name, "colour": run.colour} for run in runs],
+            "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
+            "groups": groups([run.series for run in runs]),
+        }
+    )
 
 
 def render(data: dict[str, Any]) -> str:
     """The template with its data."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", embed(data | {"limits": LIMITS}))
+    data["limits"] = {
+        "points": CURVE_POINTS,
+        "timelines": TIMELINES,
+        "rows": SAMPLE_ROWS,
+        "chars": TEXT_CHARS,
+        "tokens": TOKENS,
+    }
+    return template.replace("__DATA__", embed(data))
 
 
 def embed(data: Any) -> str:
     """JSON for an HTML <script>: nothing in it ends the element or begins another. Numbers must be
     finite."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return (
+        json.dumps(data, allow_nan=False, separators=(",", ":"))
+        .replace("&", r"\u0026")
+        .replace("<", r"\u003c")
+        .replace(">", r"\u003e")
+    )
 
 
 def thin(items: Sequence[Any], most: int) -> list[Any]:
@@ -145,14 +151,9 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
         for i in range(stretches):
             part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
             finite = sorted(
-                (step for step in part if math.isfinite(points[step])),
-                key=lambda step: points[step],
+                (step for step in part if math.isfinite(points[step])), key=points.__getitem__
             )
-            kept |= {
-                *finite[:1],
-                *finite[-1:],
-                *[step for step in part if not math.isfinite(points[step])][:1],
-            }
+            kept |= {*finite[:1], *finite[-1:], *sorted({*part} - {*finite})[:1]}
         steps = sorted(kept)
     return steps, [
         float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None for step in steps
@@ -179,11 +180,7 @@ def read_samples(folder: Path) -> dict[str, Any]:
 
 def _cell(value: Any) -> Any:
     """A sample's value as the page's table shows it."""
-    if (
-        value is None
-        or isinstance(value, bool | int)
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if isinstance(value, int | None) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return (

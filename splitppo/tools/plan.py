@@ -68,7 +68,8 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     config = parse(["--config", str(run / "config.toml")], recorded=True)
     if config.rollout.window:
         raise UserError(
-            f"{run} has rollout.window={config.rollout.window}; name a run of the same model with window 0"
+            f"{run} has rollout.window={config.rollout.window}; "
+            "name a run of the same model with window 0"
         )
     found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
     critics = 0 if found["placement"] == "colocated" else found["critic"]

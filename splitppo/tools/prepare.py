@@ -31,8 +31,9 @@ def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) 
 
 
 def answer_of(solution: str) -> str:
-    r"""The answer in a published solution, or "": the number after `####` at its end, without commas, or what the last
-    `\boxed{...}` or `\fbox{...}` holds; after a `\boxed 5` without braces, what is left of the formula."""
+    r"""The answer in a published solution, or "": the number after `####` at its end, without
+    commas, or what the last `\boxed{...}` or `\fbox{...}` holds; after a `\boxed 5` without braces,
+    what is left of the formula."""
     if found := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
         return found[1].replace(",", "")
     *_, left = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
@@ -59,17 +60,20 @@ class Published:
 
 DATA = {
     "gsm8k": Published(
-        "openai/gsm8k", "main/{}-00000-of-00001.parquet", ("question", "answer"),
-        'Let\'s think step by step and output the final answer after "####".',
-        "https://github.com/openai/grade-school-math (train.jsonl and test.jsonl)",
+        repo="openai/gsm8k",
+        file="main/{}-00000-of-00001.parquet",
+        columns=("question", "answer"),
+        instruction='Let\'s think step by step and output the final answer after "####".',
+        page="https://github.com/openai/grade-school-math (train.jsonl and test.jsonl)",
     ),
     "math": Published(
-        "DigitalLearningGmbH/MATH-lighteval", "data/{}-00000-of-00001.parquet",
-        ("problem", "solution", "level", "type"),
-        "Let's think step by step and output the final answer within \\boxed{}.",
-        "https://huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval (the folder data)",
+        repo="DigitalLearningGmbH/MATH-lighteval",
+        file="data/{}-00000-of-00001.parquet",
+        columns=("problem", "solution", "level", "type"),
+        instruction="Let's think step by step and output the final answer within \\boxed{}.",
+        page="https://huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval (the folder data)",
     ),
-}  # fmt: skip
+}
 
 
 def locate_split(data: Published, source: Path | None, split: str) -> str:
@@ -98,31 +102,32 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
     rows = []
     left_out = []
     for index, (number, row) in enumerate(raw_rows(file, "source", set(data.columns))):
-        texts: dict[str, Any] = (
-            {name: row.get(name) for name in data.columns} if isinstance(row, dict) else {}
-        )
-        if not texts or not all(isinstance(text, str) for text in texts.values()):
+        fields = row if isinstance(row, dict) else {}
+        texts: dict[str, Any] = {name: fields.get(name) for name in data.columns}
+        if not all(isinstance(text, str) for text in texts.values()):
             raise UserError(
-                f"{file} row {number} has no texts {' and '.join(data.columns)}; give the file as it is published"
+                f"{file} row {number} has no texts {' and '.join(data.columns)}; "
+                "give the file as it is published"
             )
         question, solution = (texts.pop(name) for name in data.columns[:2])
         if not (truth := answer_of(solution)):
             left_out.append(number)
             continue
-        made = {
-            **texts,
-            "data_source": data.repo,
-            "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
-            "ability": "math",
-            "reward_model": {"ground_truth": truth, "style": "rule"},
-            "extra_info": {
-                "answer": solution,
-                "index": index,
-                "question": question,
-                "split": split,
-            },
-        }
-        rows.append(made)
+        rows.append(
+            {
+                **texts,
+                "data_source": data.repo,
+                "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
+                "ability": "math",
+                "reward_model": {"ground_truth": truth, "style": "rule"},
+                "extra_info": {
+                    "answer": solution,
+                    "index": index,
+                    "question": question,
+                    "split": split,
+                },
+            }
+        )
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
     note = (

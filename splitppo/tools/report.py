@@ -23,7 +23,15 @@ from splitppo.tools.runs import (
     seconds,
     settings_table,
 )
-from splitppo.tools.timeline import WAIT, Timeline, build_timeline, choose_step, raster, span_colour
+from splitppo.tools.timeline import (
+    OTHER_COLOUR,
+    SPAN_COLOURS,
+    WAIT,
+    Timeline,
+    build_timeline,
+    choose_step,
+    raster,
+)
 
 DARK = "#2b2f36"
 GREY = "#80868f"
@@ -55,16 +63,27 @@ LEFT = False
 RIGHT = True
 PANELS = {  # title: (label, metric, axis)
     "Score": [("train", "critic/score/mean", LEFT), ("held-out", "val/score/mean", LEFT)],
-    "Policy": [("policy loss", "actor/pg_loss", LEFT), ("KL to old", "actor/ppo_kl", RIGHT),
-               ("KL to reference", "actor/ref_kl", RIGHT)],
-    "Value": [("value loss", "critic/vf_loss", LEFT), ("explained variance", "critic/vf_explained_var", RIGHT)],
-    # explained variance against scores
-    "Critic": [("first token", "critic/explained/first", LEFT), ("last third", "critic/explained/third_3", LEFT),
-               ("first value - score", "critic/first_value_error", RIGHT)],
-    "Response length": [("tokens", "response_length/mean", LEFT), ("share cut", "response_length/clip_ratio", RIGHT)],
+    "Policy": [
+        ("policy loss", "actor/pg_loss", LEFT),
+        ("KL to old", "actor/ppo_kl", RIGHT),
+        ("KL to reference", "actor/ref_kl", RIGHT),
+    ],
+    "Value": [
+        ("value loss", "critic/vf_loss", LEFT),
+        ("explained variance", "critic/vf_explained_var", RIGHT),
+    ],
+    "Critic": [  # explained variance against scores
+        ("first token", "critic/explained/first", LEFT),
+        ("last third", "critic/explained/third_3", LEFT),
+        ("first value - score", "critic/first_value_error", RIGHT),
+    ],
+    "Response length": [
+        ("tokens", "response_length/mean", LEFT),
+        ("share cut", "response_length/clip_ratio", RIGHT),
+    ],
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
-}  # fmt: skip
+}
 SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
@@ -81,8 +100,15 @@ def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
         if "explained" in metric:
             # unbounded below where all returns are alike, which would flatten the rest of the curve
             values = [max(value, -1.0) for value in values]
-        marker = "o" if len(steps) <= 15 else None
-        sides[right].plot(steps, values, color=colour, lw=1.8, ms=4, marker=marker, label=label)
+        sides[right].plot(
+            steps,
+            values,
+            color=colour,
+            lw=1.8,
+            ms=4,
+            marker="o" if len(steps) <= 15 else None,
+            label=label,
+        )
         sides[right].set_ylabel(label, color=colour)
     if not curves:
         ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)
@@ -122,16 +148,20 @@ def draw_lane(
         width = min(end, high) - max(start, low)
         own = step == timeline.step
         wait = name.startswith(WAIT)
-        face: Any = WAIT_LOOK if wait else {"facecolor": span_colour(name), "edgecolor": "white"}
+        colour = SPAN_COLOURS.get(name, OTHER_COLOUR)
+        face: Any = WAIT_LOOK if wait else {"facecolor": colour, "edgecolor": "white"}
         ax.barh(y, width, 0.6, left, alpha=1 if own else 0.3, lw=0.8, **face)
         if width > 0.06 * (high - low):
-            label = (
-                name.replace("_", "\n", 1)
-                + "\n"
-                + (seconds(end - start) if own else f"of step {step}")
+            below = seconds(end - start) if own else f"of step {step}"
+            ax.text(
+                left + width / 2,
+                y,
+                name.replace("_", "\n", 1) + "\n" + below,
+                ha="center",
+                va="center",
+                color=DARK if wait or not own else "white",
+                fontsize=11.5,
             )
-            ink = DARK if wait or not own else "white"
-            ax.text(left + width / 2, y, label, ha="center", va="center", color=ink, fontsize=11.5)
         elif own:
             legend.append(Patch(label=f"{name} {seconds(end - start)}", **face))
     return legend
@@ -161,15 +191,15 @@ def draw_raster(ax: Axes, run: Run) -> None:
     """The tokens that the first slots decoded in the last steps, a line for each slot."""
     title, begins, bars = raster(run.columns[0])
     for slot, rows in enumerate(bars):
-        colours = [colour for colour, *_ in rows]
         ax.broken_barh(
-            [(start, tokens) for _, start, tokens in rows], (slot, 0.85), facecolors=colours
+            [(start, tokens) for _, start, tokens in rows],
+            (slot, 0.85),
+            facecolors=[colour for colour, *_ in rows],
         )
     for step, at in begins:
         ax.axvline(at, color=DARK, lw=1)
         ax.text(at, -0.4, f" step {step}", color=GREY, fontsize=10)
-    ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5))
-    ax.margins(x=0)
+    ax.set(xlabel="tokens decoded", yticks=[], ylim=(len(bars) or 1, -1.5), xmargin=0)
     ax.set_title(title, fontsize=14, pad=10)
 
 
@@ -205,22 +235,24 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
         (f"{title}: {label}", metric)
         for title, lines in PANELS.items()
         for label, metric, _ in lines
-    ]
-    panels = [
-        (title, metric) for title, metric in panels if any(metric in run.series for run in runs)
+        if any(metric in run.series for run in runs)
     ][:12]
     lines = [*as_text(results_table(runs)), "", *as_text(settings_table(runs))[:SETTINGS]]
-    colours = dict(enumerate((run.colour for run in runs), 1))  # of lines; others are dark
+
     # inches
     rows = max(-(-len(panels) // 4), 1)
     below = 0.25 * len(lines) + 0.8
     height = 0.4 + 2.8 * rows + below
-    top = 1 - 0.4 / height
-    bottom = below / height
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, height), dpi=100)
         grid = figure.add_gridspec(
-            rows, 4, left=0.04, right=0.985, top=top, bottom=bottom, hspace=0.36
+            rows,
+            4,
+            left=0.04,
+            right=0.985,
+            top=1 - 0.4 / height,
+            bottom=below / height,
+            hspace=0.36,
         )
         for i, (title, metric) in enumerate(panels):
             own = [
@@ -234,7 +266,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
                 0.04,
                 (below - 0.8 - 0.25 * i) / height,
                 line,
-                color=colours.get(i, DARK),
+                color=runs[i - 1].colour if 0 < i <= len(runs) else DARK,  # below the heads
                 family="monospace",
                 fontsize=12,
                 weight="bold",
@@ -245,14 +277,12 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
 
 def newest_run() -> Path:
     """The run under ./runs whose metrics were written last."""
-    found = sorted(
-        Path("runs").glob("**/metrics/actor.jsonl"), key=lambda path: path.stat().st_mtime
-    )
+    found = [*Path("runs").glob("**/metrics/actor.jsonl")]
     if not found:
         raise UserError(
             "./runs holds no run with metrics (RUN/metrics/actor.jsonl): name the run's folder"
         )
-    return found[-1].parent.parent
+    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
 
 
 def report(
@@ -279,8 +309,8 @@ def report(
     ending = "html" if html else "png"
     found = read_runs(folders)
     if len(found) > 1:
-        name = "_".join(["report", *(run.name.replace("/", "-") for run in found)])[:200]
-        path = Path(f"{name}.{ending}")
+        names = [run.name.replace("/", "-") for run in found]
+        path = Path("_".join(["report", *names])[:200] + f".{ending}")
         lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
         made = build_comparison(found) if html else draw_comparison(found)
     else:

@@ -29,16 +29,6 @@ COLOURS = (
     "#5c6773",
     "#e08fb0",
 )
-RESULTS = (
-    "run",
-    "steps",
-    "held-out score: last",
-    "best",
-    "training score: last",
-    "median step",
-    "tokens/s",
-    "total",
-)
 
 
 class Step(NamedTuple):
@@ -47,9 +37,8 @@ class Step(NamedTuple):
     metrics: dict[str, float]
     spans: list[Span]
     calibration: Sequence[dict[str, float]] = ()
-    slots: Sequence[
-        Sequence[Sequence[int]]
-    ] = ()  # (row, tokens) that each of the first slots decoded
+    # (row, tokens) that each of the first slots decoded
+    slots: Sequence[Sequence[Sequence[int]]] = ()
 
     def ends(self) -> tuple[float, float]:
         """When the spans begin and end."""
@@ -73,22 +62,22 @@ class Run(NamedTuple):
 def read_column(path: Path) -> Column:
     """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last
     record counts."""
-    records = read_lines(path, parse_record) if path.is_file() else ()
-    found = {}
-    for r in records:
-        numbers: dict[str, float] = {
-            name: value for name, value in r.items() if isinstance(value, int | float)
-        }
-        found[r["step"]] = Step(
-            numbers, r["spans"], r.get("critic/calibration", ()), r.get("slots", ())
+    return {
+        record["step"]: Step(
+            {name: value for name, value in record.items() if isinstance(value, int | float)},
+            record["spans"],
+            record.get("critic/calibration", ()),
+            record.get("slots", ()),
         )
-    return found
+        for record in (read_lines(path, parse_record) if path.is_file() else ())
+    }
 
 
 def read_columns(run: Path) -> tuple[Column, Column]:
     """The steps of the actor and of the critic."""
-    return read_column(run / "metrics" / "actor.jsonl"), read_column(
-        run / "metrics" / "critic.jsonl"
+    return (
+        read_column(run / "metrics" / "actor.jsonl"),
+        read_column(run / "metrics" / "critic.jsonl"),
     )
 
 
@@ -124,15 +113,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise UserError(
                 f"{folder} has no step in metrics/actor.jsonl: name runs that have begun"
             )
-        run = Run(
-            name,
-            colour,
-            series=curves(*columns),
-            settings=read_settings(folder) or {},
-            columns=columns,
-            given=read_if_there(folder / "given.json", json.loads),
+        runs.append(
+            Run(
+                name,
+                colour,
+                series=curves(*columns),
+                settings=read_settings(folder) or {},
+                columns=columns,
+                given=read_if_there(folder / "given.json", json.loads),
+            )
         )
-        runs.append(run)
     return runs
 
 
@@ -145,14 +135,10 @@ def flat(table: dict[str, Any]) -> dict[str, str]:
     """Settings by dotted name, each as JSON, with those that a preset leaves out since they are
     unset by default."""
     given = dict(leaves(table))
-    known = dict(leaves(asdict(Config())))
-    both = {
-        name: value for name, value in (known | given).items() if name in given or value is None
-    }
-    del both["config"]
     return {
-        n: "unset" if value is None else json.dumps(value, ensure_ascii=False)
-        for n, value in both.items()
+        name: "unset" if value is None else json.dumps(value, ensure_ascii=False)
+        for name, value in (dict(leaves(asdict(Config()))) | given).items()
+        if name != "config" and (name in given or value is None)
     }
 
 
@@ -164,8 +150,11 @@ def differences(
     run set. Those that no user set are left out, since only their defaults differ; unless a run of
     an earlier version (None) has no record of that."""
     names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
-    names = [name for name in names if any(own is None or name in own for own in given)]
-    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    rows = [
+        (name, *(column.get(name, "-") for column in columns))
+        for name in names
+        if any(own is None or name in own for own in given)
+    ]
     return [
         row
         for row in rows
@@ -176,29 +165,43 @@ def differences(
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
     rows = differences([run.settings for run in runs], [run.given for run in runs])
-    rows = [row for row in rows if row[0] not in ("run_dir", "log.name")]
-    return [("setting", *(run.name for run in runs)), *rows]
+    own = ("run_dir", "log.name")
+    return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] not in own)]
 
 
 def results_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the results of each run; - is not recorded."""
-    rows: Rows = [RESULTS]
+    rows: Rows = [
+        (
+            "run",
+            "steps",
+            "held-out score: last",
+            "best",
+            "training score: last",
+            "median step",
+            "tokens/s",
+            "total",
+        )
+    ]
     for run in runs:
-        names = ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
-        held_out, training, took, speed = ([*run.series.get(name, {}).values()] for name in names)
+        held_out, training, took, speed = (
+            [*run.series.get(name, {}).values()]
+            for name in ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
+        )
         total = sum(took)
         steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
-        row = (
-            run.name,
-            str(max(map(max, run.series.values()))),
-            f"{held_out[-1]:.4g}" if held_out else "-",
-            f"{max(held_out):.4g}" if held_out else "-",
-            f"{training[-1]:.4g}" if training else "-",
-            seconds(median(steps)) if steps else "-",
-            f"{median(speed):,.0f}" if speed else "-",
-            "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+        rows.append(
+            (
+                run.name,
+                str(max(map(max, run.series.values()))),
+                f"{held_out[-1]:.4g}" if held_out else "-",
+                f"{max(held_out):.4g}" if held_out else "-",
+                f"{training[-1]:.4g}" if training else "-",
+                seconds(median(steps)) if steps else "-",
+                f"{median(speed):,.0f}" if speed else "-",
+                "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+            )
         )
-        rows.append(row)
     return rows
 
 

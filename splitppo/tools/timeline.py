@@ -7,22 +7,11 @@ from typing import NamedTuple
 from splitppo.errors import UserError
 from splitppo.tools.runs import COLOURS, Column, Span, seconds
 
-Lane = tuple[
-    str, list[tuple[int, str, float, float]]
-]  # its name; step, name, start and end of spans
+# its name; step, name, start and end of spans
+Lane = tuple[str, list[tuple[int, str, float, float]]]
 
-SPANS = (
-    "rollout",
-    "update",
-    "advantages",
-    "validate",
-    "score",
-    "checkpoint",
-    "logprobs",
-    "sync",
-    "barrier_wait",
-)
-SPAN_COLOURS: dict[str, str] = dict(zip(SPANS, COLOURS, strict=False))
+SPANS = "rollout update advantages validate score checkpoint logprobs sync barrier_wait"
+SPAN_COLOURS: dict[str, str] = dict(zip(SPANS.split(), COLOURS, strict=False))
 RASTER_STEPS = 6  # drawn, the last
 OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
 WAIT = "wait_"  # begins the name of a wait for the other column
@@ -36,14 +25,8 @@ class Timeline(NamedTuple):
     length: float  # of the actor's step
     view: tuple[float, float]
     lanes: list[Lane]  # the spans in view
-    shared: list[
-        tuple[float, float]
-    ]  # work of both lanes at once within the step, whichever step the critic's is of
-
-
-def span_colour(name: str) -> str:
-    """Of the span's name."""
-    return SPAN_COLOURS.get(name, OTHER_COLOUR)
+    # work of both lanes at once within the step, whichever step the critic's is of
+    shared: list[tuple[float, float]]
 
 
 def shared_work(
@@ -60,11 +43,7 @@ def shared_work(
 
 def timed_steps(actor: Column, critic: Column) -> list[int]:
     """The steps that have spans in both columns, in order."""
-    return sorted(
-        number
-        for number in actor
-        if actor[number].spans and number in critic and critic[number].spans
-    )
+    return sorted(n for n in actor.keys() & critic.keys() if actor[n].spans and critic[n].spans)
 
 
 def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
@@ -72,10 +51,8 @@ def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int
     has spans. If the wanted step has none, it is a UserError."""
     steps = timed_steps(actor, critic)
     if wanted is None:  # the first ones warm up
-        late = sorted(
-            steps[len(steps) // 2 :],
-            key=lambda number: actor[number].ends()[1] - actor[number].ends()[0],
-        )
+        late = steps[len(steps) // 2 :]
+        late.sort(key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
         return late[(len(late) - 1) // 2] if late else None
     if wanted not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "none"
@@ -90,25 +67,26 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
     update ends in the next step."""
     origin, end = actor[step].ends()
     length = max(end - origin, 1e-6)
-    lanes: list[Lane] = []
-    for lane, column in (("actor", actor), ("critic", critic)):
-        near = (
-            (n, *span) for n in range(step - 1, step + 2) if n in column for span in column[n].spans
-        )
-        lanes.append(
-            (
-                lane,
-                [(n, name, round(a - origin, 6), round(b - origin, 6)) for n, name, a, b in near],
-            )
-        )
-    inside = [
-        [(name, max(a, 0.0), min(b, length)) for _, name, a, b in spans] for _, spans in lanes
-    ]
-    shared = shared_work(*inside)
+
+    def near(column: Column) -> list[tuple[int, str, float, float]]:
+        return [
+            (number, name, round(start - origin, 6), round(end - origin, 6))
+            for number in range(step - 1, step + 2)
+            if number in column
+            for name, start, end in column[number].spans
+        ]
+
+    lanes: list[Lane] = [("actor", near(actor)), ("critic", near(critic))]
+    shared = shared_work(
+        *([(name, max(a, 0.0), min(b, length)) for _, name, a, b in spans] for _, spans in lanes)
+    )
     title = f"{seconds(length)}, in which nothing overlaps"
     if shared:
         both = sum(b - a for a, b in shared)
-        title = f"both columns worked at once for {seconds(both)} of {seconds(length)} ({both / length:.0%})"
+        title = (
+            f"both columns worked at once for {seconds(both)} of {seconds(length)} "
+            f"({both / length:.0%})"
+        )
     last = max(b for _, spans in lanes for n, _, _, b in spans if n == step)
     low = -0.06 * length
     high = min(max(last + 0.05 * length, 1.02 * length), 2 * length)
@@ -141,14 +119,8 @@ def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[s
         for slot, rows in enumerate(actor[number].slots):
             ends = accumulate((tokens for _, tokens in rows), initial=at)
             for (row, tokens), start in zip(rows, ends, strict=False):
-                colour = COLOURS[
-                    (3 * slot + order[slot].setdefault(row, len(order[slot]))) % len(COLOURS)
-                ]
-                bars[slot].append((colour, start, tokens))
+                nth = 3 * slot + order[slot].setdefault(row, len(order[slot]))
+                bars[slot].append((COLOURS[nth % len(COLOURS)], start, tokens))
         at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
-    full = sum(tokens for rows in bars for *_, tokens in rows)
-    return (
-        f"{len(bars)} slots, a colour a row: {full / max(1, at * len(bars)):.0%} busy",
-        begins,
-        bars,
-    )
+    busy = sum(tokens for rows in bars for *_, tokens in rows) / max(1, at * len(bars))
+    return f"{len(bars)} slots, a colour a row: {busy:.0%} busy", begins, bars

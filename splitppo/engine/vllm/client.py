@@ -59,10 +59,18 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(
-        self, config: PretrainedConfig, address: str, index: int, process: Process | None, *,
-        device: torch.device, dtype: torch.dtype, sleep: str = "off", peak: float = 0.0, timeout: float = 1800.0,
-    ):  # fmt: skip
-        super().__init__()
+        self,
+        config: PretrainedConfig,
+        address: str,
+        index: int,
+        process: Process | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        sleep: str = "off",
+        peak: float = 0.0,
+        timeout: float = 1800.0,
+    ):
         self.address = address
         self.index = index
         self.process = process
@@ -72,16 +80,12 @@ class VLLMEngine(RolloutEngine):
         self.peak = peak
         self.timeout = timeout
         self.names = weight_names(build(config, "policy"))
-        self._sender = ThreadPoolExecutor(
-            1, "requests"
-        )  # a thread: while the engine sends rows, it reads nothing
-        self._sampling = RolloutConfig()
-        self._seed = 0
-        self._heard = 0.0  # when the engine last said something
+        # a thread: while the engine sends rows, it reads nothing
+        self._sender = ThreadPoolExecutor(1, "requests")
+
         self._level = 0  # vLLM's sleep level now; 0: awake
-        self._conn: Any = (
-            None  # the socket; None before `connect`, after `close` and after a failure
-        )
+        # the socket; None before `connect`, after `close` and after a failure
+        self._conn: Any = None
 
     def connect(self) -> str:
         start = time.monotonic()
@@ -92,15 +96,16 @@ class VLLMEngine(RolloutEngine):
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
-        largest = max(shape.numel() for _, shape in self.names.values()) * self.dtype.itemsize
-        size = max(BUCKET[self.device.type], largest)
-        paths = [
-            str(Path(self.address).parent / f"bucket_{self.index}_{number}") for number in range(2)
-        ]
+        largest = max(shape.numel() for _, shape in self.names.values())
+        size = max(BUCKET[self.device.type], largest * self.dtype.itemsize)
+        socket = Path(self.address)
+        paths = [str(socket.with_name(f"bucket_{self.index}_{number}")) for number in range(2)]
         self._buckets = [_bucket(path, size, self.device) for path in paths]
-        handles: list[Any] = [(size, path) for path in paths]
-        if self.device.type == "cuda":
-            handles = [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+        handles: list[Any] = (
+            [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
+            if self.device.type == "cuda"
+            else [(size, path) for path in paths]
+        )
         line = self._ask(Hello(self.index, handles))
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
@@ -137,9 +142,8 @@ class VLLMEngine(RolloutEngine):
         try:
             for bucket, entries in self._fill(weights, sums):
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(
-                        self.device
-                    ).synchronize()  # another process reads the bucket next
+                    # another process reads the bucket next
+                    torch.cuda.current_stream(self.device).synchronize()
                 if loading:
                     self._answer(Load)
                 self._send(Load(bucket, entries))
@@ -151,12 +155,14 @@ class VLLMEngine(RolloutEngine):
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
         lost, different = self._ask(Verify(sent))
         if lost:
-            wrong = f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, or changes them"
-            raise UserError(f"{wrong}: {', '.join(lost[:3])}; use --engine.kind hf")
+            raise UserError(
+                f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, "
+                f"or changes them: {', '.join(lost[:3])}; use --engine.kind hf"
+            )
         if different:
-            wrong = f"after the sync, {len(different)} tensors of the vLLM engine differ from the policy's"
             raise EngineError(
-                f"{wrong}, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM"
+                f"after the sync, {len(different)} tensors of the vLLM engine differ from the "
+                f"policy's, among them {', '.join(different[:3])}; --engine.kind hf avoids vLLM"
             )
         self._wake("weights", "kv_cache")
 
@@ -164,7 +170,7 @@ class VLLMEngine(RolloutEngine):
         self._wake("weights", "kv_cache")
         self._sampling = sampling
         self._seed = seed
-        self._heard = time.monotonic()
+        self._heard = time.monotonic()  # when the engine last said something
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         # if it fails, so does the next wait
@@ -217,14 +223,14 @@ class VLLMEngine(RolloutEngine):
 
     def _fits(self) -> bool:
         """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold
-        now. The peak is the estimated one if no step has reached it yet: rows may grow, and with
-        windows the first are short."""
+        now. The peak is the estimated one if no step has reached it yet: rows may grow, and where
+        they go on over several steps the first are short."""
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        sizes = [f"{size / 2**30:.1f}" for size in (total, others, peak)]
         logging.getLogger(__name__).info(
-            "of %s GiB the engine holds %s, and the trainer's peak is %s", *sizes
+            "of %s GiB the engine holds %s, and the trainer's peak is %s",
+            *(f"{size / 2**30:.1f}" for size in (total, others, peak)),
         )
         return others + peak <= USABLE * total
 
@@ -262,9 +268,10 @@ class VLLMEngine(RolloutEngine):
 
     def _timed_out(self, what: str) -> EngineError:
         self._conn = None
-        waited = f"waited {self.timeout:g} s for {what} of the vLLM engine; raise --timeout if it is only slow"
+        report = f"\n{self.process.exit_report(wait=0)}" if self.process else ""
         return EngineError(
-            f"{waited}\n{self.process.exit_report(wait=0)}" if self.process else waited
+            f"waited {self.timeout:g} s for {what} of the vLLM engine; "
+            f"raise --timeout if it is only slow{report}"
         )
 
 

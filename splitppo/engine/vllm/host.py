@@ -1,6 +1,6 @@
 """The engine's process: it runs vLLM's steps for the ranks that are connected to it.
 
-    python -m splitppo.engine.vllm.host PARENT     (started by process.Process of the process PARENT)
+    python -m splitppo.engine.vllm.host PARENT   (started by process.Process of the process PARENT)
 
 messages.py has what they say to each other.
 """
@@ -65,35 +65,32 @@ def build_llm(plan: Plan) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _patch_vllm(plan)
-    config = plan.config
     engine = plan.config.engine
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads)
         # No chunked prefill: vLLM would rewind the generator of a cut prompt, which CPU generators
         # do not support.
-        tokens = max(8192, plan.max_tokens, plan.max_rows)
-        options: Any = {
+        options: dict[str, Any] = {
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": tokens,
+            "max_num_batched_tokens": max(8192, plan.max_tokens, plan.max_rows),
             "enforce_eager": True,
         }
     else:
         options = {
-            "max_num_batched_tokens": max(
-                8192, plan.max_rows
-            ),  # a rollout starts with all its prompts
+            # a rollout starts with all its prompts
+            "max_num_batched_tokens": max(8192, plan.max_rows),
             # vLLM only compares it with the free memory; kv_bytes sets the size
             "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": engine.sleep != "off",
             "enforce_eager": engine.eager,
+            **({} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}),
         }
-        options |= {} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
-            trust_remote_code=config.policy.trust_remote_code,
+            trust_remote_code=plan.config.policy.trust_remote_code,
             # requests are ids; only stop strings need text
-            skip_tokenizer_init=not config.rollout.stop,
+            skip_tokenizer_init=not plan.config.rollout.stop,
             load_format="dummy",
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
@@ -120,8 +117,8 @@ def _patch_vllm(plan: Plan) -> None:
         # Without any that only costs time: 12 s with a cold cache.
         registry._run_in_subprocess = lambda inspect: inspect()
     # Warm up only the kernels for this run's sampling; vLLM would compile all of its kernels.
-    sampling = plan.config.rollout
-    warm = params_of(sampling, seed=0, eos=plan.eos, tokens=sampling.max_new_tokens)
+    rollout = plan.config.rollout
+    warm = params_of(rollout, seed=0, eos=plan.eos, tokens=rollout.max_new_tokens)
     SamplingParams.for_sampler_warmup = staticmethod(lambda: warm)
     # Workers find each other through a file in the engine's folder. vLLM before 0.27 opens a TCP
     # port for this, later versions leave a file behind. vLLM names its shared memory after the
@@ -145,11 +142,9 @@ def start_llm(plan: Plan) -> tuple[Any, str]:
 
         scheduling = "" if steady(llm.engine_core.engine_core.scheduler, plan.eos) else scheduling
     cache = llm.vllm_config.cache_config
-    seconds = time.monotonic() - start
-    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    return (
-        llm,
-        f"vLLM {found}, built in {seconds:.1f} s, {scheduling}KV cache for {kv_tokens:,} tokens",
+    return llm, (
+        f"vLLM {found}, built in {time.monotonic() - start:.1f} s, {scheduling}"
+        f"KV cache for {(cache.num_gpu_blocks or 0) * cache.block_size:,} tokens"
     )
 
 
@@ -160,9 +155,8 @@ class Host:
         self.llm = llm
         self.conns = conns
         self.rows = Rows(llm, plan.eos)
-        self.inbox: list[deque[Any]] = [
-            deque() for _ in conns
-        ]  # what ranks have sent before the others
+        # what ranks have sent before the others
+        self.inbox: list[deque[Any]] = [deque() for _ in conns]
         # vLLM's steps since the start
         self.steps = 0
         self.seconds = 0.0
@@ -189,8 +183,8 @@ class Host:
             if self.rows.open:
                 start = time.monotonic()
                 ended = self.rows.step()
-                self.steps = self.steps + 1
-                self.seconds = self.seconds + time.monotonic() - start
+                self.steps += 1
+                self.seconds += time.monotonic() - start
                 self._send(ended)
 
     def _handle(self, rank: int, message: Any) -> None:
@@ -204,15 +198,12 @@ class Host:
         else:
             self.inbox[rank].append(message)
             if all(self.inbox):
-                messages = [inbox.popleft() for inbox in self.inbox]
-                answer = self.together[type(message)](messages)
+                answer = self.together[type(message)]([inbox.popleft() for inbox in self.inbox])
                 for conn in self.conns:
                     conn.send(Done(answer))
 
     def _load(self, buckets: Sequence[Load]) -> None:
-        bucket = buckets[0].bucket
-        entries = buckets[0].entries
-        self.llm.collective_rpc("splitppo_load", args=(bucket, entries))
+        self.llm.collective_rpc("splitppo_load", args=(buckets[0].bucket, buckets[0].entries))
 
     def _verify(self, sent: Sequence[Verify]) -> tuple[list[str], list[str]]:
         """The names of tensors that the engine does not have completely, and of tensors that differ
@@ -246,9 +237,11 @@ class Host:
         """Sends each rank what has ended of its rows."""
         for rank in {rank for rank, _ in ended}:
             steps, seconds = self.began[rank]
-            step_ms = 1e3 * (self.seconds - seconds) / (self.steps - steps)
             self.conns[rank].send(
-                Pieces([piece for owner, piece in ended if owner == rank], step_ms)
+                Pieces(
+                    [piece for owner, piece in ended if owner == rank],
+                    step_ms=1e3 * (self.seconds - seconds) / (self.steps - steps),
+                )
             )
 
 
@@ -258,8 +251,7 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
         accepted = [listener.accept() for _ in range(size)]
     hellos: list[tuple[Hello, Connection]] = [(conn.recv(), conn) for conn in accepted]
-    hellos.sort(key=lambda pair: pair[0].index)
-    return [(conn, hello.buckets) for hello, conn in hellos]
+    return [(conn, hello.buckets) for hello, conn in sorted(hellos, key=lambda pair: pair[0].index)]
 
 
 def read_plan() -> Plan:

@@ -8,9 +8,8 @@ from transformers import PretrainedConfig
 from splitppo.config import Config
 from splitppo.errors import UserError
 
-RESERVE = (
-    3 * 2**30
-)  # GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
+# GPU memory beside weights and KV cache: context, CUDA graphs, activations of a prefill
+RESERVE = 3 * 2**30
 BLOCK = 128  # tokens; vLLM's KV blocks have 16 to 128
 
 
@@ -69,14 +68,10 @@ def kv_cache_bytes(
     room = int(total * fraction) - weights - reserve
     if room < row:
         needed = (weights + reserve + row) / total
-        small = f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the engine's weights"
-        rest = (
-            f"({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working memory and one row"
+        enough = f"{needed + 0.005:.2f} or more" if needed < 0.99 else "more engine.tensor_parallel"
+        raise UserError(
+            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the "
+            f"engine's weights ({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working "
+            f"memory and one row; use {enough}"
         )
-        remedy = (
-            f"use {needed + 0.005:.2f} or more"
-            if needed < 0.99
-            else "use more engine.tensor_parallel"
-        )
-        raise UserError(f"{small} {rest}; {remedy}")
     return min(room, max(rows, 2) * row)

@@ -17,10 +17,8 @@ from typing import Any, cast
 from splitppo.engine.vllm.plan import Plan
 from splitppo.job.child import clean_environment
 
-ALLOCATOR = {
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-}  # variables with the settings of PyTorch's allocator
+# variables with the settings of PyTorch's allocator
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 class EngineError(RuntimeError):
@@ -48,9 +46,8 @@ def child_environment(devices: Sequence[str]) -> dict[str, str]:
             cache / f"splitppo_{socket.gethostname()}_{devices[0].replace('/', '_')}"
         )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        env["OMP_NUM_THREADS"] = (
-            "1"  # vLLM's own setting for its workers; torch would take all cores in each engine
-        )
+        # vLLM's own setting for its workers; torch would take all cores in each engine
+        env["OMP_NUM_THREADS"] = "1"
         # Each row has a seed. vLLM's second runner draws all such rows in one kernel, the first
         # runs a kernel per row.
         env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -76,20 +73,24 @@ class Process:
         self.folder = Path(tempfile.mkdtemp(prefix="splitppo-", dir="/tmp"))
         # This shell removes the folder, on request or when this process ends for whatever reason,
         # and its engine too.
-        detached: Any = {
-            "start_new_session": True,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
-        shell = ["sh", "-c", 'read _ || sleep 0.5; rm -rf "$0"', str(self.folder)]
-        self._remover = subprocess.Popen(shell, stdin=subprocess.PIPE, text=True, **detached)
+        self._remover = subprocess.Popen(
+            ["sh", "-c", 'read _ || sleep 0.5; rm -rf "$0"', str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         self._early = os.memfd_create("engine")  # the output until the log file is known
-        command = [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())]
         # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the
         # trainer.
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": self._early, "stderr": self._early}
         self.popen = subprocess.Popen(
-            command, env=child_environment(devices), start_new_session=True, **pipes
+            [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())],
+            env=child_environment(devices),
+            stdin=subprocess.PIPE,
+            stdout=self._early,
+            stderr=self._early,
+            start_new_session=True,
         )
         self._previous: Any = signal.signal(signal.SIGCHLD, self._on_child)
 
@@ -118,9 +119,11 @@ class Process:
         lines = (text or os.pread(self._early, 2**24, 0).decode(errors="replace")).splitlines()
         # A worker's error stands before the messages that its parent makes of it.
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
-        tail = "\n".join([*errors, *lines[-30:]])
-        engine = f"the vLLM engine (process {self.popen.pid})"
-        return EngineError(f"{engine} {how}; the end of {self.log or 'its output'}:\n{tail}")
+        heading = (
+            f"the vLLM engine (process {self.popen.pid}) {how}; "
+            f"the end of {self.log or 'its output'}:"
+        )
+        return EngineError("\n".join([heading, *errors, *lines[-30:]]))
 
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`,

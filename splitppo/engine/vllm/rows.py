@@ -55,29 +55,31 @@ class Rows:
         sampling = submitted.sampling
         self._text = bool(sampling.stop)
         for ask in submitted.asks:
-            noise = row_seed(submitted.seed, ask.row, ask.begun)
             params = params_of(
-                sampling, seed=noise, eos=self.eos, tokens=ask.tokens, fixed=not ask.free
+                sampling,
+                seed=row_seed(submitted.seed, ask.row, ask.begun),
+                eos=self.eos,
+                tokens=ask.tokens,
+                fixed=not ask.free,
             )
             name = f"{rank}/{ask.row}"
             core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
-            if not self._text:
-                self.llm.output_processor.abort_requests(
-                    [core_name], internal=True
-                )  # in the front end only
+            if not self._text:  # in the front end only
+                self.llm.output_processor.abort_requests([core_name], internal=True)
             self.open[name if self._text else core_name] = OpenRow(rank, ask)
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
         names = [name for name, row in self.open.items() if row.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
-        for name in names:
-            del self.open[name]
+        self.open = {name: row for name, row in self.open.items() if row.rank != rank}
 
     def step(self) -> list[tuple[int, Piece]]:
         """Runs vLLM's next step. Returns what ended with it, each with its rank."""
-        ended = self._ended_by_text() if self._text else self._ended()
-        return [(row.rank, piece_of(row, reason)) for row, reason in ended]
+        return [
+            (row.rank, piece_of(row, reason))
+            for row, reason in (self._ended_by_text() if self._text else self._ended())
+        ]
 
     def ranks(self) -> set[int]:
         """The ranks that have open rows."""
@@ -143,6 +145,8 @@ def piece_of(row: OpenRow, reason: str) -> Piece:
     knows."""
     number = row.ask.row
     if len(row.logprobs) != len(row.tokens) or reason not in ENDS_BY:
-        counts = f"{len(row.tokens)} tokens and {len(row.logprobs)} log-probs"
-        raise RuntimeError(f"row {number} ended by {reason!r} with {counts}")
+        raise RuntimeError(
+            f"row {number} ended by {reason!r} with {len(row.tokens)} tokens and "
+            f"{len(row.logprobs)} log-probs"
+        )
     return Piece(number, row.tokens, row.logprobs, ENDS_BY[reason])

@@ -31,8 +31,7 @@ class Steady:
     def __init__(self, vllm: Any, ends: Sequence[int]):
         self.vllm = vllm
         self.ends = frozenset(ends)
-        # whether a step is scheduled before the previous step's tokens are known
-        self.ahead = isinstance(vllm, AsyncScheduler)
+
         self.schedule_all = vllm.schedule
         self.update_all = vllm.update_from_output
         vllm.schedule = self.schedule
@@ -80,7 +79,8 @@ class Steady:
         tokens."""
         requests = self.vllm.requests
         ends = self.ends
-        ahead = self.ahead
+        # whether a step is scheduled before the previous step's tokens are known
+        ahead = isinstance(self.vllm, AsyncScheduler)
         longest = self.vllm.max_model_len
         hashed = self.vllm.hash_block_size
         others = {}
@@ -156,11 +156,10 @@ class Steady:
     ) -> CachedRequestData:
         """The message to the workers about rows that they have already."""
         names = [row.request_id for row in rows]
-        before = self.vllm.prev_step_scheduled_req_ids
         new = (
             ()
             if self.vllm.use_v2_model_runner
-            else [row for row in rows if row.request_id not in before]
+            else [r for r in rows if r.request_id not in self.vllm.prev_step_scheduled_req_ids]
         )
         return CachedRequestData(
             req_ids=names,

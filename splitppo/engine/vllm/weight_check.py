@@ -19,20 +19,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-Box = tuple[
-    tuple[int, ...], tuple[int, ...], int
-]  # shape, strides and offset of a view, in numbers
-Piece = tuple[
-    Box, str, Box
-]  # a part of a sent tensor; the engine's tensor that holds it; the part of that tensor
-Report = tuple[
-    dict[str, int], dict[str, list[Box]], list[str]
-]  # checksums as received; parts loaded; what differs
+# shape, strides and offset of a view, in numbers
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+# a part of a sent tensor; the engine's tensor that holds it; the part of that tensor
+Piece = tuple[Box, str, Box]
+# checksums as received; parts loaded; what differs
+Report = tuple[dict[str, int], dict[str, list[Box]], list[str]]
 
 BLOCK = 2**22  # numbers that are weighted at once; takes 32 MiB
-MAX_RUNS = (
-    2**14
-)  # runs of a reordered tensor; with more, the tensor counts as one that can't be compared
+# runs of a reordered tensor; with more, the tensor counts as one that can't be compared
+MAX_RUNS = 2**14
 FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
 
 
@@ -48,15 +44,12 @@ def _weights(device: torch.device) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """The sum of the numbers' bit patterns, each times an odd weight of its position, modulo 2**64:
     an int64 on the tensor's device, the same on all devices, and 0 for zeros."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
-    numbers = tensor.detach().reshape(-1).view(integers)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    numbers = tensor.detach().reshape(-1).view(integers[tensor.element_size()])
     weights = _weights(numbers.device)
     sums = [(block * weights[: len(block)]).sum() for block in numbers.split(BLOCK)]
-    return (
-        torch.stack(sums) * weights[: len(sums)] ** 2
-    ).sum()  # squared: no two positions have the same weight
+    # squared: no two positions have the same weight
+    return (torch.stack(sums) * weights[: len(sums)] ** 2).sum()
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -130,16 +123,14 @@ class _Trace(TorchDispatchMode):
             and any(map(self._tracks, tree_iter((args, kwargs))))
         ):
             indices = tree_map_only(Tensor, self._indices, args)
-            others = {
-                name: value for name, value in kwargs.items() if name not in ("dtype", "device")
-            }
-            with suppress(
-                RuntimeError, TypeError
-            ):  # integers do not support this function, so it is no copy
-                moved = func(*indices, **others)
+            others = {name: x for name, x in kwargs.items() if name not in ("dtype", "device")}
+            # an error: integers do not support this function, so it is no copy
+            with suppress(RuntimeError, TypeError):
                 storage = out.untyped_storage()
                 whole = torch.full((storage.nbytes() // out.element_size(),), -1)
-                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(moved)
+                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(
+                    func(*indices, **others)
+                )
                 self.temporaries[storage.data_ptr()] = out, whole
         return out
 
@@ -157,9 +148,8 @@ class _Trace(TorchDispatchMode):
                 for name, first, count, start in self._runs(
                     self._indices(source).expand(shape).reshape(-1)
                 ):
-                    found[name].append(
-                        (((count,), (1,), first), at[0], ((count,), (1,), at[1] + start))
-                    )
+                    box = (count,), (1,), first
+                    found[name].append((box, at[0], ((count,), (1,), at[1] + start)))
         return found
 
     def _runs(self, indices: Tensor) -> Iterator[tuple[str, int, int, int]]:
@@ -170,18 +160,14 @@ class _Trace(TorchDispatchMode):
         if len(cuts) < MAX_RUNS:
             for start, end in pairwise([0, *cuts.tolist(), len(indices)]):
                 if (owner := int(owners[start])) >= 0:
-                    yield (
-                        self.names[owner],
-                        int(indices[start] - self.firsts[owner]),
-                        end - start,
-                        start,
-                    )
+                    first = int(indices[start] - self.firsts[owner])
+                    yield self.names[owner], first, end - start, start
 
     def _tracks(self, tensor: Any) -> bool:
-        known = (
-            isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.temporaries
+        return isinstance(tensor, Tensor) and (
+            tensor.untyped_storage().data_ptr() in self.temporaries
+            or self.sent.find(tensor) is not None
         )
-        return known or self.sent.find(tensor) is not None
 
     def _indices(self, tensor: Tensor) -> Tensor:
         """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for
@@ -203,9 +189,8 @@ class Received:
     def __init__(self, model: Any):
         self.model = model
         self.pieces: dict[str, list[Piece]] = {}
-        self.sums: dict[
-            str, list[Tensor]
-        ] = {}  # checksums of each tensor as received, and of its pieces
+        # checksums of each tensor as received, and of its pieces
+        self.sums: dict[str, list[Tensor]] = {}
         self.dtype = torch.float32
 
     def load(self, sent: Mapping[str, Tensor]) -> None:
@@ -247,8 +232,11 @@ class Received:
         totals = (
             torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
         )
-        loaded = {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()}
-        return dict(zip(self.sums, totals, strict=True)), loaded, sorted(different)
+        return (
+            dict(zip(self.sums, totals, strict=True)),
+            {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()},
+            sorted(different),
+        )
 
     def _held(self) -> dict[str, Tensor]:
         """The model's tensors by name; of tensors that share memory, one."""

@@ -3,7 +3,7 @@ what is held."""
 
 # pyright: reportMissingImports=false
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class WeightReceiver:
         ]
         if not found:
             raise RuntimeError(
-                f"{type(self.get_model()).__name__} has no LogitsProcessor to limit the vocabulary by"
+                f"{type(self.get_model()).__name__} has no LogitsProcessor "
+                "to limit the vocabulary by"
             )
 
         def limit(_module: Any, _args: Any, logits: Tensor | None) -> None:
@@ -62,11 +63,12 @@ class WeightReceiver:
     def splitppo_load(self, number: int, entries: list[Entry]) -> None:
         """Loads a bucket's tensors."""
         bucket = self._splitppo_buckets[number]
-        sent = {}
-        for entry in entries:
-            size = entry.shape.numel() * entry.dtype.itemsize
-            own = bucket[entry.first : entry.first + size]
-            sent[entry.name] = own.view(entry.dtype).view(entry.shape)
+        sent = {
+            entry.name: bucket[entry.first :][: entry.shape.numel() * entry.dtype.itemsize]
+            .view(entry.dtype)
+            .view(entry.shape)
+            for entry in entries
+        }
         self._splitppo_received.load(sent)
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket again
@@ -77,7 +79,6 @@ class WeightReceiver:
     def _splitppo_map(self, handle: Any) -> Tensor:
         if self.device.type == "cuda":
             # The seventh argument is the device's index, as the sender numbers its devices.
-            rebuild: Any = rebuild_cuda_tensor
-            return rebuild(*handle[:6], self.device.index, *handle[7:])
+            return cast(Any, rebuild_cuda_tensor)(*handle[:6], self.device.index, *handle[7:])
         size, path = handle
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
