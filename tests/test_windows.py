@@ -328,6 +328,11 @@ def test_every_rank_knows_the_rows_that_go_on():
     ]
     assert [*ended[1].response] == [*range(9)]
     assert Rollout(ended).ages().tolist() == [1] * 5 + [0] * 4 + [0, 0]
+    goes_on.share(ALONE, lambda: [range(3)])
+    again = sampler_of(OF_ROWS)
+    again.load_state(json.loads(json.dumps(goes_on.state(ALONE))))
+    assert [again.row(3, slot) for slot in range(3)] == [goes_on.row(3, slot) for slot in range(3)]
+    assert again.row(3, 0).stretches == ((1, 3), (2, 5)), "of two steps"
     for slots, window in ((4, 5), (3, 0)):
         with pytest.raises(
             UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"
