@@ -65,7 +65,7 @@ def packed_attention(
             **_GROUPED,
         )
         return out[None], None
-    return _row_by_row(q, k, v, cu_seq_lens_q, scaling, window)[None], None
+    return cast(Any, _row_by_row)(q, k, v, cu_seq_lens_q, scaling, window)[None], None
 
 
 @torch.compiler.disable  # shapes depend on the lengths, which are data

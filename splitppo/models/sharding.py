@@ -48,7 +48,11 @@ def parallelize(
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
         # dynamic: all layers and lengths run one compiled graph
-        layers[i] = torch.compile(wrapped, dynamic=True, options=COMPILER) if compiled else wrapped
+        layers[i] = (
+            cast(Any, torch.compile(wrapped, dynamic=True, options=COMPILER))
+            if compiled
+            else wrapped
+        )
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
     )

@@ -181,7 +181,7 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     return Result(
         job,
         split,
-        measured(*(steps[role][warmup - WARM_UP :] for role in ROLES), split, batch),
+        measured(*(steps[role][warmup - WARM_UP :] for role in ROLES), split=split, batch=batch),
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
