@@ -198,18 +198,20 @@ def check_cut(
 
 
 @dataclass(frozen=True)
-class Ownership:
-    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their
+class StepPlan:
+    """One step's slots -> mini-batch, and of each group the data-parallel rank that holds their
     rows. All groups cut each mini-batch into contiguous pieces of the same order: a rank exchanges
     rows with few ranks of another group.
 
     Attributes:
+        step: counted from 1.
         mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
         orders: the same slots, in the order in which they are cut over ranks; empty: that of
             `mini_batches`.
     """
 
+    step: int
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
     orders: tuple[tuple[int, ...], ...] = ()
@@ -292,16 +294,16 @@ def piece(slots: Sequence[int], count: int, i: int) -> Sequence[int]:
 def own(
     *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int],
     contexts: Sequence[int] = (),
-) -> Ownership:  # fmt: skip
-    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`:
-    tokens that each slot begins with, if rows go on; then actor ranks get about as many of them,
-    and as many slots as otherwise."""
+) -> StepPlan:  # fmt: skip
+    """A step's plan; slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
+    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots
+    as otherwise."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
+    return StepPlan(step, cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
 
 
 def _deal(

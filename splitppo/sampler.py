@@ -53,8 +53,8 @@ class Sampler:
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no token yet. The same on all
             ranks.
-        held: slot -> the open row with its contents, on the rank that owns the slot in the next
-            step. After `load_state`, on all ranks.
+        held: slot -> the open row with its contents, on the rank that owns the slot. After
+            `load_state`, on all ranks.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Sampler:
         self.lengths = lengths
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Sample] = {}
-        # by this rank since the last `share`: slots' open rows; of the first slots, the (row,
-        # tokens) that they decoded
-        self._changed: dict[int, Sample] = {}
+        # of each rank, the slots whose open rows it has; empty before the first rollout
+        self._holders: list[list[int]] = []
+        # by this rank in this step: of the first slots, the (row, tokens) that they decoded
         self._decoded: dict[int, list[tuple[int, int]]] = {}
 
     def generate(
@@ -106,33 +106,28 @@ class Sampler:
         known = slot in self.open  # its contents must be here
         return self.held[slot] if known else self._fresh((step - 1) * self.slots + slot)
 
-    def share(
-        self, group: Group, owned: Callable[[], Sequence[Sequence[int]]]
-    ) -> list[list[tuple[int, int]]]:
-        """Tells every rank of the actor group about the open rows of all slots, after each rollout,
-        and moves their contents to the ranks that own the slots next. `owned`: the slots of each
-        rank in the next step, asked for once all open rows are known. Returns what the first
-        `RECORDED` slots have decoded: (row, tokens) one after another.
-        """
-        changed = self._changed
-        known = [(slot, row.row, row.stretches) for slot, row in changed.items()]
+    def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
+        """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
+        the slots of each rank, ascending. All ranks of the actor group call it before a rollout."""
+        here = owned[group.dp_rank]
+        sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
+        self.held = {slot: self.held[slot] for slot in here if slot in self.held}
+        if self.window and self._holders:
+            received = group.all_to_all([_contents(rows) for rows in sent])
+            for slots, part in zip(self._holders, received, strict=True):
+                self.held |= self._rows([slot for slot in here if slot in slots], part)
+
+    def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
+        """Tells every rank of the actor group about the open rows of all slots, after a rollout.
+        Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
+        known = [(slot, row.row, row.stretches) for slot, row in self.held.items()]
         parts = group.all_gather((known, self._decoded))
         decoded = {}
         for rows, part in parts:
             self.open |= {slot: OpenRow(row, stretches) for slot, row, stretches in rows}
             decoded |= part
-        self._changed = {}
+        self._holders = [[slot for slot, *_ in rows] for rows, _ in parts]
         self._decoded = {}
-        if self.window:
-            slots = owned()
-            here = set(slots[group.dp_rank])
-            sent = [sorted(changed.keys() & set(own)) for own in slots]
-            received = group.all_to_all(
-                [_contents([changed[slot] for slot in own]) for own in sent]
-            )
-            self.held = {slot: row for slot, row in self.held.items() if slot in here}
-            for (rows, _), part in zip(parts, received, strict=True):
-                self.held |= self._rows(sorted(here.intersection(slot for slot, *_ in rows)), part)
         return [decoded[slot] for slot in sorted(decoded)]
 
     def contexts(self) -> list[int]:
@@ -248,7 +243,7 @@ class Sampler:
         if slot < RECORDED:
             self._decoded.setdefault(slot, []).append((row.row, row.stretches[-1][1]))
         if self.window:
-            self._changed[slot] = self._fresh(row.row + self.slots) if row.end else row
+            self.held[slot] = self._fresh(row.row + self.slots) if row.end else row
         return row.end is not None
 
     def _rows(self, slots: Sequence[int], contents: Tensor) -> dict[int, Sample]:

@@ -301,7 +301,8 @@ def exchange(group: Group, clock: Clock, samples: list[list[Sample]], owned: Any
     for s in samples[rank]:
         sampler._keep(Sample(s.row, s.prompt, [], []).extended(1, s.response, s.logprobs, None))
     slots = owned.of_ranks("actor")
-    watch("now", "share", lambda: sampler.share(pickling, lambda: slots))
+    watch("now", "share", lambda: sampler.gather_open(pickling))
+    watch("now", "share", lambda: sampler.move_open(pickling, slots))
 
 
 def long_row() -> None:

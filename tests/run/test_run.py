@@ -25,13 +25,14 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from splitppo import train
 from splitppo.actor import Actor
-from splitppo.channel import Hop, RolloutLink, Wire
+from splitppo.channel import RolloutLink
 from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
-from splitppo.critic import Critic, Scored
+from splitppo.critic import Critic
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
+from splitppo.job.wire import Hop, Wire
 from splitppo.models.build import build, read_config
 from splitppo.models.weights import fill
 from splitppo.placement import Placement, Role
@@ -612,15 +613,13 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
     """The critic learns for two seconds; log-probs take half a second."""
     update, logprobs = Critic.update, Actor.logprobs
 
-    def learning(self: Critic, step: int, scored: Scored, returns: torch.Tensor) -> dict[str, Any]:
+    def learning(self: Critic, *given: Any) -> dict[str, Any]:
         time.sleep(2)
-        return update(self, step, scored, returns)
+        return update(self, *given)
 
-    def reading(
-        self: Actor, step: int, rollout: Rollout
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)
-        return logprobs(self, step, rollout)
+        return logprobs(self, rollout)
 
     Critic.update, Actor.logprobs = learning, reading
     return main_rank(rank, argv)
