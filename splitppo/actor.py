@@ -160,9 +160,14 @@ class Actor:
             self.reference.release_memory()
 
     def update(
-        self, plan: StepPlan, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor, *,
+        self,
+        plan: StepPlan,
+        rollout: Rollout,
+        logprobs: Sequence[Tensor],
+        advantages: Tensor,
+        *,
         waits: bool,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """PPO's policy update; returns its metrics.
 
         Args:
@@ -174,9 +179,11 @@ class Actor:
         ppo = self.context.config.ppo
         step = plan.step
         old, *ref = logprobs
-        names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
-        names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
-        names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
+        names = [
+            *("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"),
+            *["kl_loss"] * (ppo.kl_loss_coef > 0),
+            *["pg_lost", "pg_advantage"] * (ppo.clip_mode == "mask"),
+        ]
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         if self.sampler.window:
             fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
@@ -185,10 +192,10 @@ class Actor:
         (waits,) = self.group.all_max([waits])
         if not waits:
             mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
+            fields = fields | weights
             figures = self.policy.update(
-                rollout, mini_batches, fields | weights, self._objective, step=step,
-                epochs=ppo.epochs,
-            )  # fmt: skip
+                rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs
+            )
         # or no step before had an update, either
         if not figures and (waits or self.policy.waited == step - 1):
             self.policy.waited = step
@@ -233,13 +240,15 @@ class Actor:
         if ppo.importance == "off":
             return {}, {}
         engine = rollout.split(rollout.logprobs())
-        cap = ppo.importance_cap
-        weights, sums = algo.importance_weights(rollout.split(old), engine, ppo.importance, cap)
+        weights, sums = algo.importance_weights(
+            rollout.split(old), engine, ppo.importance, ppo.importance_cap
+        )
         own = torch.tensor([*sums.values(), float(rollout.tokens)])
         *totals, tokens = self.group.all_sum(own).tolist()
-        means = (total / max(tokens, 1) for total in totals)
-        metrics = {f"actor/{name}": mean for name, mean in zip(sums, means, strict=True)}
-        return {"weights": torch.cat([*weights, torch.zeros(0)])}, metrics
+        by_name = zip(sums, totals, strict=True)
+        return {"weights": torch.cat([*weights, torch.zeros(0)])}, {
+            f"actor/{name}": total / max(tokens, 1) for name, total in by_name
+        }
 
     def validate(self, step: int) -> dict[str, float]:
         """The metrics of the held-out prompts, if a validation is due after this step."""
@@ -256,18 +265,27 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
         mask = batch.mask
-        low = ppo.clip_low
-        high = ppo.clip_high
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         loss, metrics = algo.policy_loss(
-            logprobs, fields["old"], fields["advantages"], mask, weights=fields.get("weights"),
-            clip_low=low, clip_high=high, mode=ppo.clip_mode, dual_clip=ppo.dual_clip,
+            logprobs,
+            fields["old"],
+            fields["advantages"],
+            mask,
+            weights=fields.get("weights"),
+            clip_low=ppo.clip_low,
+            clip_high=ppo.clip_high,
+            mode=ppo.clip_mode,
+            dual_clip=ppo.dual_clip,
             aggregate=ppo.aggregate,
-        )  # fmt: skip
+        )
         if "age" in fields:
-            sampled = fields["sampled"]
             metrics |= algo.staleness(
-                logprobs, sampled, fields["age"], mask, clip_low=low, clip_high=high
+                logprobs,
+                fields["sampled"],
+                fields["age"],
+                mask,
+                clip_low=ppo.clip_low,
+                clip_high=ppo.clip_high,
             )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
@@ -291,8 +309,10 @@ class Actor:
         mean = total / max(tokens, 1)
         much, most = MISMATCH[self.engine_dtype]
         dtype = str(self.engine_dtype).removeprefix("torch.")
-        found = f"log-probs of engine and trainer differ by {mean:.2g} nats a token"
-        found += f"; {dtype} explains {{:g}}: "
+        found = (
+            f"log-probs of engine and trainer differ by {mean:.2g} nats a token; "
+            f"{dtype} explains {{:g}}: "
+        )
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
@@ -306,16 +326,25 @@ class Actor:
     ) -> dict[str, float]:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`.
         Means over rows and tokens are left out if no row has ended."""
-        prompts = sum(len(sample.prompt) for sample in rollout.samples)
-        cut = sum(sample.truncated for sample in rollout.samples)
         ages = rollout.ages()
-        fresh = int((ages == 0).sum())
-        counts = [len(rollout.rows), rollout.tokens, prompts, cut, sum(rollout.totals)]
-        own = [*counts, int(ages.sum()), fresh, *sums.values()]
+        own = [
+            len(rollout.rows),
+            rollout.tokens,
+            sum(len(sample.prompt) for sample in rollout.samples),
+            sum(sample.truncated for sample in rollout.samples),
+            sum(rollout.totals),
+            int(ages.sum()),
+            int((ages == 0).sum()),
+            *sums.values(),
+        ]
         summed = self.group.all_sum(torch.tensor([float(part) for part in own])).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
-        most = [max(rollout.lengths, default=0), int(ages.max()) if len(ages) else 0]
-        most += [float(difference.max()) if len(difference) else 0.0, self.engine.step_ms]
+        most = (
+            max(rollout.lengths, default=0),
+            int(ages.max()) if len(ages) else 0,
+            float(difference.max()) if len(difference) else 0.0,
+            self.engine.step_ms,
+        )
         longest, oldest, worsts, step_ms = zip(*self.group.all_gather(most), strict=True)
         found = {
             "tokens": whole,
@@ -325,9 +354,13 @@ class Actor:
         if self.sampler.window:
             now += sum(row.stretches[-1][1] for row in self.sampler.open.values() if row.stretches)
             lengths = [row.tokens for row in self.sampler.open.values()]
-            found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
-            found["window/open_length/mean"] = sum(lengths) / len(lengths)
-            found["window/open_length/max"] = max(lengths)
+            found |= {
+                "window/rows": rows,
+                "window/sampled": now,
+                "window/age/max": max(oldest),
+                "window/open_length/mean": sum(lengths) / len(lengths),
+                "window/open_length/max": max(lengths),
+            }
         if not rows:
             return found
         found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}

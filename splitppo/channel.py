@@ -108,8 +108,10 @@ class RolloutLink(_Link):
         self._begin(plan)
         missing = sum(count or 0 for due in self._due.values() for _, count in due)
         if missing:
-            rank = f"step {plan.step} {self.name}: rank {self.wire.rank}"
-            raise WireError(f"{rank} was not offered {missing} of its rows")
+            raise WireError(
+                f"step {plan.step} {self.name}: rank {self.wire.rank} was not offered {missing} "
+                "of its rows"
+            )
         self._close_before(self.chunks)
         # chunk by chunk: every wait is for a critic rank that is, or will come, at that chunk
         left = sorted(self._ready, key=lambda entry: (entry[0].chunk, entry[0].receiver))

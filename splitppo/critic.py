@@ -17,11 +17,11 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
 from splitppo.models.heads import value_outputs
-from splitppo.models.runner import Outputs, Reference
+from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
-from splitppo.rewards.failures import FailureCount
+from splitppo.rewards.failures import count_failures
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
@@ -102,13 +102,13 @@ class Critic:
             for config in context.configs
         ]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
-        self.failures = FailureCount(self.group)
+        # reward function -> rows of each step, to the last, of which none got a score
+        self.failing: dict[str, list[int]] = {}
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
-        outputs: Outputs = lambda m, b: [value_outputs(m, b)]  # noqa: E731
         for value in self.learners:
-            value.warm_up(outputs, self._objective, fields=1, given=["old", "returns"])
+            value.warm_up(_outputs, self._objective, fields=1, given=["old", "returns"])
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -116,13 +116,11 @@ class Critic:
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts a thread that decodes some rows of a step and starts the reward functions on them.
         They run while the value model does."""
-        prompt = self.context.prompt
-        decode = self.context.decode
 
         def start() -> Pending:
-            return self.scorer.submit(
-                [(prompt(s.row), decode(s.response)) for s in rollout.samples]
-            )
+            decode = self.context.decode
+            rows = [(self.context.prompt(s.row), decode(s.response)) for s in rollout.samples]
+            return self.scorer.submit(rows)
 
         started = self.decoder.submit(start)
         return lambda: started.result()()
@@ -130,10 +128,7 @@ class Critic:
     def score(self, step: int, rollout: Rollout, pending: Pending) -> ScoredRows:
         """Values and reward scores of some rows of a step; all ranks of the group take part.
         `pending`: what `submit` returned for them."""
-        values = [
-            value.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
-            for value in self.learners
-        ]
+        values = [value.forward(rollout, _outputs, fields=1)[0] for value in self.learners]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
@@ -141,8 +136,11 @@ class Critic:
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
-        by_row = zip(rollout.rows, results, strict=True)
-        failures = wrong + [(row, failure) for row, one in by_row for failure in one.failures]
+        failures = wrong + [
+            (row, failure)
+            for row, one in zip(rollout.rows, results, strict=True)
+            for failure in one.failures
+        ]
         scores = scores + torch.tensor([one.score for one in results])
         return ScoredRows(rollout, values, scores, extra, failures, ref)
 
@@ -210,8 +208,10 @@ class Critic:
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | self._summaries(extra | figures)
         never = step == self.context.config.steps and not self.past_scores.count
-        metrics |= self.failures.add(len(rollout.rows), scored.failures, never=never)
-        metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
+        self.failing, failed = count_failures(
+            self.group, self.failing, len(rollout.rows), scored.failures, never=never
+        )
+        metrics |= failed | quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         kept = {"value": values, "advantage": plain, "reward": rewards}
@@ -271,7 +271,7 @@ class Critic:
             "kl_coef": self.kl.coef,
             "scores": [float(part) for part in (past.count, past.mean, past.variance)],
             "scored_by": self.scored_by[0],
-            "failing": self.failures.failing,
+            "failing": self.failing,
             "pretraining": self.pretraining.state(),
         }
 
@@ -282,7 +282,7 @@ class Critic:
             self.kl.coef = state["kl_coef"]
         if state.get("scored_by", self.scored_by[0]) in self.scored_by:
             self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
-        self.failures.failing = state.get("failing", {})  # of older checkpoints: none
+        self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, plan: StepPlan, scored: ScoredRows, returns: Tensor) -> dict[str, Any]:
@@ -290,16 +290,17 @@ class Critic:
         ppo = self.context.config.ppo
         step = plan.step
         rows = scored.rollout
-        model_of = self.context.value_model
         count = ppo.value_mini_batches or ppo.mini_batches
-        rank = self.group.dp_rank
-        mini_batches = self.context.trainable_rows(plan, rows, "critic", rank, count)
+        mini_batches = self.context.trainable_rows(plan, rows, "critic", self.group.dp_rank, count)
         epochs = ppo.value_epochs or ppo.epochs
         if self.pretraining.runs(step):
             epochs = self.context.config.value.pretrain_epochs
         figures = []
         for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
-            own = [[row for row in part if model_of(row) == model] for part in mini_batches]
+            own = [
+                [row for row in part if self.context.value_model(row) == model]
+                for part in mini_batches
+            ]
             fields = {"old": values, "returns": returns}
             figures += learner.update(rows, own, fields, self._objective, step=step, epochs=epochs)
         moments = [algo.moments(returns), algo.moments(returns - scored.values)]
@@ -337,27 +338,31 @@ class Critic:
     def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
         """Mean, minimum and maximum over the whole batch of figures that each rank has for its
         rows."""
-        own = {}
-        for name, x in figures.items():
-            if len(x):
-                m = algo.moments(x)
-                own[name] = [
-                    float(part) for part in (m.count, m.mean, m.variance, x.min(), x.max())
-                ]
+        every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
+        own = {
+            name: [*map(float, (m.count, m.mean, m.variance, *ends))]
+            for name, (m, *ends) in every.items()
+        }
         gathered = self.group.all_gather(own)
         metrics = {}
         whole = {}
         for name in dict.fromkeys(name for part in gathered for name in part):
-            parts = [part[name] for part in gathered if name in part]
-            *columns, least, most = torch.tensor(parts, dtype=torch.float64).T
-            moments = [algo.Moments(*part) for part in zip(*columns, strict=True)]
-            whole[name] = algo.merge_moments(moments)
-            metrics[f"{name}/mean"] = float(whole[name].mean)
-            metrics[f"{name}/min"] = float(least.min())
-            metrics[f"{name}/max"] = float(most.max())
-        explained = algo.explained_variance(whole["critic/returns"], whole["error"])
-        metrics["critic/vf_explained_var"] = explained
+            found = [part[name] for part in gathered if name in part]
+            parts = torch.tensor(found, dtype=torch.float64)
+            whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
+            metrics |= {
+                f"{name}/mean": float(whole[name].mean),
+                f"{name}/min": float(parts[:, 3].min()),
+                f"{name}/max": float(parts[:, 4].max()),
+            }
+        metrics["critic/vf_explained_var"] = algo.explained_variance(
+            whole["critic/returns"], whole["error"]
+        )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
+
+
+def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+    return [value_outputs(model, batch)]
 
 
 def join(parts: Sequence[ScoredRows]) -> ScoredRows:
@@ -366,16 +371,17 @@ def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     rows = [row for part in parts for row in part.rollout.rows]
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:
-        both = zip(parts, tensors, strict=True)
-        pieces = [piece for part, x in both for piece in part.rollout.split(x)]
+        pieces = [
+            piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)
+        ]
         return rollout.pack(dict(zip(rows, pieces, strict=True)))
 
     order = torch.tensor(rows, dtype=torch.int64).argsort()
     scores = torch.cat([part.scores for part in parts])[order]
-    extra: dict[str, list[float]] = {}
-    for part in parts:
-        for name, of_rows in part.extra.items():
-            extra[name] = [*extra.get(name, ()), *of_rows]
+    extra = {
+        name: [figure for part in parts for figure in part.extra.get(name, [])]
+        for name in dict.fromkeys(name for part in parts for name in part.extra)
+    }
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
     values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]

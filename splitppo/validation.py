@@ -78,9 +78,7 @@ class Validator:
                 what = answer(text), len(sample.response), sample.truncated, bool(scored.failures)
                 found.append(Response(sample.row, scored.score, dict(scored.figures), *what))
                 failures += [(sample.row, failure) for failure in scored.failures]
-                if (
-                    sample.row < FILE_ROWS
-                ):  # every rank has the prompts, so only responses are gathered
+                if sample.row < FILE_ROWS:  # without prompts, which every rank has
                     written.append((sample.row, text, scored.score, sample.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:

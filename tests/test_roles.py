@@ -20,6 +20,7 @@ from splitppo.critic import Critic, ScoredRows
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
+from splitppo.rewards.failures import count_failures
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import End, Prompt, Rollout, Sample
 from splitppo.run.life import Run
@@ -166,7 +167,7 @@ def failing_rank(group: Group) -> list[str]:
         ]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
         try:
-            told = critic.failures.add(2, failed, never=False)
+            critic.failing, told = count_failures(group, critic.failing, 2, failed, never=False)
             share = told["critic/reward_failures/share"]
             said.append(
                 f"{told['critic/reward_failures']} {told['critic/reward_failures/error']} {share}"

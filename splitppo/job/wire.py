@@ -44,8 +44,10 @@ class Hop:
     receiver: int
 
     def __str__(self) -> str:
-        message = f"step {self.step} {self.channel} chunk {self.chunk}"
-        return f"{message} rank {self.sender} -> rank {self.receiver}"
+        return (
+            f"step {self.step} {self.channel} chunk {self.chunk} "
+            f"rank {self.sender} -> rank {self.receiver}"
+        )
 
 
 class Wire:
@@ -113,8 +115,10 @@ class Wire:
         for word in ("clear", "go"):
             self.store.delete_key(f"{hop}/{word}")
         if numel != (due := check(header)):
-            wrong = f"{hop}: {numel} elements announced where {due} are due"
-            raise WireError(f"{wrong}; do all ranks run one version?")
+            raise WireError(
+                f"{hop}: {numel} elements announced where {due} are due; "
+                "do all ranks run one version?"
+            )
         payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
         self.bytes += payload.nbytes
         self._trace(f"has received {numel} x {dtype}", hop)
@@ -161,8 +165,8 @@ class Wire:
         try:
             return self._copier.submit(on_stream).result(self.timeout)
         except TimeoutError as error:
-            what = "the copy to" if peer == hop.receiver else "the copy from"
-            raise self._timed_out(hop, what, peer) from error
+            way = "to" if peer == hop.receiver else "from"
+            raise self._timed_out(hop, f"the copy {way}", peer) from error
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -172,9 +176,10 @@ class Wire:
             self.seconds += time.monotonic() - start
 
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
-        waited = f"{self.describe(self.rank)} waited {self.timeout:g} s"
-        remedy = "raise --timeout if that rank is only slow"
-        return WireError(f"{hop}: {waited} for {what} {self.describe(peer)}; {remedy}")
+        return WireError(
+            f"{hop}: {self.describe(self.rank)} waited {self.timeout:g} s for {what} "
+            f"{self.describe(peer)}; raise --timeout if that rank is only slow"
+        )
 
     def _trace(self, what: str, hop: Hop) -> None:
         if os.environ.get("SPLITPPO_TRACE") == "1":

@@ -106,8 +106,7 @@ def build_context(resolved: Resolved, sampler: Sampler, held_out: Sequence[Promp
     def decode(ids: Sequence[int]) -> str:
         return resolved.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    size = resolved.vocabulary_size
-    return Context(resolved.config, sampler.prompt, held_out, decode, size)
+    return Context(resolved.config, sampler.prompt, held_out, decode, resolved.vocabulary_size)
 
 
 def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
