@@ -237,9 +237,14 @@ class Exchange:
         return Rollout(exchange_rows(self.groups["actor"], parts))
 
     def _tensors(
-        self, sender: Role, receiver: Role, plan: StepPlan, held: Rollout, due: Rollout,
+        self,
+        sender: Role,
+        receiver: Role,
+        plan: StepPlan,
+        held: Rollout,
+        due: Rollout,
         packed: Sequence[Tensor],
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Packed tensors `[N]` of the rows `due`, this rank's as a receiver, given those of the
         rows `held`, this rank's as a sender."""
         if self.same:

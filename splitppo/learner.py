@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ GATHER_BYTES = 2**27
 
 # (model, rows, fields `[B, T]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -108,7 +109,7 @@ class Learner:
         """The learning rate of a step, counted from 1; not one of those in which the model
         waits."""
         optim = self.optim
-        return algo.learning_rate(
+        return learning_rate(
             step - self.waited,
             steps=self.steps - self.waited,
             peak=optim.lr,
@@ -305,3 +306,33 @@ class Learner:
         self.host_state.step() if self.host_state else self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+
+def learning_rate(
+    step: int,
+    *,
+    steps: int,
+    peak: float,
+    schedule: Schedule,
+    warmup_steps: int,
+    min_lr_ratio: float,
+) -> float:
+    """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
+
+    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a
+    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
+    a run of one step keeps the peak.
+    """
+    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(
+            "want step >= 1, warmup_steps >= 0 and a schedule,"
+            f" got {step}, {warmup_steps}, {schedule!r}"
+        )
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    top = max(warmup_steps, 1)
+    if schedule == "constant" or step == top:
+        return peak
+    progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
+    share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)
