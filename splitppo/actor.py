@@ -147,10 +147,9 @@ class Actor:
                     "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
                     "actor/entropy": float(entropy.sum()),
                 }
-        ref = []
-        if self.reference:
-            ref = [self.reference.logprobs(rollout)]
-            kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
+        ref = [self.reference.logprobs(rollout)] if self.reference else []
+        if ref:
+            kl = algo.kl_estimate(old, *ref, self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
         return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
@@ -189,7 +188,7 @@ class Actor:
             fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
         weights, found = self._importance(rollout, old)
         figures = []
-        (waits,) = self.group.all_max([waits])
+        waits = bool(self.group.all_max([waits])[0])
         if not waits:
             mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
             fields = fields | weights

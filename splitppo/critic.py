@@ -21,9 +21,8 @@ from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
-from splitppo.rewards.failures import count_failures
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.scorer import Failure, Pending, Scorer
+from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
 from splitppo.rollout import Prompt, Rollout, digest
 

@@ -158,7 +158,6 @@ class Learner:
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
-        group = self.runner.group
         rollout, mini_batches, fields = self.runner.balance(
             self.model, rollout, mini_batches, fields
         )
@@ -180,7 +179,8 @@ class Learner:
         ]
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
-        totals = group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist() if parts else []
+        sent = torch.tensor(parts, dtype=torch.float64)
+        totals = self.runner.group.all_sum(sent).tolist() if parts else []
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 

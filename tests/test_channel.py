@@ -390,7 +390,7 @@ def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_i
 
 
 def test_a_message_of_another_size_than_is_due_is_refused(monkeypatch):
-    sender, receiver, *_ = pair(2, chunks=1, timeout=5)
+    sender, receiver, _, _ = pair(2, chunks=1, timeout=5)
     hop = Hop("logprobs", 1, 0, 0, 1)
     monkeypatch.setattr(sender.wire, "transfer_out", lambda *_: None)
     threading.Thread(target=sender.wire.send, args=(hop, torch.zeros(3)), daemon=True).start()

@@ -20,8 +20,7 @@ from splitppo.critic import Critic, ScoredRows
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
-from splitppo.rewards.failures import count_failures
-from splitppo.rewards.scorer import Failure
+from splitppo.rewards.scorer import Failure, count_failures
 from splitppo.rollout import End, Prompt, Rollout, Sample
 from splitppo.run.life import Run
 from splitppo.sampler import Sampler
