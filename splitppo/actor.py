@@ -149,7 +149,7 @@ class Actor:
                 }
         ref = [self.reference.logprobs(rollout)] if self.reference else []
         if ref:
-            kl = algo.kl_estimate(old, *ref, self.context.config.ppo.kl_kind)
+            kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
         return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
