@@ -17,6 +17,7 @@ from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
+from splitppo.placement import StepPlan
 from splitppo.rollout import Episode, Rollout, digest
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
@@ -60,9 +61,7 @@ class Actor:
         self._outputs = outputs
         self.sampler = sampler
         self.synced = -1
-        self.compared = (
-            False  # whether the engine's log-probs have been compared with the trainer's
-        )
+        self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
         # what that score belongs to, as this version says it and as earlier ones did
@@ -89,28 +88,30 @@ class Actor:
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
         stale = self.synced != self.policy.updates or not self.engine.loaded
-        if self.group.all_max([stale])[
-            0
-        ]:  # engines decide on their own whether they sleep, so the group must agree
+        # engines decide on their own whether they sleep, so the group must agree
+        if self.group.all_max([stale])[0]:
             self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
 
-    def generate(self, step: int) -> Iterator[list[Episode]]:
+    def move_open_rows(self, plan: StepPlan) -> None:
+        """Moves the rows that go on to the ranks that own their slots in this step."""
+        self.sampler.move_open(self.group, plan.of_ranks("actor"))
+
+    def generate(self, plan: StepPlan) -> Iterator[list[Episode]]:
         """The rows of this rank's slots as they end; empty lists in between. Prints its progress if
         it takes long."""
         config = self.context.config
-        slots = self.context.ownership(step).all_slots("actor", self.group.dp_rank)
+        slots = plan.all_slots("actor", self.group.dp_rank)
         done = 0
         printed = time.monotonic()
         for ended in self.sampler.generate(
-            self.engine, step, slots, config.rollout, config.seed, self.group
+            self.engine, plan.step, slots, config.rollout, config.seed, self.group
         ):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                say(
-                    f"[actor]  step {step:>4}  rollout: {done} rows have ended in this rank's {len(slots)} slots"
-                )
+                ends = f"{done} rows have ended in this rank's {len(slots)} slots"
+                say(f"[actor]  step {plan.step:>4}  rollout: {ends}")
                 printed = time.monotonic()
             yield ended
 
@@ -119,16 +120,18 @@ class Actor:
         need."""
         self.engine.release_memory(trained=self.trained)
 
-    def logprobs(self, step: int, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
+    def gather_open_rows(self) -> dict[str, Any]:
+        """Tells all actor ranks which rows go on; returns, as metrics, what the first slots have
+        decoded."""
+        return {"slots": self.sampler.gather_open(self.group)}
+
+    def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own;
         `[N]` the reference's, if it is here. Also returns the rollout's metrics."""
         sampled = rollout.logprobs()
         by_engine = self.context.config.old_logprobs == "engine"
         old = sampled
         sums = {}
-        slots = self.sampler.share(
-            self.group, lambda: self.context.ownership(step + 1).of_ranks("actor")
-        )
         if not by_engine or not self.compared:
             outputs = partial(self._outputs, entropy=True)
             trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
@@ -144,14 +147,11 @@ class Actor:
                     "actor/mismatch_k3": float(algo.kl_estimate(sampled, old, "k3").sum()),
                     "actor/entropy": float(entropy.sum()),
                 }
-        ref = []
-        if self.reference:
-            ref = [self.reference.logprobs(rollout)]
+        ref = [self.reference.logprobs(rollout)] if self.reference else []
+        if ref:
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
             sums |= {"actor/ref_kl": float(kl.sum())}
-        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs()) | {
-            "slots": slots
-        }
+        return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
     def release_reference(self) -> None:
         """No more log-probs in this step: an offloaded reference goes to the CPU."""
@@ -159,37 +159,44 @@ class Actor:
             self.reference.release_memory()
 
     def update(
-        self, step: int, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor
+        self,
+        plan: StepPlan,
+        rollout: Rollout,
+        logprobs: Sequence[Tensor],
+        advantages: Tensor,
+        *,
+        waits: bool,
     ) -> dict[str, Any]:
         """PPO's policy update; returns its metrics.
 
         Args:
             logprobs: the tensors that `logprobs` returned.
-            advantages: `[N]`; NaN while only the value model is trained, and then there is no
-                update.
+            advantages: `[N]`.
+            waits: whether only the value model is trained in this step; said to one rank at least,
+                if any has rows.
         """
         ppo = self.context.config.ppo
+        step = plan.step
         old, *ref = logprobs
-        names = ["ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"]
-        names += ["kl_loss"] if ppo.kl_loss_coef > 0 else []
-        names += ["pg_lost", "pg_advantage"] if ppo.clip_mode == "mask" else []
+        names = [
+            *("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"),
+            *["kl_loss"] * (ppo.kl_loss_coef > 0),
+            *["pg_lost", "pg_advantage"] * (ppo.clip_mode == "mask"),
+        ]
         fields = {"old": old, "advantages": advantages} | ({"ref": ref[0]} if ref else {})
         if self.sampler.window:
             fields |= {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
         weights, found = self._importance(rollout, old)
-        waits = self.group.all_max([bool(advantages.isnan().any())])[0]
-        mini_batches = self.context.trainable_rows(step, rollout, "actor", self.group.dp_rank)
-        fields = fields | weights
-        figures = (
-            []
-            if waits
-            else self.policy.update(
+        figures = []
+        waits = bool(self.group.all_max([waits])[0])
+        if not waits:
+            mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
+            fields = fields | weights
+            figures = self.policy.update(
                 rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs
             )
-        )
-        if not figures and (
-            waits or self.policy.waited == step - 1
-        ):  # no step before had an update, either
+        # or no step before had an update, either
+        if not figures and (waits or self.policy.waited == step - 1):
             self.policy.waited = step
         if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
@@ -198,9 +205,8 @@ class Actor:
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
-        return metrics | {
-            "actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0
-        }
+        rate = self.policy.learning_rate(step) if step > self.policy.waited else 0.0
+        return metrics | {"actor/lr": rate}
 
     def close(self) -> None:
         """Ends the engine and the processes of the validation's rewards."""
@@ -221,9 +227,8 @@ class Actor:
         """Goes on from what `state` returned. The best of another validation is left out."""
         known = state.get("validated_on", self.validated_on[0]) in self.validated_on
         self.best = tuple(state["best"]) if state["best"] and known else None
-        self.policy.waited = state.get(
-            "waited", 0
-        )  # an older checkpoint's schedule goes on as it began
+        # an older checkpoint's schedule goes on as it began
+        self.policy.waited = state.get("waited", 0)
         self.sampler.load_state(state.get("open", ()))
 
     def _importance(
@@ -237,14 +242,12 @@ class Actor:
         weights, sums = algo.importance_weights(
             rollout.split(old), engine, ppo.importance, ppo.importance_cap
         )
-        *totals, tokens = self.group.all_sum(
-            torch.tensor([*sums.values(), float(rollout.tokens)])
-        ).tolist()
-        metrics = {
-            f"actor/{name}": total / max(tokens, 1)
-            for name, total in zip(sums, totals, strict=True)
+        own = torch.tensor([*sums.values(), float(rollout.tokens)])
+        *totals, tokens = self.group.all_sum(own).tolist()
+        by_name = zip(sums, totals, strict=True)
+        return {"weights": torch.cat([*weights, torch.zeros(0)])}, {
+            f"actor/{name}": total / max(tokens, 1) for name, total in by_name
         }
-        return {"weights": torch.cat([*weights, torch.zeros(0)])}, metrics
 
     def validate(self, step: int) -> dict[str, float]:
         """The metrics of the held-out prompts, if a validation is due after this step."""
@@ -261,14 +264,13 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
         mask = batch.mask
-        weights = fields.get("weights")
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         loss, metrics = algo.policy_loss(
             logprobs,
             fields["old"],
             fields["advantages"],
             mask,
-            weights=weights,
+            weights=fields.get("weights"),
             clip_low=ppo.clip_low,
             clip_high=ppo.clip_high,
             mode=ppo.clip_mode,
@@ -300,14 +302,16 @@ class Actor:
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
         apart = (old - sampled).clamp(min=0) + (sampled - old - kept).clamp(min=0)
-        total, tokens = self.group.all_sum(
-            torch.tensor([float(apart.sum()), float(len(apart))])
-        ).tolist()
+        sums = torch.tensor([float(apart.sum()), float(len(apart))])
+        total, tokens = self.group.all_sum(sums).tolist()
         self.compared = tokens > 0
         mean = total / max(tokens, 1)
         much, most = MISMATCH[self.engine_dtype]
         dtype = str(self.engine_dtype).removeprefix("torch.")
-        found = f"log-probs of engine and trainer differ by {mean:.2g} nats a token; {dtype} explains {{:g}}: "
+        found = (
+            f"log-probs of engine and trainer differ by {mean:.2g} nats a token; "
+            f"{dtype} explains {{:g}}: "
+        )
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
@@ -321,31 +325,26 @@ class Actor:
     ) -> dict[str, float]:
         """Metrics of the whole batch; `sums` are of this rank's tokens, `difference` is `[N]`.
         Means over rows and tokens are left out if no row has ended."""
-        prompts = sum(len(episode.prompt) for episode in rollout.episodes)
-        cut = sum(episode.truncated for episode in rollout.episodes)
         ages = rollout.ages()
-        fresh = int((ages == 0).sum())
-        counts = [
+        own = [
             len(rollout.rows),
             rollout.tokens,
-            prompts,
-            cut,
+            sum(len(episode.prompt) for episode in rollout.episodes),
+            sum(episode.truncated for episode in rollout.episodes),
             sum(rollout.totals),
             int(ages.sum()),
-            fresh,
+            int((ages == 0).sum()),
+            *sums.values(),
         ]
-        summed = self.group.all_sum(
-            torch.tensor([float(part) for part in (*counts, *sums.values())])
-        ).tolist()
+        summed = self.group.all_sum(torch.tensor([float(part) for part in own])).tolist()
         rows, tokens, prompts, cut, whole, age, now, *totals = summed
-        worst = float(difference.max()) if len(difference) else 0.0
-        own = (
+        most = (
             max(rollout.lengths, default=0),
             int(ages.max()) if len(ages) else 0,
-            worst,
+            float(difference.max()) if len(difference) else 0.0,
             self.engine.step_ms,
         )
-        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(own), strict=True)
+        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(most), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
@@ -354,8 +353,10 @@ class Actor:
         if self.sampler.window:
             now += sum(row.fresh for row in self.sampler.open.values())
             lengths = [row.tokens for row in self.sampler.open.values()]
-            found |= {"window/rows": rows, "window/sampled": now, "window/age/max": max(oldest)}
             found |= {
+                "window/rows": rows,
+                "window/sampled": now,
+                "window/age/max": max(oldest),
                 "window/open_length/mean": sum(lengths) / len(lengths),
                 "window/open_length/max": max(lengths),
             }

@@ -13,7 +13,6 @@ Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL di
 (joschu.net/blog/kl-approx.html).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,13 +23,11 @@ from torch import Tensor
 
 Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 KLKind = Literal["k1", "k2", "k3", "abs"]
-Schedule = Literal["constant", "linear", "cosine"]
 
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
 STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
-LOG_RATIO = (
-    20.0  # nats; a log-ratio is clamped to this on either side before its exponential is taken
-)
+# nats; a log-ratio is clamped to this on either side before its exponential is taken
+LOG_RATIO = 20.0
 
 
 def _check_shapes(axes: int, **tensors: Tensor) -> None:
@@ -189,9 +186,8 @@ def gae(
     residual = rewards + gamma * next_value - values
     order = sizes.argsort(descending=True, stable=True)
     time = torch.arange(len(values)) - (ends - sizes).repeat_interleave(sizes)
-    active = (
-        len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]
-    )  # rows with a token at each time
+    # rows with a token at each time
+    active = len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]
     begins = active.cumsum(0) - active
     place = begins[time] + order.argsort().repeat_interleave(sizes)
     by_time = torch.empty_like(residual).index_copy_(0, place, residual).numpy()
@@ -236,15 +232,24 @@ def aggregate_weight(lengths: Tensor, aggregate: Aggregate) -> Tensor:
     if aggregate in ("seq_mean_token_sum", "seq_mean_token_mean"):
         return (lengths > 0).sum().double()
     raise ValueError(
-        f"unknown aggregate {aggregate!r}: want token_mean, seq_mean_token_sum or seq_mean_token_mean"
+        f"unknown aggregate {aggregate!r}:"
+        " want token_mean, seq_mean_token_sum or seq_mean_token_mean"
     )
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
-    clip_low: float, clip_high: float, dual_clip: float | None = None, aggregate: Aggregate,
-    weights: Tensor | None = None, mode: Literal["clip", "mask"] = "clip",
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    aggregate: Aggregate,
+    weights: Tensor | None = None,
+    mode: Literal["clip", "mask"] = "clip",
+) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d
     tensors.
 
@@ -265,7 +270,8 @@ def policy_loss(
     _check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if clip_low < 0 or clip_high < 0 or (dual_clip is not None and dual_clip <= 1):
         raise ValueError(
-            f"want clip_low, clip_high >= 0 and dual_clip > 1, got {clip_low}, {clip_high}, {dual_clip}"
+            "want clip_low, clip_high >= 0 and dual_clip > 1,"
+            f" got {clip_low}, {clip_high}, {dual_clip}"
         )
     advantages = advantages.detach()
     # Masked here, not only in the mean: what overflows in the padding would give its log-probs a
@@ -385,32 +391,3 @@ def entropy(logits: Tensor) -> Tensor:
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     # p log p goes to 0 with p, but 0 * -inf is nan.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)
-
-
-def learning_rate(
-    step: int,
-    *,
-    steps: int,
-    peak: float,
-    schedule: Schedule,
-    warmup_steps: int,
-    min_lr_ratio: float,
-) -> float:
-    """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
-
-    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a
-    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
-    a run of one step keeps the peak.
-    """
-    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(
-            f"want step >= 1, warmup_steps >= 0 and a schedule, got {step}, {warmup_steps}, {schedule!r}"
-        )
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    top = max(warmup_steps, 1)
-    if schedule == "constant" or step == top:
-        return peak
-    progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
-    share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)

@@ -7,14 +7,11 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
-from splitppo.placement import Ownership, Role
+from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Prompt, Rollout
 
-WORK = (
-    "padding",
-    "imbalance",
-    "update_tflop",
-)  # figures of how the work was cut; they depend on the placement
+# figures of how the work was cut; they depend on the placement
+WORK = ("padding", "imbalance", "update_tflop")
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,6 @@ class Context:
     """What both roles know of the run.
 
     Attributes:
-        ownership: step -> who owns which slot.
         prompt: row -> its prompt.
         decode: token ids of a response -> its text.
         held_out: prompts of the validation.
@@ -30,7 +26,6 @@ class Context:
     """
 
     config: Config
-    ownership: Callable[[int], Ownership]
     prompt: Callable[[int], Prompt]
     held_out: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
@@ -52,14 +47,13 @@ class Context:
         return (slot % samples if samples >= models else slot // samples) % models
 
     def trainable_rows(
-        self, step: int, rollout: Rollout, role: Role, rank: int, count: int = 0
+        self, plan: StepPlan, rollout: Rollout, role: Role, rank: int, count: int = 0
     ) -> list[list[int]]:
-        """The rows of each mini-batch that the losses are over; the arguments are those of
-        `Ownership.slots`."""
+        """The rows of each mini-batch that the losses are over; the last arguments are those of
+        `StepPlan.slots`."""
         masked = self.config.ppo.mask_truncated
         rows = [e.row for e in rollout.episodes if not (masked and e.truncated)]
-        owned = self.ownership(step)
-        return [owned.rows_of(slots, rows) for slots in owned.slots(role, rank, count)]
+        return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
 
 
 def record(

@@ -1,7 +1,6 @@
 """What a rank of the critic group holds, and its verbs in the loops of train.py."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,30 +13,25 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
-from splitppo.errors import UserError, say
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
 from splitppo.models.heads import value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
+from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.scorer import Failure, Pending, Scorer, failure_line
+from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores
 from splitppo.rollout import Prompt, Rollout, digest
 
-# the run ends when a reward function fails on every row for so many steps in a row, and rows in
-# them
-FAILING_STEPS = 3
-FAILING_ROWS = 16
-
 
 @dataclass(frozen=True)
-class Scored:
-    """Scored rows: values `[N]` of each value model, raw scores `[B]`, the rewards' further figures
-    by name, (row, failure of its reward). `ref`: the reference's log-probs `[N]`, if the critic
-    group holds it. `figures`: `[N]`, for RUN/samples."""
+class ScoredRows:
+    """What `Critic.score` found: values `[N]` of each value model, raw scores `[B]`, the rewards'
+    further figures by name, (row, failure of its reward). `ref`: the reference's log-probs `[N]`,
+    if the critic group holds it."""
 
     rollout: Rollout
     by_model: list[Tensor]
@@ -45,12 +39,30 @@ class Scored:
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
     ref: Tensor | None = None
-    figures: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def values(self) -> Tensor:
         """`[N]`: the value models' mean."""
         return torch.stack(self.by_model).mean(0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `Critic.advantages` found.
+
+    Attributes:
+        advantages: `[N]`, whitened over the whole batch.
+        returns: `[N]`, the value model's targets.
+        waits: whether the policy is not updated in this step. False in a step without rows,
+            which needs no advantages.
+        figures: `[N]` by name, for RUN/samples.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: dict[str, Any]
+    waits: bool = False
+    figures: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Critic:
@@ -89,19 +101,13 @@ class Critic:
             for config in context.configs
         ]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
-        self.failing: dict[
-            str, list[int]
-        ] = {}  # reward function -> rows of each step, to the last, with no score
+        # reward function -> rows of each step, to the last, of which none got a score
+        self.failing: dict[str, list[int]] = {}
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
         for value in self.learners:
-            value.warm_up(
-                lambda m, b: [value_outputs(m, b)],
-                self._objective,
-                fields=1,
-                given=["old", "returns"],
-            )
+            value.warm_up(_outputs, self._objective, fields=1, given=["old", "returns"])
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -109,23 +115,19 @@ class Critic:
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts a thread that decodes some rows of a step and starts the reward functions on them.
         They run while the value model does."""
-        started = self.decoder.submit(self._start_rewards, rollout)
+
+        def start() -> Pending:
+            decode = self.context.decode
+            rows = [(self.context.prompt(s.row), decode(s.response)) for s in rollout.episodes]
+            return self.scorer.submit(rows)
+
+        started = self.decoder.submit(start)
         return lambda: started.result()()
 
-    def _start_rewards(self, rollout: Rollout) -> Pending:
-        rows = [
-            (self.context.prompt(episode.row), self.context.decode(episode.response))
-            for episode in rollout.episodes
-        ]
-        return self.scorer.submit(rows)
-
-    def score(self, step: int, rollout: Rollout, pending: Pending) -> Scored:
+    def score(self, step: int, rollout: Rollout, pending: Pending) -> ScoredRows:
         """Values and reward scores of some rows of a step; all ranks of the group take part.
         `pending`: what `submit` returned for them."""
-        values = [
-            value.forward(rollout, lambda m, b: [value_outputs(m, b)], fields=1)[0]
-            for value in self.learners
-        ]
+        values = [value.forward(rollout, _outputs, fields=1)[0] for value in self.learners]
         ref = self.reference.logprobs(rollout) if self.reference else None
         prompts = [self.context.prompt(row) for row in rollout.rows]
         scores, extra, wrong = self._learned_scores(prompts, rollout)
@@ -134,11 +136,12 @@ class Critic:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
         failures = wrong + [
-            (row, f) for row, r in zip(rollout.rows, results, strict=True) for f in r.failures
+            (row, failure)
+            for row, one in zip(rollout.rows, results, strict=True)
+            for failure in one.failures
         ]
-        return Scored(
-            rollout, values, scores + torch.tensor([r.score for r in results]), extra, failures, ref
-        )
+        scores = scores + torch.tensor([one.score for one in results])
+        return ScoredRows(rollout, values, scores, extra, failures, ref)
 
     def _learned_scores(
         self, prompts: Sequence[Prompt], rollout: Rollout
@@ -159,7 +162,7 @@ class Critic:
         extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
         return scores * config.model_weight, extra, failures
 
-    def release_frozen(self) -> None:
+    def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
         turn."""
         for model in filter(None, (self.reward_model, self.reference)):
@@ -167,11 +170,8 @@ class Critic:
         for learner in self.learners:
             learner.release_memory(changed=False)
 
-    def advantages(
-        self, step: int, scored: Scored, logprobs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Advantages `[N]`, whitened over the whole batch, or NaN if the policy waits; returns
-        `[N]`; metrics.
+    def advantages(self, step: int, scored: ScoredRows, logprobs: Sequence[Tensor]) -> Estimate:
+        """KL rewards, GAE and whitening of a step's rows.
 
         Args:
             logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a
@@ -185,8 +185,9 @@ class Critic:
         kl_sum, rows, tokens = self.group.all_sum(sums).tolist()
         kl_coef = self.kl.coef
         if not rows:  # none has ended in this step
-            return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
-        if not self.pretraining.policy_waits(step):
+            return Estimate(torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef})
+        waits = self.pretraining.policy_waits(step)
+        if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
@@ -194,11 +195,6 @@ class Critic:
         plain, returns = self._estimate(step, rewards, values, rollout.lengths)
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
-        scored.figures.update(value=values, advantage=plain, reward=rewards)
-        white = white.masked_fill(
-            white.isnan(), torch.inf
-        )  # the update skips it; NaN says that the policy waits
-        white = torch.full_like(white, torch.nan) if self.pretraining.policy_waits(step) else white
         figures = {
             "critic/score": scored.scores,
             "critic/rewards": rollout.sums(rewards),
@@ -207,16 +203,18 @@ class Critic:
             "critic/values": values,
             "error": returns - values,
         }
-        extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
+        extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = (
-            self._deviation(scored)
-            | self._summaries(extra | figures)
-            | self._failures(step, scored)
+        metrics = self._deviation(scored) | self._summaries(extra | figures)
+        never = step == self.context.config.steps and not self.past_scores.count
+        self.failing, failed = count_failures(
+            self.group, self.failing, len(rollout.rows), scored.failures, never=never
         )
-        metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
+        metrics |= failed | quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
-        return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
+        metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
+        kept = {"value": values, "advantage": plain, "reward": rewards}
+        return Estimate(white, returns, metrics, waits, kept)
 
     def _estimate(
         self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
@@ -237,20 +235,19 @@ class Critic:
         (moments,) = self.group.all_moments([algo.moments(whole)])
         return whole - moments.mean.to(whole.dtype), returns
 
-    def _deviation(self, scored: Scored) -> dict[str, float]:
+    def _deviation(self, scored: ScoredRows) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""
         if len(scored.by_model) == 1:
             return {}
         (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
         return {"critic/values/deviation": float(moments.mean)}
 
-    def _shape(self, scored: Scored) -> Tensor:
+    def _shape(self, scored: ScoredRows) -> Tensor:
         """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
         config = self.context.config
         rollout = scored.rollout
-        failed = {
-            row for row, _ in scored.failures
-        }  # their scores are no sample of the others' distribution
+        # their scores are no sample of the others' distribution
+        failed = {row for row, _ in scored.failures}
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
         (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
@@ -260,39 +257,6 @@ class Critic:
         return shape_scores(
             scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit
         )
-
-    def _failures(self, step: int, scored: Scored) -> dict[str, float]:
-        """Counts the failures of the rewards, and prints them on the first rank's screen.
-
-        Raises:
-            UserError: a function has failed on every row for some steps, and on enough rows; or the
-                run ends here, and on every row of it.
-        """
-        counts, parts = zip(
-            *self.group.all_gather((len(scored.rollout.rows), scored.failures)), strict=True
-        )
-        failures = [failure for part in parts for failure in part]
-        if self.group.is_first and failures:
-            say(f"[critic] {failure_line(failures)}")
-        failed = Counter(failure.function for _, failure in failures)
-        alike = [name for name, count in failed.items() if count == sum(counts)]
-        self.failing = {name: [*self.failing.get(name, ()), sum(counts)] for name in alike}
-        never = (
-            step == self.context.config.steps and not self.past_scores.count
-        )  # no row of the run was scored
-        for name, rows in self.failing.items():
-            if never or (len(rows) >= FAILING_STEPS and sum(rows) >= FAILING_ROWS):
-                cause = next(failure.text for _, failure in failures if failure.function == name)
-                steps = f"{len(rows)} step{'s' * (len(rows) > 1)}"
-                raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
-        kinds = [failure.kind for _, failure in failures]
-        by_kind = {
-            f"critic/reward_failures/{kind}": float(kinds.count(kind))
-            for kind in sorted(set(kinds))
-        }
-        if failed:  # of the function that failed on the most rows
-            by_kind["critic/reward_failures/share"] = max(failed.values()) / sum(counts)
-        return {"critic/reward_failures": float(len(kinds))} | by_kind
 
     def close(self) -> None:
         """Ends the rewards' processes."""
@@ -316,48 +280,42 @@ class Critic:
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
         if state.get("scored_by", self.scored_by[0]) in self.scored_by:
-            self.past_scores = algo.Moments(
-                *(torch.tensor(part, dtype=torch.float64) for part in state["scores"])
-            )
+            self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
         self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
-    def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
+    def update(self, plan: StepPlan, scored: ScoredRows, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
         ppo = self.context.config.ppo
-        value = self.context.config.value
-        rank = self.group.dp_rank
+        step = plan.step
+        rows = scored.rollout
         count = ppo.value_mini_batches or ppo.mini_batches
-        mini_batches = self.context.trainable_rows(step, scored.rollout, "critic", rank, count)
-        epochs = (
-            value.pretrain_epochs if self.pretraining.runs(step) else ppo.value_epochs or ppo.epochs
-        )
+        mini_batches = self.context.trainable_rows(plan, rows, "critic", self.group.dp_rank, count)
+        epochs = ppo.value_epochs or ppo.epochs
+        if self.pretraining.runs(step):
+            epochs = self.context.config.value.pretrain_epochs
         figures = []
         for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
             own = [
-                [row for row in rows if self.context.value_model(row) == model]
-                for rows in mini_batches
+                [row for row in part if self.context.value_model(row) == model]
+                for part in mini_batches
             ]
             fields = {"old": values, "returns": returns}
-            figures += learner.update(
-                scored.rollout, own, fields, self._objective, step=step, epochs=epochs
-            )
-        moments = self.group.all_moments(
-            [algo.moments(returns), algo.moments(returns - scored.values)]
-        )
-        self.pretraining.finish(step, *moments)
+            figures += learner.update(rows, own, fields, self._objective, step=step, epochs=epochs)
+        moments = [algo.moments(returns), algo.moments(returns - scored.values)]
+        self.pretraining.finish(step, *self.group.all_moments(moments))
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)
         return metrics | {"critic/lr": self.learners[0].learning_rate(step)}
 
-    def samples(self, step: int, scored: Scored) -> list[dict[str, Any]]:
+    def samples(self, step: int, scored: ScoredRows, found: Estimate) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
         calls it in a thread."""
         prompt = self.context.prompt
         decode = self.context.decode
         rollout = scored.rollout
-        tokens = token_figures(scored.rollout, scored.figures, decode)
+        tokens = token_figures(rollout, found.figures, decode)
         rows = zip(rollout.episodes, scored.scores.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
         return [
@@ -388,12 +346,11 @@ class Critic:
         metrics = {}
         whole = {}
         for name in dict.fromkeys(name for part in gathered for name in part):
-            parts = torch.tensor(
-                [part[name] for part in gathered if name in part], dtype=torch.float64
-            )
+            found = [part[name] for part in gathered if name in part]
+            parts = torch.tensor(found, dtype=torch.float64)
             whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
-            metrics[f"{name}/mean"] = float(whole[name].mean)
             metrics |= {
+                f"{name}/mean": float(whole[name].mean),
                 f"{name}/min": float(parts[:, 3].min()),
                 f"{name}/max": float(parts[:, 4].max()),
             }
@@ -403,7 +360,11 @@ class Critic:
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
-def join(parts: Sequence[Scored]) -> Scored:
+def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+    return [value_outputs(model, batch)]
+
+
+def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     """The chunks of a step as one."""
     rollout = Rollout(episode for part in parts for episode in part.rollout.episodes)
     rows = [row for part in parts for row in part.rollout.rows]
@@ -414,14 +375,13 @@ def join(parts: Sequence[Scored]) -> Scored:
         ]
         return rollout.pack(dict(zip(rows, pieces, strict=True)))
 
-    scores = torch.cat([part.scores for part in parts])[
-        torch.tensor(rows, dtype=torch.int64).argsort()
-    ]
-    names = dict.fromkeys(name for part in parts for name in part.extra)
+    order = torch.tensor(rows, dtype=torch.int64).argsort()
+    scores = torch.cat([part.scores for part in parts])[order]
     extra = {
-        name: [figure for part in parts for figure in part.extra.get(name, [])] for name in names
+        name: [figure for part in parts for figure in part.extra.get(name, [])]
+        for name in dict.fromkeys(name for part in parts for name in part.extra)
     }
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
     values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]
-    return Scored(rollout, values, scores, extra, failures, packed(refs) if refs else None)
+    return ScoredRows(rollout, values, scores, extra, failures, packed(refs) if refs else None)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,12 @@ from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.rollout import Rollout
 
-GATHER_BYTES = (
-    2**27
-)  # full weights gathered in one message, at least: with a message per tensor, latency dominates
+# full weights gathered in one message, at least: with a message per tensor, latency dominates
+GATHER_BYTES = 2**27
 
 # (model, rows, fields `[B, T]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -65,22 +65,19 @@ class Learner:
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
         trained = [p for p in model.parameters() if p.requires_grad]
-        alike: dict[
-            Any, list[nn.Parameter]
-        ] = {}  # some versions of torch run the fused kernel on one mesh only
+        # some versions of torch run the fused kernel on one mesh only
+        alike: dict[Any, list[nn.Parameter]] = {}
         for parameter in sorted(trained, key=lambda p: p.ndim < 2):
-            alike.setdefault(
-                (parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []
-            ).append(parameter)
+            kind = parameter.ndim < 2, getattr(parameter, "device_mesh", None)
+            alike.setdefault(kind, []).append(parameter)
         decay = {True: 0.0, False: optim.weight_decay}  # True: biases and norms
         groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
         self.optimizer = torch.optim.AdamW(
             groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
         )
         self.updates = 0
-        self.waited = (
-            0  # steps of the run before the model's first update: its schedule begins after them
-        )
+        # steps of the run before the model's first update: its schedule begins after them
+        self.waited = 0
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
         self.shards = HostShards(model, runner.device) if offload == "all" else None
         self.release_memory()
@@ -112,7 +109,7 @@ class Learner:
         """The learning rate of a step, counted from 1; not one of those in which the model
         waits."""
         optim = self.optim
-        return algo.learning_rate(
+        return learning_rate(
             step - self.waited,
             steps=self.steps - self.waited,
             peak=optim.lr,
@@ -154,16 +151,13 @@ class Learner:
 
         Returns:
             For each optimizer step, over the whole mini-batch: `loss`, `grad_norm` before clipping,
-            `skipped` (1 if the
-            gradient was not finite), the objective's metrics. For the whole update: `padding`, the
-            fraction of tokens
-            that are padding; `imbalance`, the largest rank's tokens relative to the mean, less 1;
-            `update_tflop`, a
-            rank's model FLOPs in 10^12 (6 per token and parameter).
+            `skipped` (1 if the gradient was not finite), the objective's metrics. For the whole
+            update: `padding`, the fraction of tokens that are padding; `imbalance`, the largest
+            rank's tokens relative to the mean, less 1; `update_tflop`, a rank's model FLOPs in
+            10^12 (6 per token and parameter).
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
-        group = self.runner.group
         rollout, mini_batches, fields = self.runner.balance(
             self.model, rollout, mini_batches, fields
         )
@@ -183,33 +177,27 @@ class Learner:
             {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
             for norm in map(float, norms)
         ]
-        parts = [
-            [float(part) for part in metrics.values()] for metrics in sums
-        ]  # of all steps in one message
-        totals = group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist() if parts else []
+        # of all steps in one message
+        parts = [[float(part) for part in metrics.values()] for metrics in sums]
+        sent = torch.tensor(parts, dtype=torch.float64)
+        totals = self.runner.group.all_sum(sent).tolist() if parts else []
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
         self.fetch()
-        cast(
-            FSDPModule, self.model
-        ).reshard()  # a forward without a backward leaves the root's weights gathered
+        # a forward without a backward leaves the root's weights gathered
+        cast(FSDPModule, self.model).reshard()
         return weights_of(self.model)
 
     def check_finite(self) -> None:
         """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is
         not finite."""
         named = self.sharded()
-        bad = (
-            torch.stack([~local(parameter).isfinite().all() for parameter in named.values()])
-            .int()
-            .tolist()
-        )
-        wrong = [
-            name for name, found in zip(named, self.runner.group.all_max(bad), strict=True) if found
-        ]
+        bad = torch.stack([~local(parameter).isfinite().all() for parameter in named.values()])
+        found = self.runner.group.all_max(bad.int().tolist())
+        wrong = [name for name, on_any in zip(named, found, strict=True) if on_any]
         if wrong:
             raise FloatingPointError(
                 f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}"
@@ -236,45 +224,35 @@ class Learner:
         over the group."""
         owned = [[rollout.index[row] for row in rows] for rows in mini_batches]
         cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in owned])
-        plans = [
-            [[rows[i] for i in micro] for micro in cut]
-            for rows, cut in zip(owned, cuts, strict=True)
-        ]
         sums = []
         for rows in owned:
             lengths = torch.tensor([rollout.lengths[i] for i in rows], dtype=torch.int64)
-            sums.append(
-                [float(algo.aggregate_weight(lengths, self.aggregate)), float(lengths.sum())]
-            )
+            weight = algo.aggregate_weight(lengths, self.aggregate)
+            sums.append([float(weight), float(lengths.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
-        kept = [
-            i for i, (weight, _) in enumerate(totals) if weight > 0
-        ]  # a mini-batch may be without rows
-        return [plans[i] for i in kept], [totals[i] for i in kept]
+        kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # one may be without rows
+        plans = [[[owned[i][k] for k in micro] for micro in cuts[i]] for i in kept]
+        return plans, [totals[i] for i in kept]
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
         group = self.runner.group
         packed = is_packed(self.model)
-        micro_batches = [
-            [rollout.totals[i] for i in rows] for plan in plans for rows in plan if rows
-        ]
+        whole = rollout.totals
+        filled = [[whole[i] for i in rows] for plan in plans for rows in plan if rows]
         run = sum(
-            -(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows)
-            for rows in micro_batches
+            -(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows) for rows in filled
         )
-        tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
+        tokens = [sum(whole[i] for micro in plan for i in micro) for plan in plans]
         all_tokens, all_run = group.all_sum(torch.tensor([float(sum(tokens)), float(run)])).tolist()
         most = sum(group.all_max(tokens))
         mean = all_tokens / group.dp_size
         if not all_run:
             return {}
-        tflop = (
-            6e-12 * mean * epochs * sum(parameter.numel() for parameter in self.model.parameters())
-        )
+        size = sum(parameter.numel() for parameter in self.model.parameters())
         return {
             "padding": 1 - all_tokens / all_run,
             "imbalance": most / mean - 1,
-            "update_tflop": tflop,
+            "update_tflop": 6e-12 * mean * epochs * size,
         }
 
     def _accumulate(
@@ -308,9 +286,8 @@ class Learner:
             loss = loss * (algo.aggregate_weight(lengths, self.aggregate) / total[0])
             loss.backward()
             fraction = lengths.sum() / total[1]
-            parts = {name: value * fraction for name, value in metrics.items()} | {
-                "loss": loss.detach()
-            }
+            parts = {name: value * fraction for name, value in metrics.items()}
+            parts["loss"] = loss.detach()
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         if self.gather_once:
             shard_again(self.model)
@@ -331,3 +308,33 @@ class Learner:
         self.host_state.step() if self.host_state else self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+
+def learning_rate(
+    step: int,
+    *,
+    steps: int,
+    peak: float,
+    schedule: Schedule,
+    warmup_steps: int,
+    min_lr_ratio: float,
+) -> float:
+    """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
+
+    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a
+    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
+    a run of one step keeps the peak.
+    """
+    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(
+            "want step >= 1, warmup_steps >= 0 and a schedule,"
+            f" got {step}, {warmup_steps}, {schedule!r}"
+        )
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    top = max(warmup_steps, 1)
+    if schedule == "constant" or step == top:
+        return peak
+    progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
+    share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)

@@ -58,15 +58,19 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
-                remedy = (
+                more = (
                     "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
                 )
-                wrong = f"placement.{name}={size}: all {world} ranks play both roles"
-                raise UserError(f"{wrong}; {remedy} or leave it unset")
+                raise UserError(
+                    f"placement.{name}={size}: all {world} ranks play both roles; {more} or leave"
+                    " it unset"
+                )
         return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
     if world == 1:
-        remedy = "use colocated or start more ranks (a dry run: --world-size)"
-        raise UserError(f"placement.mode={mode} needs 2 ranks at least, not 1; {remedy}")
+        raise UserError(
+            f"placement.mode={mode} needs 2 ranks at least, not 1; use colocated or start more"
+            " ranks (a dry run: --world-size)"
+        )
     if world % local_world:
         raise UserError(
             f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node"
@@ -93,18 +97,19 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
         actor = world - critic
     if actor + critic != world:
         raise UserError(
-            f"placement.actor={actor} and critic={critic} do not add up to {world} ranks; give one of them"
+            f"placement.actor={actor} and critic={critic} do not add up to {world} ranks;"
+            " give one of them"
         )
     for name, size in (("actor", actor), ("critic", critic)):
         if size < 1:
-            given = f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of {world} is left"
             raise UserError(
-                f"{given} for the {name} group; set sizes of 1 to {world - 1}, or placement.mode=colocated"
+                f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of"
+                f" {world} is left for the {name} group; set sizes of 1 to {world - 1}, or"
+                " placement.mode=colocated"
             )
         if size % unit:
             even = f"must be the same on each of {unit} nodes"
-            whole = f"is not whole nodes of {unit}"
-            rule = even if mode == "per_node" else whole
+            rule = even if mode == "per_node" else f"is not whole nodes of {unit}"
             raise UserError(
                 f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}"
             )
@@ -126,8 +131,10 @@ def replicas(
     fits = [n for n in fits if all(n % held == 0 or held % n == 0 for held in on_node.values())]
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
-        wrong = f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole replicas"
-        raise UserError(f"{wrong}; use one of {fits}")
+        raise UserError(
+            f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole"
+            f" replicas; use one of {fits}"
+        )
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
@@ -163,12 +170,10 @@ def check_sets(config: Config, placement: Placement, *, local_world: int) -> Non
     replica."""
     for model, role in _holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
-        size = config.tensor_parallel(model)
-        setting = "fsdp" if model == "policy" else model
         check_cut(
             f"the {model}'s",
-            setting,
-            size,
+            "fsdp" if model == "policy" else model,
+            config.tensor_parallel(model),
             role,
             placement,
             local_world=local_world,
@@ -192,24 +197,28 @@ def check_cut(
     counts = [*Counter(rank // local_world for rank in ranks).values(), replica or len(ranks)]
     if any(count % size for count in counts):
         fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
-        where = f"{len(ranks)} {role} ranks, {min(counts)} on a node or in a replica"
-        wrong = f"{owner} tensor_parallel={size} does not cut the {where}, into whole sets"
-        raise UserError(f"{wrong}; set {setting}.tensor_parallel to one of {fits}")
+        raise UserError(
+            f"{owner} tensor_parallel={size} does not cut the {len(ranks)} {role} ranks,"
+            f" {min(counts)} on a node or in a replica, into whole sets;"
+            f" set {setting}.tensor_parallel to one of {fits}"
+        )
 
 
 @dataclass(frozen=True)
-class Ownership:
-    """Slots of one step -> mini-batch, and of each group the data-parallel rank that holds their
+class StepPlan:
+    """One step's slots -> mini-batch, and of each group the data-parallel rank that holds their
     rows. All groups cut each mini-batch into contiguous pieces of the same order: a rank exchanges
     rows with few ranks of another group.
 
     Attributes:
+        step: counted from 1.
         mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
         orders: the same slots, in the order in which they are cut over ranks; empty: that of
             `mini_batches`.
     """
 
+    step: int
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
     orders: tuple[tuple[int, ...], ...] = ()
@@ -290,18 +299,24 @@ def piece(slots: Sequence[int], count: int, i: int) -> Sequence[int]:
 
 
 def own(
-    *, seed: int, step: int, batch_size: int, samples: int, mini_batches: int, sizes: Mapping[Role, int],
+    *,
+    seed: int,
+    step: int,
+    batch_size: int,
+    samples: int,
+    mini_batches: int,
+    sizes: Mapping[Role, int],
     contexts: Sequence[int] = (),
-) -> Ownership:  # fmt: skip
-    """The ownership of a step's slots: slot `p * samples + s` has sample s of prompts. `contexts`:
-    tokens that each slot begins with, if rows go on; then actor ranks get about as many of them,
-    and as many slots as otherwise."""
+) -> StepPlan:
+    """A step's plan; slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
+    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots
+    as otherwise."""
     prompts = list(range(batch_size // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     size = batch_size // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return Ownership(cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
+    return StepPlan(step, cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
 
 
 def _deal(
@@ -316,9 +331,8 @@ def _deal(
         room = [len(part) for part in cut_evenly(slots, ranks)]
         smallest = [(sums[rank], rank) for rank in range(ranks) if room[rank]]  # of ranks with room
         heapify(smallest)
-        for slot in sorted(
-            slots, key=contexts.__getitem__, reverse=True
-        ):  # of equal ones, the first comes first
+        # of equal ones, the first comes first
+        for slot in sorted(slots, key=contexts.__getitem__, reverse=True):
             _, rank = smallest[0]
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]

@@ -9,7 +9,7 @@ from splitppo.config import Config
 
 class Pretraining:
     """The steps before the first policy update, in which only the value model is trained. The
-    critic sends no advantages (NaN) in these steps, so the actor needs none.
+    critic alone knows which these are, and says so with their advantages.
 
     Plain warm-up (`ppo.critic_warmup`) trains the value model as in all other steps. Pretraining
     (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1) has targets with lambda 1 and

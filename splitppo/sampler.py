@@ -48,8 +48,8 @@ class Sampler:
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no token yet. The same on all
             ranks.
-        held: slot -> the open row with its contents, on the rank that owns the slot in the next
-            step. After `load_state`, on all ranks.
+        held: slot -> the open row with its contents, on the rank that owns the slot. After
+            `load_state`, on all ranks.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Sampler:
         self.lengths = lengths
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Episode] = {}
-        # by this rank since the last `share`: slots' open rows; of the first slots, the (row,
-        # tokens) that they decoded
-        self._changed: dict[int, Episode] = {}
+        # whether each rank holds every open row, as before the first rollout
+        self._everywhere = True
+        # by this rank in this step: of the first slots, the (row, tokens) that they decoded
         self._decoded: dict[int, list[tuple[int, int]]] = {}
 
     def generate(
@@ -100,29 +100,27 @@ class Sampler:
         first = (step - 1) * self.slots + slot
         return self.held[slot] if slot in self.open else self._fresh(first)
 
-    def share(
-        self, group: Group, owned: Callable[[], Sequence[Sequence[int]]]
-    ) -> list[list[tuple[int, int]]]:
-        """Tells every rank of the actor group about the open rows of all slots, after each rollout,
-        and moves their contents to the ranks that own the slots next. `owned`: the slots of each
-        rank in the next step, asked for once all open rows are known. Returns what the first
-        `RECORDED` slots have decoded: (row, tokens) one after another.
-        """
-        changed = self._changed
-        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in changed.items()}
+    def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
+        """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
+        the slots of each rank, ascending. All ranks of the actor group call it before a rollout."""
+        here = owned[group.dp_rank]
+        sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
+        self.held = {slot: self.held[slot] for slot in here if slot in self.held}
+        if self.window and not self._everywhere:
+            moved = exchange_rows(group, sent, logprobs=True)
+            self.held |= {row.row % self.slots: row for row in moved}
+
+    def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
+        """Tells every rank of the actor group about the open rows of all slots, after a rollout.
+        Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
+        own = self.held.items()
+        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in own}
         decoded = {}
         for rows, part in group.all_gather((known, self._decoded)):
             self.open |= rows
             decoded |= part
-        self._changed = {}
+        self._everywhere = False
         self._decoded = {}
-        if self.window:
-            slots = owned()
-            here = set(slots[group.dp_rank])
-            sent = [[changed[slot] for slot in own if slot in changed] for own in slots]
-            moved = exchange_rows(group, sent, logprobs=True)
-            self.held = {slot: row for slot, row in self.held.items() if slot in here}
-            self.held |= {row.row % self.slots: row for row in moved}
         return [decoded[slot] for slot in sorted(decoded)]
 
     def contexts(self) -> list[int]:
@@ -233,7 +231,7 @@ class Sampler:
         if slot < RECORDED:
             self._decoded.setdefault(slot, []).append((row.row, row.fresh))
         if self.window:
-            self._changed[slot] = self._fresh(row.row + self.slots) if row.end else row
+            self.held[slot] = self._fresh(row.row + self.slots) if row.end else row
         return row.end is not None
 
     def _left(self, row: Episode) -> int:

@@ -3,7 +3,8 @@
 Every rank runs this module, and its rank decides which loop it plays:
 
     actor ranks                                  critic ranks
-    sync: weights into the engine                value.update of the step before still runs here
+    plan: who owns which slot                    value.update of the step before still runs here
+    sync: weights into the engine
     generate; finished rows leave as chunks ---> score(chunk): values, scores
     old and reference log-probs             ---> KL rewards, GAE, whitening over the whole batch
                                             <--- advantages
@@ -42,25 +43,28 @@ def actor_loop(run: Run, actor: Actor, links: Links) -> None:
             actor.sync()
         episodes = []
         with log.span("rollout"):
-            for finished in actor.generate(step):
+            plan = run.plan(step)
+            actor.move_open_rows(plan)
+            for finished in actor.generate(plan):
                 episodes += finished
-                links.rollouts.offer(step, finished)
+                links.rollouts.offer(plan, finished)
             actor.release_engine()
-        posted = links.rollouts.flush(step)
+        posted = links.rollouts.flush(plan)
         with log.span("barrier_wait"):
             actor.group.barrier()
         rollout = Rollout(episodes)
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            logprobs, metrics = actor.logprobs(step, rollout)
+            metrics = actor.gather_open_rows()
+            logprobs, found = actor.logprobs(rollout)
             actor.release_reference()
         with log.span("wait_critic"):
             posted.result()
         with log.span("wait_advantages"):
-            links.logprobs.send(step, rollout, *logprobs)
-            (advantages,) = links.advantages.recv(step, rollout, fields=1)
+            links.logprobs.send(plan, rollout, logprobs)
+            (advantages,), waits = links.advantages.recv(plan, rollout, fields=1)
         with log.span("update"):
-            metrics |= actor.update(step, rollout, logprobs, advantages)
+            metrics |= found | actor.update(plan, rollout, logprobs, advantages, waits=waits)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
@@ -73,30 +77,28 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
     rollout."""
     log = run.logs["critic"]
     for step in run.steps():
+        with log.span("wait_rollouts"):
+            plan = run.plan(step)
         parts = []
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
-                rollout = Rollout(links.rollouts.recv(step, chunk))
-            with log.span("score"):
-                pending = critic.submit(
-                    step, rollout
-                )  # reward functions run while this rank waits for its group
+                rollout = Rollout(links.rollouts.recv(plan, chunk))
+            with log.span("score"):  # rewards begin while this rank waits for its group
+                pending = critic.submit(step, rollout)
             with log.span("wait_rollouts"):
                 critic.group.barrier()
             with log.span("score"):
                 parts.append(critic.score(step, rollout, pending))
-        critic.release_frozen()
+        critic.release_models()
         scored = join(parts)
         with log.span("wait_logprobs"):
-            logprobs = links.logprobs.recv(step, scored.rollout, fields=run.logprob_fields)
+            logprobs, _ = links.logprobs.recv(plan, scored.rollout, fields=run.logprob_fields)
         with log.span("advantages"):
-            advantages, returns, metrics = critic.advantages(step, scored, logprobs)
-            links.advantages.send(step, scored.rollout, advantages)
-        with log.span("update"):
-            run.write_samples(
-                step, partial(critic.samples, step, scored)
-            )  # a thread does, until the step's end
-            metrics |= critic.update(step, scored, returns)
+            found = critic.advantages(step, scored, logprobs)
+            links.advantages.send(plan, scored.rollout, [found.advantages], flag=found.waits)
+        with log.span("update"):  # a thread writes the samples, until the step's end
+            run.write_samples(step, partial(critic.samples, step, scored, found))
+            metrics = found.metrics | critic.update(plan, scored, found.returns)
         with log.span("checkpoint"):
             run.save("critic", step, critic)
         run.finish("critic", step, metrics)
@@ -110,39 +112,40 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
         with log.span("sync"):
             actor.sync()
         with log.span("rollout"):
-            rollout = Rollout(row for finished in actor.generate(step) for row in finished)
+            plan = run.plan(step)
+            actor.move_open_rows(plan)
+            rollout = Rollout([row for finished in actor.generate(plan) for row in finished])
             actor.release_engine()
         with log.span("barrier_wait"):
-            theirs = exchange.rollouts(step, rollout)
+            theirs = exchange.rollouts(plan, rollout)
         with critic_log.span("score"):
             pending = critic.submit(step, theirs)
         with log.span("barrier_wait"):
             critic.group.barrier()
         with critic_log.span("score"):
             scored = critic.score(step, theirs, pending)
-            critic.release_frozen()
+            critic.release_models()
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            logprobs, metrics = actor.logprobs(step, rollout)
+            metrics = actor.gather_open_rows()
+            logprobs, noted = actor.logprobs(rollout)
             actor.release_reference()
         with critic_log.span("advantages"):
-            given = exchange.logprobs(step, rollout, scored.rollout, logprobs)
-            advantages, returns, critic_metrics = critic.advantages(step, scored, given)
-            (advantages,) = exchange.advantages(step, scored.rollout, rollout, [advantages])
-        run.write_samples(
-            step, partial(critic.samples, step, scored)
-        )  # a thread does, until the step's end
+            given = exchange.logprobs(plan, rollout, scored.rollout, logprobs)
+            found = critic.advantages(step, scored, given)
+            (own,) = exchange.advantages(plan, scored.rollout, rollout, [found.advantages])
+        run.write_samples(step, partial(critic.samples, step, scored, found))
         with log.span("update"):
-            metrics |= actor.update(step, rollout, logprobs, advantages)
+            metrics |= noted | actor.update(plan, rollout, logprobs, own, waits=found.waits)
         with critic_log.span("update"):
-            critic_metrics |= critic.update(step, scored, returns)
+            updated = critic.update(plan, scored, found.returns)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):
             run.save("actor", step, actor)
             run.save("critic", step, critic)
         run.finish("actor", step, metrics)
-        run.finish("critic", step, critic_metrics)
+        run.finish("critic", step, found.metrics | updated)
 
 
 def train(run: Run) -> None:

@@ -78,9 +78,7 @@ class Validator:
                 what = answer(text), len(episode.response), episode.truncated, bool(scored.failures)
                 found.append(Response(episode.row, scored.score, dict(scored.figures), *what))
                 failures += [(episode.row, failure) for failure in scored.failures]
-                if (
-                    episode.row < FILE_ROWS
-                ):  # every rank has the prompts, so only responses are gathered
+                if episode.row < FILE_ROWS:  # without prompts, which every rank has
                     written.append((episode.row, text, scored.score, episode.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:

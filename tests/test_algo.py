@@ -13,6 +13,7 @@ from torch import Tensor
 
 from splitppo import algo
 from splitppo.algo import Aggregate, Moments
+from splitppo.learner import learning_rate
 
 AGGREGATES: tuple[Aggregate, ...] = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 NAN = math.nan
@@ -806,7 +807,7 @@ def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
 )
 def test_learning_rate_by_hand(schedule, warmup, want):
     got = [
-        algo.learning_rate(
+        learning_rate(
             s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25
         )
         for s in range(1, 7)
@@ -817,7 +818,7 @@ def test_learning_rate_by_hand(schedule, warmup, want):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_learning_rate_at_the_ends(schedule):
     def lr(step: int, steps: int, floor: float) -> float:
-        return algo.learning_rate(
+        return learning_rate(
             step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor
         )
 
@@ -825,7 +826,7 @@ def test_learning_rate_at_the_ends(schedule):
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
     beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
-    assert algo.learning_rate(7, schedule=schedule, **beyond) == pytest.approx(
+    assert learning_rate(7, schedule=schedule, **beyond) == pytest.approx(
         1.5
     )  # all of it was warm-up
     with pytest.raises(ValueError, match="step >= 1"):
@@ -834,7 +835,7 @@ def test_learning_rate_at_the_ends(schedule):
 
 def test_learning_rate_refuses_an_unknown_schedule():
     with pytest.raises(ValueError, match="'wsd'"):
-        algo.learning_rate(1, steps=2, peak=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.0)  # pyright: ignore
+        learning_rate(1, steps=2, peak=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.0)  # pyright: ignore
 
 
 def test_importance_weights_are_of_clamped_log_ratios():

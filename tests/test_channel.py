@@ -16,12 +16,13 @@ import torch.distributed as dist
 from episodes import episode
 from ranks import run_ranks, run_threads, thread_collectives, thread_groups
 
-from splitppo.channel import Exchange, Hop, Links, Wire
+from splitppo.channel import Exchange, Links
 from splitppo.config import PlacementConfig
 from splitppo.errors import WireError
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
+from splitppo.job.wire import Hop, Wire
 from splitppo.placement import Placement, Role, own, place
 from splitppo.rollout import Rollout
 
@@ -101,32 +102,26 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
     groups = [group for part in groups for group in part]  # by global rank
 
     @lru_cache
-    def ownership(step):
+    def plan(step):
         return own(seed=3, step=step, batch_size=batch, samples=1, mini_batches=mini, sizes=sizes)
 
     seen, errors = {}, []
 
     def links_of(rank):
-        return Links(
-            QueueWire(rank, store, queues, record),
-            placement,
-            ownership,
-            groups[rank],
-            chunks=chunks,
-        )
+        return Links(QueueWire(rank, store, queues, record), placement, groups[rank], chunks=chunks)
 
     def actor(rank):
         links = links_of(rank)
         for step in range(1, steps + 1):
-            rows = ownership(step).all_slots("actor", groups[rank].dp_rank)
+            rows = plan(step).all_slots("actor", groups[rank].dp_rank)
             finishing = make_samples(rows, step)
             random.Random(f"{rank}/{step}").shuffle(finishing)
             time.sleep(0.8 if slow == "first actor" and rank == 0 else 0)
             for sample in finishing:
-                links.rollouts.offer(step, [sample])
-                links.rollouts.offer(step, [])
+                links.rollouts.offer(plan(step), [sample])
+                links.rollouts.offer(plan(step), [])
                 time.sleep(0.004 if slow == "actor" else 0)
-            links.rollouts.flush(step).result()
+            links.rollouts.flush(plan(step)).result()
             rollout = Rollout(finishing)
             index = torch.tensor(
                 [
@@ -135,24 +130,28 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                     for _ in range(n)
                 ]
             )
-            links.logprobs.send(step, rollout, index.float(), -index.float())
-            (advantages,) = links.advantages.recv(step, rollout, fields=1)
+            links.logprobs.send(plan(step), rollout, [index.float(), -index.float()])
+            (advantages,), flag = links.advantages.recv(plan(step), rollout, fields=1)
             seen[rank, step] = torch.equal(advantages, index.float() + 0.5)
+            seen[rank, step] &= flag == (step == 1 and bool(rows))
 
     def critic(rank):
         links = links_of(rank)
         for step in range(1, steps + 1):
             samples = []
             for chunk in range(chunks):
-                samples += links.rollouts.recv(step, chunk)
+                samples += links.rollouts.recv(plan(step), chunk)
                 time.sleep(0.02 if slow == "critic" else 0)
             rollout = Rollout(samples)
-            old, ref = links.logprobs.recv(step, rollout, fields=2)
-            links.advantages.send(step, rollout, old + 0.5)
-            due = make_samples(ownership(step).all_slots("critic", groups[rank].dp_rank), step)
+            (old, ref), flag = links.logprobs.recv(plan(step), rollout, fields=2)
+            links.advantages.send(plan(step), rollout, [old + 0.5], flag=step == 1)
+            due = make_samples(plan(step).all_slots("critic", groups[rank].dp_rank), step)
             index = [float(sample.row) for sample in due for _ in range(sample.tokens)]
             seen[rank, step] = (
-                rollout.episodes == due and old.tolist() == index and torch.equal(old, -ref)
+                rollout.episodes == due
+                and old.tolist() == index
+                and torch.equal(old, -ref)
+                and not flag
             )
 
     def guarded(function, rank):
@@ -222,7 +221,7 @@ def exchanging_rank(group, critics, windows):
     sizes: dict[Role, int] = {role: found.dp_size for role, found in groups.items()}
 
     @lru_cache
-    def ownership(step):
+    def plan(step):
         contexts = [(5 * slot + step) % 11 for slot in range(12)] if windows else []
         return own(
             seed=3,
@@ -236,7 +235,7 @@ def exchanging_rank(group, critics, windows):
 
     def rows(step, role):
         """With windows a slot has no row, one or two; in the last step none has one."""
-        slots = ownership(step).all_slots(role, groups[role].dp_rank) if step < 3 else []
+        slots = plan(step).all_slots(role, groups[role].dp_rank) if step < 3 else []
         numbers = [
             slot + 12 * turn
             for slot in slots
@@ -248,15 +247,17 @@ def exchanging_rank(group, critics, windows):
         """Another number for each token."""
         return torch.tensor([s.row + i / 16 for s in rollout.episodes for i in range(s.tokens)])
 
-    exchange, seen = Exchange(groups, ownership), []
+    exchange, seen = Exchange(groups), []
     for step in (1, 2, 3):
         rollout, scored = rows(step, "actor"), rows(step, "critic")
-        found = exchange.rollouts(step, rollout)
+        found = exchange.rollouts(plan(step), rollout)
         seen.append(found.episodes == scored.episodes)
         seen.append((found is rollout) == (sizes["actor"] == sizes["critic"]))
-        old, ref = exchange.logprobs(step, rollout, scored, [numbered(rollout), -numbered(rollout)])
+        both = [numbered(rollout), -numbered(rollout)]
+        old, ref = exchange.logprobs(plan(step), rollout, scored, both)
         seen += [torch.equal(old, numbered(scored)), torch.equal(ref, -old)]
-        (advantages,) = exchange.advantages(step, scored, rollout, [numbered(scored) + 64])
+        given = [numbered(scored) + 64]
+        (advantages,) = exchange.advantages(plan(step), scored, rollout, given)
         seen.append(torch.equal(advantages, numbered(rollout) + 64))
     return seen
 
@@ -288,7 +289,8 @@ def test_random_sizes_never_dead_lock():
 
 
 def pair(batch, *, chunks, window=0, timeout=20.0):
-    """The links of an actor and a critic rank that share all rows, and the record of posts."""
+    """The links of an actor and a critic rank that share all rows, the record of posts, and a step's
+    plan."""
     placement, store, record = (
         Placement("per_node", {"actor": (0,), "critic": (1,)}),
         dist.HashStore(),
@@ -296,7 +298,7 @@ def pair(batch, *, chunks, window=0, timeout=20.0):
     )
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
 
-    def ownership(step):
+    def plan(step):
         return own(
             seed=0,
             step=step,
@@ -310,44 +312,47 @@ def pair(batch, *, chunks, window=0, timeout=20.0):
     groups = [thread_groups(1)[0][0] for _ in wires]
     sizes = {"chunks": chunks, "window": window}
     links = (
-        Links(wire, placement, ownership, group, **sizes)
-        for wire, group in zip(wires, groups, strict=True)
+        Links(wire, placement, group, **sizes) for wire, group in zip(wires, groups, strict=True)
     )
-    return *links, record
+    return *links, record, plan
 
 
 def test_chunks_leave_before_the_rollout_is_over():
-    sender, receiver, record = pair(8, chunks=4)
+    sender, receiver, record, plan = pair(8, chunks=4)
     samples = make_samples(range(8), 1)
-    sender.rollouts.offer(1, samples[:4])
+    sender.rollouts.offer(plan(1), samples[:4])
     assert record == [], "posted before the receiver was clear"
     got = []
-    thread = threading.Thread(target=lambda: got.append(receiver.rollouts.recv(1, 0)))
+    thread = threading.Thread(target=lambda: got.append(receiver.rollouts.recv(plan(1), 0)))
     thread.start()
     deadline = time.monotonic() + 10
     while not any(hop[0] == "send" for hop in record) and time.monotonic() < deadline:
-        sender.rollouts.offer(1, [])
+        sender.rollouts.offer(plan(1), [])
     thread.join(timeout=10)
     assert [sample.row for sample in got[0]] == [0, 1, 2, 3]
 
 
 def test_what_is_left_of_a_rollout_leaves_by_itself():
-    sender, receiver, _ = pair(8, chunks=4)
-    sender.rollouts.offer(1, make_samples(range(8), 1))
-    posted = sender.rollouts.flush(1)
+    sender, receiver, _, plan = pair(8, chunks=4)
+    sender.rollouts.offer(plan(1), make_samples(range(8), 1))
+    posted = sender.rollouts.flush(plan(1))
     assert not posted.done()
-    rows = [sample.row for chunk in range(4) for sample in receiver.rollouts.recv(1, chunk)]
+    rows = [sample.row for chunk in range(4) for sample in receiver.rollouts.recv(plan(1), chunk)]
     assert sorted(rows) == list(range(8))
     posted.result(timeout=10)
 
 
 @pytest.mark.parametrize(("word", "waits_for"), [("clear", "clear-to-send"), ("go", "a message")])
 def test_a_wait_that_runs_out_names_everything(word, waits_for):
-    sender, receiver, _ = pair(2, chunks=1, timeout=0.2)
+    sender, receiver, _, plan = pair(2, chunks=1, timeout=0.2)
     if word == "clear":
-        sender.rollouts.offer(7, make_samples([0, 1], 7))
+        sender.rollouts.offer(plan(7), make_samples([0, 1], 7))
     with pytest.raises(WireError) as caught:
-        _ = sender.rollouts.flush(7).result() if word == "clear" else receiver.rollouts.recv(7, 0)
+        _ = (
+            sender.rollouts.flush(plan(7)).result()
+            if word == "clear"
+            else receiver.rollouts.recv(plan(7), 0)
+        )
     text = str(caught.value)
     for part in (
         "step 7",
@@ -370,13 +375,13 @@ def test_a_wait_that_runs_out_names_everything(word, waits_for):
 def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_it_is(
     monkeypatch, broken, due
 ):
-    sender, receiver, _ = pair(2, chunks=1, timeout=5)
+    sender, receiver, _, plan = pair(2, chunks=1, timeout=5)
 
     monkeypatch.setattr(receiver.wire, "transfer_in", lambda *_: (_ for _ in ()).throw(broken))
-    sender.rollouts.offer(7, make_samples([0, 1], 7))
-    _ = sender.rollouts.flush(7)
+    sender.rollouts.offer(plan(7), make_samples([0, 1], 7))
+    _ = sender.rollouts.flush(plan(7))
     with pytest.raises(due) as caught:
-        receiver.rollouts.recv(7, 0)
+        receiver.rollouts.recv(plan(7), 0)
     if due is WireError:
         said = "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') failed: closed by peer"
         assert said in str(caught.value)
@@ -385,7 +390,7 @@ def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_i
 
 
 def test_a_message_of_another_size_than_is_due_is_refused(monkeypatch):
-    sender, receiver, _ = pair(2, chunks=1, timeout=5)
+    sender, receiver, _, _ = pair(2, chunks=1, timeout=5)
     hop = Hop("logprobs", 1, 0, 0, 1)
     monkeypatch.setattr(sender.wire, "transfer_out", lambda *_: None)
     threading.Thread(target=sender.wire.send, args=(hop, torch.zeros(3)), daemon=True).start()
@@ -394,10 +399,10 @@ def test_a_message_of_another_size_than_is_due_is_refused(monkeypatch):
 
 
 def test_rows_that_were_not_offered_are_missed():
-    sender, _, _ = pair(4, chunks=1)
-    sender.rollouts.offer(1, make_samples([0, 1], 1))
+    sender, _, _, plan = pair(4, chunks=1)
+    sender.rollouts.offer(plan(1), make_samples([0, 1], 1))
     with pytest.raises(WireError, match="not offered"):
-        sender.rollouts.flush(1)
+        sender.rollouts.flush(plan(1))
 
 
 class Woken(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
-from splitppo.critic import Critic, Scored
+from splitppo.critic import Critic, ScoredRows
 from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.runner import Runner
@@ -42,22 +42,20 @@ def make_critic(group: Group, config: Config) -> Critic:
 
 
 def advantages(
-    group: Group, config: Config, steps: list[list[Scored]], logprobs: list[list[Tensor]]
+    group: Group, config: Config, steps: list[list[ScoredRows]], logprobs: list[list[Tensor]]
 ) -> Any:
     """What each step gave: metrics, advantages, returns; and the critic."""
     critic, found = make_critic(group, config), []
     for step, parts in enumerate(steps, 1):
-        white, returns, metrics = critic.advantages(
-            step, parts[group.dp_rank], logprobs[group.dp_rank]
-        )
-        found.append((metrics, white.tolist(), returns.tolist()))
+        made = critic.advantages(step, parts[group.dp_rank], logprobs[group.dp_rank])
+        found.append((made.metrics, made.advantages.tolist(), made.returns.tolist()))
     return found, critic
 
 
-def scored(row: int, values: list[float], score: float, failures: int = 0) -> Scored:
+def scored(row: int, values: list[float], score: float, failures: int = 0) -> ScoredRows:
     rollout = Rollout([sample(row, 1, *[0.0] * len(values))])
     failed = [(row, Failure("judge", "timeout", "took long"))] * failures
-    return Scored(
+    return ScoredRows(
         rollout, [torch.tensor(values)], torch.tensor([score]), {"steps": [10.0 * row]}, failed
     )
 

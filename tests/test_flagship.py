@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from splitppo import actor, critic, train
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import own
+from splitppo.placement import StepPlan, own
 
 SEED, STEPS, BATCH, MINI = 5, 3, 22, 2
 HYPER = {
@@ -108,13 +108,13 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
     update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
     generate = actor.Actor.generate
 
-    def actor_generate(self: Any, step: int) -> Any:
+    def actor_generate(self: Any, plan: StepPlan) -> Any:
         """Rows of an engine that is a little off."""
-        first, *_ = self.context.ownership(step).mini_batches
-        cut = {2: range(BATCH), 3: first}.get(step, ()) if odd == "cut" else ()
+        first, *_ = plan.mini_batches
+        cut = {2: range(BATCH), 3: first}.get(plan.step, ()) if odd == "cut" else ()
         far = {0: -30.0, 2: 30.0} if odd == "far" else {}
         actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
-        for finished in generate(self, step):
+        for finished in generate(self, plan):
             for s in finished if odd != "exact" else ():
                 off = [
                     far.get((s.row + i) % 9, 0.1 * ((s.row + i) % 5 - 2))
@@ -131,14 +131,15 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
                 for s in finished
             ]
 
-    def actor_update(self: Any, step: int, rollout: Any, *tensors: Any) -> Any:
+    def actor_update(self: Any, plan: StepPlan, rollout: Any, *tensors: Any, waits: bool) -> Any:
+        step = plan.step
         rows = {
             s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated)
             for s in rollout.episodes
         }
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
         time.sleep(0.3 if slow == "actor" else 0)
-        metrics = update(self, step, rollout, *tensors)
+        metrics = update(self, plan, rollout, *tensors, waits=waits)
         weights = {
             name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)
         }
@@ -146,13 +147,14 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
             torch.save(weights, record / "policy.pt")
         return metrics
 
-    def critic_update(self, step, scored, returns):
+    def critic_update(self, plan, scored, returns):
+        step = plan.step
         torch.save(
             dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
             record / f"scores_{step}_{rank}.pt",
         )
         time.sleep(0.3 if slow == "critic" else 0)
-        metrics = judge(self, step, scored, returns)
+        metrics = judge(self, plan, scored, returns)
         weights = {
             f"{i}.{name}": weight.cpu().clone()
             for i, learner in enumerate(self.learners)

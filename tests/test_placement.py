@@ -8,8 +8,8 @@ import pytest
 from splitppo.config import Config, FsdpConfig, PlacementConfig, ReferenceConfig, ValueConfig
 from splitppo.errors import UserError
 from splitppo.placement import (
-    Ownership,
     Role,
+    StepPlan,
     check_sets,
     chunk_sizes,
     cut_evenly,
@@ -240,11 +240,11 @@ def test_the_last_rows_to_finish_are_few_in_a_message():
 
 def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
     """By hand; and the same rows are together whatever the number of ranks."""
-    four = Ownership(((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
+    four = StepPlan(1, ((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
     assert four.slots("critic", 0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert four.slots("critic", 0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     shuffled = ((7, 1, 3, 0, 8), (5, 2, 6, 4))
-    one, two = (Ownership(shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
+    one, two = (StepPlan(1, shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
     assert one.slots("critic", 0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
     assert two.slots("critic", 0, 4) == [[7], [1], [5], [2]]
     assert two.slots("critic", 1, 4) == [[3, 8], [0], [6], [4]]

@@ -17,11 +17,11 @@ from splitppo import algo
 from splitppo.actor import Actor
 from splitppo.config.cli import parse
 from splitppo.context import Context, learning_metrics
-from splitppo.critic import Critic, Scored
+from splitppo.critic import Critic, ScoredRows
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import own
-from splitppo.rewards.scorer import Failure
+from splitppo.rewards.scorer import Failure, count_failures
 from splitppo.rollout import End, Prompt, Rollout
 from splitppo.run.life import Run
 from splitppo.sampler import Sampler
@@ -66,7 +66,7 @@ def rollout_of(rank: int) -> Rollout:
 def context_of(*argv: str) -> Context:
     with PARSING:
         config = parse(["--rollout.batch-size=4", "--ppo.mini-batches=1", *argv])
-    return Context(config, cast(Any, None), cast(Any, None), (), cast(Any, None), 10)
+    return Context(config, cast(Any, None), (), cast(Any, None), 10)
 
 
 def advantages_rank(group: Group) -> list:
@@ -84,11 +84,9 @@ def advantages_rank(group: Group) -> list:
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
-            scored = Scored(rollout, [packed(VALUES, rank)], mine, extra, [])
-            advantages, returns, metrics = critic.advantages(
-                1, scored, [packed(OLD, rank), packed(REF, rank)]
-            )
-            found.append((advantages.tolist(), returns.tolist(), metrics))
+            scored = ScoredRows(rollout, [packed(VALUES, rank)], mine, extra, [])
+            made = critic.advantages(1, scored, [packed(OLD, rank), packed(REF, rank)])
+            found.append((made.advantages.tolist(), made.returns.tolist(), made.metrics))
     return found
 
 
@@ -168,9 +166,8 @@ def failing_rank(group: Group) -> list[str]:
             if (step, row) != (3, 1)
         ]
         failed += [(row, Failure("most", "timeout", "late")) for row in HELD[rank] if row]
-        scored = Scored(rollout_of(rank), [torch.zeros(0)], torch.zeros(2), {}, failed)
         try:
-            told = critic._failures(step, scored)
+            critic.failing, told = count_failures(group, critic.failing, 2, failed, never=False)
             share = told["critic/reward_failures/share"]
             said.append(
                 f"{told['critic/reward_failures']} {told['critic/reward_failures/error']} {share}"
@@ -250,7 +247,7 @@ def act_rank(group: Group) -> tuple:
     owned = own(
         seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2}
     )
-    context = replace(context, ownership=lambda _: replace(owned, mini_batches=((0, 1, 2, 3),)))
+    plans = [replace(owned, step=step, mini_batches=((0, 1, 2, 3),)) for step in range(4)]
     sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
     actor = Actor(
         context,
@@ -271,14 +268,17 @@ def act_rank(group: Group) -> tuple:
     with pytest.raises(FloatingPointError):
         actor.sync()
     calls, bad[:] = list(engine.calls), []
-    logprobs, noted = actor.logprobs(1, rollout)
-    given_up = packed(OLD, rank).mul(torch.nan)  # the critic has none to give yet
+    noted = actor.gather_open_rows()
+    logprobs, found = actor.logprobs(rollout)
+    noted |= found
+    sent = packed(OLD, rank)
+    # that the policy waits is said to one rank alone
     told = [
-        noted | actor.update(step, rollout, logprobs, sent)
-        for step, sent in ((1, given_up), (2, packed(OLD, rank)))
+        noted | actor.update(plans[step], rollout, logprobs, sent, waits=step == 1 and rank == 1)
+        for step in (1, 2)
     ]
     trained = [actor.trained]
-    told.append(noted | actor.update(3, rollout, logprobs, packed(OLD, rank)))
+    told.append(noted | actor.update(plans[3], rollout, logprobs, sent, waits=False))
     trained.append(actor.trained)
     best = [actor.validate(step) for step in (0, 1, 2, 3)]
     kept, bests = json.loads(json.dumps(actor.state())), []

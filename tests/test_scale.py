@@ -21,13 +21,13 @@ from episodes import episode
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from splitppo import channel, train
-from splitppo.channel import Hop, Wire
+from splitppo import train
 from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.job import collectives, nodes, runtime
+from splitppo.job.wire import Hop, Wire
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import Ownership, Placement, Role, chunk_sizes, own, place
+from splitppo.placement import Placement, Role, StepPlan, chunk_sizes, own, place
 from splitppo.rollout import pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
@@ -39,7 +39,7 @@ SPLITS = {
 }
 
 
-def job(world: int, split: str = "even") -> tuple[Placement, Ownership]:
+def job(world: int, split: str = "even") -> tuple[Placement, StepPlan]:
     """A job whose actor ranks have as many rows however many they are."""
     nodes_ = world // LOCAL
     config = PlacementConfig(critic=2 * nodes_) if split == "3 to 1" else SPLITS[split]
@@ -146,7 +146,7 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
     placement, count = place(PlacementConfig(), world=world, local_world=LOCAL), Count()
     init, new_group = dist.init_process_group, dist.new_group
 
-    def cut(step: int) -> Ownership:
+    def cut(step: int) -> StepPlan:
         sizes: Any = {
             "sizes": {
                 "actor": len(placement.groups["actor"]),
@@ -249,7 +249,7 @@ def simulated(world: int, folder: Path) -> dict[int, tuple[dict[str, int], dict[
 def test_a_ranks_messages_do_not_grow_with_the_ranks(tmp_path, capfd):
     few, many = simulated(16, tmp_path), simulated(128, tmp_path)
     assert (
-        channel.Wire.send.__module__ == "splitppo.channel"
+        Wire.send.__module__ == "splitppo.job.wire"
     )  # the simulations were in processes of their own
     for found in (few, many):
         for calls, _ in found.values():

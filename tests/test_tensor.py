@@ -15,9 +15,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from splitppo import algo, channel
+from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig, RolloutConfig
 from splitppo.engine import Piece
+from splitppo.job import wire
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -277,7 +278,7 @@ def test_compiled_layers_of_a_set_are_the_same(folders):
 def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
     """A rank of a run: what it sent and received."""
     sent, received = [], []
-    send, recv = channel.Wire.send, channel.Wire.recv
+    send, recv = wire.Wire.send, wire.Wire.recv
 
     def sends(self, hop, *given):
         sent.append(str(hop))
@@ -287,7 +288,7 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
         received.append(str(hop))
         return recv(self, hop, *given)
 
-    channel.Wire.send, channel.Wire.recv = sends, receives  # type: ignore[method-assign]
+    wire.Wire.send, wire.Wire.recv = sends, receives  # type: ignore[method-assign]
     main_rank(rank, argv)
     return sent, received
 

@@ -7,13 +7,16 @@ import pytest
 from splitppo import train
 
 ACTOR = [
+    "run.plan",
+    "actor.move_open_rows",
     "actor.generate",
     "actor.release_engine",
+    "actor.gather_open_rows",
     "actor.logprobs",
     "actor.release_reference",
     "actor.update",
 ]
-CRITIC = ["critic.score", "critic.release_frozen", "critic.advantages", "critic.update"]
+CRITIC = ["run.plan", "critic.score", "critic.release_models", "critic.advantages", "critic.update"]
 
 
 def calls(loop: str) -> list[str]:
@@ -22,11 +25,10 @@ def calls(loop: str) -> list[str]:
     every.run.steps.return_value = [1]
     every.actor.generate.return_value = iter([[]])
     every.actor.logprobs.return_value = ["old"], {}
-    every.critic.advantages.return_value = "advantages", "returns", {}
     every.links.chunks, every.links.rollouts.recv.return_value = 2, []
-    every.links.advantages.recv.return_value = every.exchange.advantages.return_value = [
-        "advantages"
-    ]
+    every.links.advantages.recv.return_value = ["advantages"], False
+    every.links.logprobs.recv.return_value = ["old"], False
+    every.exchange.advantages.return_value = ["advantages"]
     given = {"actor_loop": ["actor", "links"], "critic_loop": ["critic", "links"]}
     given["colocated_loop"] = ["actor", "critic", "exchange"]
     getattr(train, loop)(every.run, *(getattr(every, name) for name in given[loop]))
@@ -42,7 +44,9 @@ def calls(loop: str) -> list[str]:
         ("colocated_loop", CRITIC),
     ],
 )
-def test_memory_is_released_where_the_step_needs_it(loop: str, due: list[str], monkeypatch):
+def test_rows_move_and_memory_is_released_where_the_step_needs_it(
+    loop: str, due: list[str], monkeypatch
+):
     monkeypatch.setattr(train, "join", MagicMock())
     done = calls(loop)
     last = [max(i for i, name in enumerate(done) if name == verb) for verb in due]

@@ -22,7 +22,7 @@ from splitppo.config import (
     PPOConfig,
     RolloutConfig,
 )
-from splitppo.critic import Critic, Scored
+from splitppo.critic import Critic, ScoredRows
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
 from splitppo.job.runtime import Runtime
@@ -203,13 +203,13 @@ def advantages_of(
         None,
     )
     padded = torch.zeros(rollout.tokens - 4)
-    scored = Scored(
+    scored = ScoredRows(
         rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, []
     )
     old = torch.cat([torch.full((4,), -1.0), padded])
     ref = torch.cat([torch.full((4,), -1.1), padded])
-    advantages, returns, _ = critic.advantages(1, scored, [old, ref])
-    return advantages[:4].tolist(), returns[:4].tolist()
+    found = critic.advantages(1, scored, [old, ref])
+    return found.advantages[:4].tolist(), found.returns[:4].tolist()
 
 
 def samples_of(group: Group) -> list[dict[str, Any]]:
@@ -233,15 +233,15 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
         None,
     )
     rollout = Rollout(with_turns())
-    scored = Scored(
+    scored = ScoredRows(
         rollout,
         [torch.arange(rollout.tokens) + 0.123456],
         torch.tensor([10.0, 20.0, 30.0, 40.0]),
         {},
         [],
     )
-    critic.advantages(1, scored, [torch.zeros(rollout.tokens)])
-    return critic.samples(1, scored)
+    found = critic.advantages(1, scored, [torch.zeros(rollout.tokens)])
+    return critic.samples(1, scored, found)
 
 
 def test_what_is_written_of_a_rows_tokens():

@@ -123,7 +123,7 @@ def make_validator(group: Group, folder: Path, count: int, log: LogConfig = SAMP
     events: list[str] = []
     engine, scorer = FakeEngine(events=events), FakeScorer(events)
     nothing: Any = None
-    context = Context(config, nothing, nothing, held_out(count), decode, 10)
+    context = Context(config, nothing, held_out(count), decode, 10)
     return Validator(
         context,
         cast(Any, engine),

@@ -30,7 +30,6 @@ from transformers import AutoConfig
 from splitppo import algo
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
-from splitppo.data import PromptSet
 from splitppo.engine import Ask, Piece
 from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
@@ -41,7 +40,7 @@ from splitppo.placement import place
 from splitppo.pretraining import Pretraining
 from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import memory
-from splitppo.run.build import build_context, build_sampler
+from splitppo.run.build import build_sampler, plan_step
 from splitppo.run.checks import warnings
 from splitppo.run.main import dry_run
 from splitppo.sampler import OpenRow, Sampler
@@ -154,7 +153,7 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
         window, self.window = self.window, 0
         yield from generate(self, engine, step, slots, *args)
         self.window = window
-        self._changed = {slot: self._fresh(step * self.slots + slot) for slot in slots if window}
+        self.held |= {slot: self._fresh(step * self.slots + slot) for slot in slots if window}
 
     Sampler.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)
@@ -282,10 +281,13 @@ def shared(group: Group) -> list[Any]:
     ended, _ = drawn(sampler, 1, [[0, 1], [2]][group.dp_rank])
     before = len(sampler.open)
     following = [[1, 2], [0]]
-    decoded = sampler.share(group, lambda: following)
+    decoded = sampler.gather_open(group)
+    kept = sampler.state(group)
+    sampler.move_open(group, following)
     begun = [sampler.row(2, slot) for slot in following[group.dp_rank]]
     assert sampler.held.keys() == {*following[group.dp_rank]}, "contents stay with the slot's owner"
-    return [ended, before, sampler.state(group), begun, decoded, sampler.open]
+    assert sampler.state(group) == kept
+    return [ended, before, kept, begun, decoded, sampler.open]
 
 
 def test_every_rank_knows_the_rows_that_go_on():
@@ -328,7 +330,7 @@ def test_every_rank_knows_the_rows_that_go_on():
     ]
     assert [*ended[1].response] == [*range(9)]
     assert Rollout(ended).ages().tolist() == [1] * 5 + [0] * 4 + [0, 0]
-    goes_on.share(ALONE, lambda: [range(3)])
+    goes_on.gather_open(ALONE)
     again = sampler_of(OF_ROWS)
     again.load_state(json.loads(json.dumps(goes_on.state(ALONE))))
     assert [again.row(3, slot) for slot in range(3)] == [goes_on.row(3, slot) for slot in range(3)]
@@ -348,7 +350,7 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
 
     given = sampler_of([], asked=asked_for, limit=6)
     drawn(given, 1, range(3))
-    given.share(ALONE, lambda: [range(3)])
+    given.gather_open(ALONE)
     state = json.loads(json.dumps(given.state(ALONE)))
     sampler_of([], asked=asked_for, limit=6).load_state(state)
     with pytest.raises(
@@ -391,9 +393,8 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
         }
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
-        context = build_context(resolved, runtime, sampler, PromptSet([], []))
         sampler.open = {1: OpenRow(1, 9, 4), 3: OpenRow(7, 4, 4)}
-        owned = context.ownership(5)
+        owned = plan_step(resolved, runtime, sampler, 5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}
             assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
@@ -407,27 +408,27 @@ def test_without_windows_a_slot_has_one_row_a_step():
     ended, asked = drawn(sampler, 3, [0, 2])
     assert [(row.row, row.end, row.tokens) for row in ended] == [(6, "limit", 4), (8, "limit", 4)]
     assert [ask.free for ask in asked] == [True, True]
-    sampler.share(ALONE, list)
+    sampler.gather_open(ALONE)
     assert (sampler.state(ALONE), sampler.row(4, 1).row) == ([], 10)
 
 
 def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
     """Parts of four tokens; the row that goes on from another step counts with the tokens of this
     one."""
-    sender, receiver, _ = pair(4, chunks=3, window=12)
+    sender, receiver, _, plan = pair(4, chunks=3, window=12)
 
     def ended(row: int, *stretches: tuple[int, int]) -> Episode:
         steps = [step for step, n in stretches for _ in range(n)]
         return episode(row, [1], [5] * len(steps), steps=steps)
 
-    sender.rollouts.offer(2, [ended(0, (2, 1)), ended(5, (1, 7), (2, 4))])
-    sender.rollouts.offer(2, [ended(4, (2, 4)), ended(9, (2, 8))])  # the slots' second rows
-    posted = sender.rollouts.flush(2)
-    got = [[sample.row for sample in receiver.rollouts.recv(2, chunk)] for chunk in range(3)]
+    sender.rollouts.offer(plan(2), [ended(0, (2, 1)), ended(5, (1, 7), (2, 4))])
+    sender.rollouts.offer(plan(2), [ended(4, (2, 4)), ended(9, (2, 8))])  # the slots' second rows
+    posted = sender.rollouts.flush(plan(2))
+    got = [[sample.row for sample in receiver.rollouts.recv(plan(2), chunk)] for chunk in range(3)]
     posted.result(timeout=10)
     assert got == [[0, 5], [4], [9]]
-    nothing = sender.rollouts.flush(3)
-    assert [receiver.rollouts.recv(3, chunk) for chunk in range(3)] == [[], [], []]
+    nothing = sender.rollouts.flush(plan(3))
+    assert [receiver.rollouts.recv(plan(3), chunk) for chunk in range(3)] == [[], [], []]
     nothing.result(timeout=10)
 
 

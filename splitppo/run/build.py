@@ -10,7 +10,7 @@ import torch
 
 from splitppo import data
 from splitppo.actor import Actor
-from splitppo.channel import Exchange, Links, Wire
+from splitppo.channel import Exchange, Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
@@ -22,12 +22,13 @@ from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
+from splitppo.job.wire import Wire
 from splitppo.learner import Learner
 from splitppo.models import build, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Ownership, Role, data_parallel, own
+from splitppo.placement import Role, StepPlan, data_parallel, own
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
@@ -52,42 +53,38 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     )
 
 
-def build_context(
-    resolved: Resolved, runtime: Runtime, sampler: Sampler, validation: data.PromptSet
-) -> Context:
+def build_context(resolved: Resolved, sampler: Sampler, validation: data.PromptSet) -> Context:
     """What both roles know of the run."""
-    config = resolved.config
-    sizes = data_parallel(config, resolved.placement)
-    rollout = config.rollout
-
-    @functools.lru_cache(maxsize=4)
-    def owned(step: int) -> Ownership:
-        contexts: list[int] = []
-        if rollout.window and sizes["actor"] > 1:
-            # rank 0 is an actor rank, and knows the rows that go on
-            contexts = json.loads(
-                runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
-            )
-            # all ranks have read it: rank 0 is no step ahead, and asks for a step's plan in the
-            # step before
-            runtime.store.delete_key(f"contexts/{step - 3}")
-        return own(
-            seed=config.seed,
-            step=step,
-            batch_size=rollout.batch_size,
-            samples=rollout.samples,
-            mini_batches=config.ppo.mini_batches,
-            sizes=sizes,
-            contexts=contexts,
-        )
-
     return Context(
-        config,
-        owned,
+        resolved.config,
         sampler.prompt,
         validation.prompts,
         lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
         resolved.vocabulary_size,
+    )
+
+
+def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
+    """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
+    depends on the open rows: rank 0, an actor, tells all others over the store how long they
+    are."""
+    config = resolved.config
+    rollout = config.rollout
+    sizes = data_parallel(config, resolved.placement)
+    contexts: list[int] = []
+    if rollout.window and sizes["actor"] > 1:
+        found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+        contexts = json.loads(found)
+        # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
+        runtime.store.delete_key(f"contexts/{step - 3}")
+    return own(
+        seed=config.seed,
+        step=step,
+        batch_size=rollout.batch_size,
+        samples=rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        sizes=sizes,
+        contexts=contexts,
     )
 
 
@@ -121,7 +118,7 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        self.context = build_context(resolved, runtime, self.sampler, self.validation)
+        self.context = build_context(resolved, self.sampler, self.validation)
         self.outputs = PolicyOutputs(
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
@@ -242,25 +239,20 @@ class Builder:
         """This rank's end of the three channels."""
         runtime = self.runtime
         (group,) = runtime.groups.values()
-        return Links(
-            Wire(
-                runtime.launch.rank,
-                runtime.wire,
-                runtime.wire_store,
-                runtime.device,
-                self.config.timeout,
-                runtime.status.describe,
-            ),
-            runtime.placement,
-            self.context.ownership,
-            group,
-            chunks=self.config.rollout.messages,
-            window=self.config.rollout.window,
+        wire = Wire(
+            runtime.launch.rank,
+            runtime.wire,
+            runtime.wire_store,
+            runtime.device,
+            self.config.timeout,
+            runtime.status.describe,
         )
+        rollout = self.config.rollout
+        return Links(wire, runtime.placement, group, chunks=rollout.messages, window=rollout.window)
 
     def exchange(self) -> Exchange:
         """What stands in the place of the channels on a rank that plays both roles."""
-        return Exchange(self.runtime.groups, self.context.ownership)
+        return Exchange(self.runtime.groups)
 
     def _warm_up(self, column: Actor | Critic) -> None:
         if self.resolved.compiled:

@@ -22,9 +22,9 @@ from splitppo.job.launch import LAUNCHER
 from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import ROLES, Role
+from splitppo.placement import ROLES, Role, StepPlan
 from splitppo.run import checkpoint, checks, files, memory, notices, screen, sources
-from splitppo.run.build import Builder, check_open_rows
+from splitppo.run.build import Builder, check_open_rows, plan_step
 from splitppo.run.folder import (
     check_run_folder,
     check_same_run,
@@ -199,6 +199,11 @@ class Run:
                 self.logs["actor"].finish(0, metrics)
             for log in self.logs.values():
                 log.began = log.now()
+
+    def plan(self, step: int) -> StepPlan:
+        """Who owns which slot in a step (`plan_step`); every rank asks once, when it begins the
+        step."""
+        return plan_step(self.build.resolved, self.runtime, self.build.sampler, step)
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""

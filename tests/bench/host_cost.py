@@ -293,7 +293,8 @@ def exchange(group: Group, clock: Clock, samples: list[list[Episode]], owned: An
     for s in samples[rank]:
         sampler._keep(replace(s, end=None))
     slots = owned.of_ranks("actor")
-    watch("now", "share", lambda: sampler.share(pickling, lambda: slots))
+    watch("now", "share", lambda: sampler.gather_open(pickling))
+    watch("now", "share", lambda: sampler.move_open(pickling, slots))
 
 
 def long_row() -> None:

@@ -39,7 +39,7 @@ def decode(
             for rows in sampler.generate(engine, step, range(part, SLOTS, parts), sampling, 3):
                 assert not ended.keys() & {row.row for row in rows}, "a row has ended twice"
                 ended |= {row.row: row for row in rows}
-        decoded = sampler.share(ALONE, lambda: [range(SLOTS)])
+        decoded = sampler.gather_open(ALONE)
         assert (
             not window
             or [sum(tokens for _, tokens in slot) for slot in decoded] == [window] * SLOTS

@@ -44,10 +44,11 @@ def count(
     seconds = 0.0
     for step in range(1, steps + 1):
         start = time.process_time()
+        sampler.move_open(alone, [range(slots)])
         lists = list(sampler.generate(engine, step, range(slots), RolloutConfig(), 0))
         seconds += time.process_time() - start
         trained += sum(sample.tokens for ended in lists for sample in ended)
-        sampler.share(alone, lambda: [range(slots)])
+        sampler.gather_open(alone)
     hook.remove()
     goes_on = sum(row.tokens for row in sampler.open.values())
     return len(passes), trained + goes_on, trained, seconds

@@ -36,7 +36,7 @@ from splitppo.critic import Critic
 from splitppo.errors import UserError
 from splitppo.job.signals import RESUMABLE
 from splitppo.models.tiny import build_tokenizer, model_config
-from splitppo.placement import ROLES, check_sets, place
+from splitppo.placement import ROLES, StepPlan, check_sets, place
 from splitppo.run import checkpoint
 
 STEPS, LIMIT, CRASHED = 4, 120, 9
@@ -226,10 +226,10 @@ def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> in
     if case and case.rank == rank:
         former = MOMENTS[case.moment]
 
-        def ended(self: Any, step: int, *args: Any) -> Any:
-            if step == case.step:
+        def ended(self: Any, step: int | StepPlan, *args: Any, **kwargs: Any) -> Any:
+            if getattr(step, "step", step) == case.step:
                 os._exit(CRASHED) if case.stop == "crash" else os.kill(os.getpid(), signal.SIGTERM)
-            return former(self, step, *args)
+            return former(self, step, *args, **kwargs)
 
         setattr(
             Actor if former.__qualname__.startswith("Actor") else Critic, former.__name__, ended

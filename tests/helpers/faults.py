@@ -36,10 +36,11 @@ from runs import Torchrun
 
 from splitppo import train
 from splitppo.actor import Actor
-from splitppo.channel import Wire
 from splitppo.critic import Critic
 from splitppo.job.signals import RESUMABLE
+from splitppo.job.wire import Wire
 from splitppo.learner import Learner
+from splitppo.placement import StepPlan
 from splitppo.run import checkpoint
 from splitppo.run import saver as saving
 from splitppo.run.metrics import ColumnLog
@@ -223,12 +224,12 @@ def inject(fault: Fault) -> None:
     if fault.moment == "rollout":
         generate = Actor.generate
 
-        def broken(self: Actor, step: int) -> Any:
-            for number, finished in enumerate(generate(self, step)):
+        def broken(self: Actor, plan: StepPlan) -> Any:
+            for number, finished in enumerate(generate(self, plan)):
                 if number == 1:
-                    now(step)
+                    now(plan.step)
                 yield finished
-            now(step)
+            now(plan.step)
 
         Actor.generate = broken  # type: ignore[method-assign]
     elif fault.moment == "exchange":

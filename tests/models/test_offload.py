@@ -24,7 +24,7 @@ from splitppo.models.runner import Frozen, Runner
 from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import model_config
 from splitppo.models.weights import fill
-from splitppo.placement import place
+from splitppo.placement import StepPlan, place
 from splitppo.rollout import Rollout
 from splitppo.run import saver
 
@@ -166,10 +166,10 @@ OFFLOAD = ["--policy.offload=all", "--value.offload=optimizer", "--reference.off
 def killed_rank(rank: int, argv: list[str]) -> None:
     update = Critic.update
 
-    def kill(self: Critic, step: int, *args: Any) -> Any:
-        if step == 3:
+    def kill(self: Critic, plan: StepPlan, *args: Any) -> Any:
+        if plan.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, step, *args)
+        return update(self, plan, *args)
 
     setattr(Critic, "update", kill)  # noqa: B010
     train.main(argv)

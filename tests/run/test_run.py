@@ -25,16 +25,17 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from splitppo import train
 from splitppo.actor import Actor
-from splitppo.channel import Hop, RolloutLink, Wire
+from splitppo.channel import RolloutLink
 from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
-from splitppo.critic import Critic, Scored
+from splitppo.critic import Critic, ScoredRows
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
+from splitppo.job.wire import Hop, Wire
 from splitppo.models.build import build, read_config
 from splitppo.models.weights import fill
-from splitppo.placement import Placement, Role
+from splitppo.placement import Placement, Role, StepPlan
 from splitppo.rollout import Episode, Rollout
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
@@ -612,15 +613,15 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
     """The critic learns for two seconds; log-probs take half a second."""
     update, logprobs = Critic.update, Actor.logprobs
 
-    def learning(self: Critic, step: int, scored: Scored, returns: torch.Tensor) -> dict[str, Any]:
+    def learning(
+        self: Critic, plan: StepPlan, scored: ScoredRows, returns: torch.Tensor
+    ) -> dict[str, Any]:
         time.sleep(2)
-        return update(self, step, scored, returns)
+        return update(self, plan, scored, returns)
 
-    def reading(
-        self: Actor, step: int, rollout: Rollout
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)
-        return logprobs(self, step, rollout)
+        return logprobs(self, rollout)
 
     Critic.update, Actor.logprobs = learning, reading
     return main_rank(rank, argv)
@@ -662,10 +663,10 @@ def late_rows_rank(rank: int, argv: list[str]) -> int:
     """The second critic rank has its first rows a second late."""
     recv = RolloutLink.recv
 
-    def late(self: RolloutLink, step: int, chunk: int) -> list[Episode]:
+    def late(self: RolloutLink, plan: StepPlan, chunk: int) -> list[Episode]:
         if rank == 2 and chunk == 0:
             time.sleep(1)
-        return recv(self, step, chunk)
+        return recv(self, plan, chunk)
 
     RolloutLink.recv = late
     return main_rank(rank, argv)
