@@ -248,9 +248,8 @@ def simulated(world: int, folder: Path) -> dict[int, tuple[dict[str, int], dict[
 
 def test_a_ranks_messages_do_not_grow_with_the_ranks(tmp_path, capfd):
     few, many = simulated(16, tmp_path), simulated(128, tmp_path)
-    assert (
-        channel.Wire.send.__module__ == "splitppo.channel"
-    )  # the simulations were in processes of their own
+    # the simulations were in processes of their own
+    assert channel.Wire.send.__module__ == "splitppo.channel"
     for found in (few, many):
         for calls, _ in found.values():
             assert calls["rollouts"] >= 1

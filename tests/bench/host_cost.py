@@ -202,11 +202,10 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
         lambda: [torch.tensor(row.prompt + row.response) for row in mine],
         PASSES,
     )
-    plan = (
-        lambda: [
-            pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)
-        ]
-    )
+
+    def plan() -> list[torch.Tensor]:
+        return [pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)]
+
     clock("before", "plan", plan, 2)
     clock(
         "before",
@@ -343,7 +342,8 @@ def main() -> None:
             old, new = clock.seconds.values()
             totals = sum(old.values()), sum(new.values())
             print(
-                f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | {totals[0] / totals[1]:.0f}x |"
+                f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | "
+                f"{totals[0] / totals[1]:.0f}x |"
             )
             pieces = [f"{name} {old[name]:.3f} / {new[name]:.3f}" for name in old]
             print(f"    {'; '.join(pieces)}", file=sys.stderr, flush=True)

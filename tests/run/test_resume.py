@@ -52,7 +52,10 @@ FLAGS += [
     "--engine.kind=hf",
     "--data.answer-key=answer",
 ]
-REWARD = "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
+REWARD = (
+    "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return "
+    "float(len(solution_str))\n"
+)
 
 Spoil = Callable[[Path, Path], object]
 
@@ -226,7 +229,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
-        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
+        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is "
+        r"another run than the one",
     ),
     "reward changed": (
         lambda _, inputs: (inputs / "reward.py").write_text(REWARD.replace("len", "1 + len")),
@@ -266,9 +270,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 def one_run(config: Config, run_dir: Path, steps: int) -> tuple[int, str]:
     """Exit status and screen of a run in this process."""
     said = io.StringIO()
-    run_main.parse = lambda *_, **__: replace(
-        config, run_dir=str(run_dir), steps=steps
-    )  # parsing takes its time
+    # parsing takes its time
+    run_main.parse = lambda *_, **__: replace(config, run_dir=str(run_dir), steps=steps)
     with (
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
@@ -322,9 +325,8 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
             and "tensors" not in name
         ):
             found[name] = (-1, f"the run's folder was changed: {found[name]}")
-        shutil.rmtree(
-            inputs, ignore_errors=True
-        )  # a reward worker may still be writing its bytecode there
+        # a reward worker may still be writing its bytecode there
+        shutil.rmtree(inputs, ignore_errors=True)
         shutil.copytree(folder / "kept", inputs, dirs_exist_ok=True)
     return found
 
