@@ -433,6 +433,7 @@ def python_blocks(page: str) -> list[str]:
     )
 
 
+@pytest.mark.ranks
 def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[0])
     functions = tuple(f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge"))

@@ -341,6 +341,7 @@ def wait_a_minute(*_: Any) -> None:
 
 
 @pytest.mark.timeout(50)
+@pytest.mark.ranks
 def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(
     request: pytest.FixtureRequest,
 ) -> None:

@@ -20,6 +20,8 @@ from splitppo.errors import UserError
 from splitppo.rewards.scorer import Failure, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt
 
+pytestmark = pytest.mark.ranks  # its workers are processes
+
 # what each response makes the functions do
 FILE = """
 import asyncio, math, os, subprocess, sys, time

@@ -398,6 +398,7 @@ def test_another_version_of_a_package_is_told(tmp_path: Path) -> None:
         prepare_sentiment.write_labelled(tmp_path, tmp_path)
 
 
+@pytest.mark.ranks
 def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
         ("return 1 / (extra_info['index'] % 2)", "--steps=2", None),
     ],
 )
+@pytest.mark.ranks
 def test_a_real_run_says_it_on_the_screen_and_in_its_summary(
     body: str, flags: str, sentence: str | None, tmp_path: Path, capfd: Any
 ) -> None:

@@ -365,6 +365,7 @@ def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
     assert "Traceback" not in said
 
 
+@pytest.mark.ranks
 def test_force_goes_on_and_records_anew(tmp_path):
     config, file = (
         parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]),
@@ -614,6 +615,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.ranks
 def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
     """And nothing is overwritten; a restart of a start that was let in resumes from its
     checkpoints."""

@@ -207,6 +207,7 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 
+@pytest.mark.ranks
 def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(
     tmp_path: Path, capfd: Any
 ) -> None:

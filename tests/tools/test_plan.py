@@ -403,6 +403,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     assert "it exists; name a new folder" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
     metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
     more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
@@ -421,6 +422,7 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
     assert (kept["job"], kept["tokens_s"]) == ("2+2", 9.0)
 
 
+@pytest.mark.ranks
 def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
     argv = [
         "bench",
