@@ -160,16 +160,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_p
             assert_same(figures(folder, role), figures(whole, role))
 
 
-def test_eight_ranks_give_the_figures_of_two(whole, tmp_path):
-    """Their first two steps; the second one shows the first one's update."""
-    run_ranks(
-        8, main_rank, [*SMALL, "--steps=2", f"--run-dir={tmp_path / 'run'}", "--placement.actor=5"]
-    )
-    for role in ("actor", "critic"):
-        due = {step: record for step, record in figures(whole, role).items() if step <= 2}
-        assert_same(figures(tmp_path / "run", role), due)
-
-
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
     folder = after_step(whole, 2, tmp_path / "run")
     run_ranks(2, main_rank, [*SMALL, f"--run-dir={folder}", "--checkpoint.every=2"])

@@ -234,7 +234,6 @@ def last_number(text: str, pattern: str) -> str | None:
 @pytest.mark.parametrize(
     ("function", "bad"),
     [
-        ("score", {3: "sleep"}),
         (
             "score",
             {0: "raise", 1: "nan", 2: "exit", 4: "text", 5: "raise", 6: "no score", 7: "kill"},
@@ -491,10 +490,7 @@ def test_verls_files_run_as_they_are(own: bool, tmp_path: Path) -> None:
         assert "val/failures" not in record
 
 
-@pytest.mark.parametrize(
-    ("rule", "pattern"), [("gsm8k", r"#### (\d+)"), ("gsm8k_flexible", r"\d+")]
-)
-def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_path: Path) -> None:
+def test_gsm8k_as_published_runs_by_flags_alone(tmp_path: Path) -> None:
     policy = build_policy(tmp_path / "policy", template=None)
     rows = [row["extra_info"] for row in gsm8k_rows("train", 16)]
     data = write_jsonl(
@@ -508,7 +504,7 @@ def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_pat
         f"--data.files={data}",
         f"--data.validation-files={held_out}",
         *PLAIN,
-        f"--reward.function={rule}",
+        "--reward.function=gsm8k",
     ]
     small = [
         "--rollout.batch-size=16",
@@ -522,7 +518,7 @@ def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_pat
         for row in rows:
             truth = row["ground_truth"].rpartition("#### ")[2]
             assert row["ground_truth"] == questions.get(row["prompt"], "A, 3+4.\n#### 7")
-            assert row["score"] == float(last_number(row["response"], pattern) == truth), row
+            assert row["score"] == float(last_number(row["response"], r"#### (\d+)") == truth), row
             seen.add(row["score"])
     assert seen == {0.0, 1.0}
 

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -867,25 +866,6 @@ DATA = [
     ),
 ]
 
-MODELS = [
-    # told while the models are loaded, or in the first step
-    (
-        ["--reward.function={d}/raises.py:score"],
-        [
-            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU "
-            "here",
-            "fix the file",
-        ],
-    ),
-    (
-        ["--reward.function={d}/exits.py:score"],
-        [
-            "its process ended with status 3 while it imported the reward {d}/exits.py:score; fix "
-            "the file"
-        ],
-    ),
-]
-
 REWARDS = """
 rows = 0
 def score(data_source, solution_str, ground_truth, extra_info): return 1.0
@@ -1170,10 +1150,9 @@ def test_a_gpu_that_is_not_there(capsys):
     )
 
 
-def main_rank(rank: int, argv: list[str], fill: Callable | None) -> tuple[int, str]:
-    """Exit status of a rank and what it says on stderr."""
-    if fill:
-        weights.fill = fill
+def main_rank(rank: int, argv: list[str]) -> tuple[int, str]:
+    """Exit status of a rank and what it says on stderr. It must not come to read weights."""
+    weights.fill = forbidden
     with contextlib.redirect_stderr(io.StringIO()) as said:
         status = train.main(argv)
     return status, said.getvalue()
@@ -1187,7 +1166,7 @@ def test_wrong_rows_are_told_by_the_dry_run(argv, says, inputs, capsys, monkeypa
     assert_told(capsys.readouterr().err, says, inputs)
 
 
-@pytest.mark.parametrize(("argv", "says"), DATA[:2], ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(("argv", "says"), DATA[:1], ids=lambda value: " ".join(value))
 def test_wrong_rows_are_reported_by_one_rank_before_weights_are_read(argv, says, inputs, tmp_path):
     given = [
         *SMALL,
@@ -1195,17 +1174,9 @@ def test_wrong_rows_are_reported_by_one_rank_before_weights_are_read(argv, says,
         "--data.answer-key=answer",
         f"--run-dir={tmp_path / 'run'}",
     ]
-    results = run_ranks(2, main_rank, given, forbidden, timeout=200)
+    results = run_ranks(2, main_rank, given, timeout=200)
     assert [status for status, _ in results] == [2, 2]
     assert_told("".join(err for _, err in results), says, inputs)
-
-
-@pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
-def test_wrong_weights_and_rewards_are_a_line_too(argv, says, inputs, tmp_path):
-    given = [*SMALL, *command(argv, inputs), f"--run-dir={tmp_path / 'run'}"]
-    ((status, err),) = run_ranks(1, main_rank, given, None, timeout=200)
-    assert status == 2
-    assert_told(err, says, inputs)
 
 
 def own_tracebacks(said: str) -> list[str]:
@@ -1237,7 +1208,8 @@ def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
         ),
         (
             "exits",
-            "its process ended with status 3 while it imported the reward {d}/exits.py:score",
+            "its process ended with status 3 while it imported the reward {d}/exits.py:score; fix "
+            "the file",
         ),
     ],
 )
