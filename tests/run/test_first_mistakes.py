@@ -215,7 +215,7 @@ LAUNCHES = {
     ),
 }
 
-OF_A_RUN = [name for name, (words, _) in MISTAKES.items() if "--run-dir run" in words]
+OF_A_RUN = [name for name, (words, _) in MISTAKES.items() if "run" in words.split()]
 
 
 @pytest.fixture(scope="module")
