@@ -192,8 +192,9 @@ def test_token_rewards_refuse_scores_of_other_rows():
 
 
 def test_gae_by_hand():
-    # gamma = 1/2, lam = 1/2. Row 0: residuals 1 + 2 - 2 = 1; 0 + 4 - 4 = 0; 4 - 8 = -4, so the advantages are
-    # -4; 0 - 4/4 = -1; 1 - 1/4 = 3/4. A row of no token and one of a single token, -1 = 4 - 5, stand around it.
+    # gamma = 1/2, lam = 1/2. Row 0: residuals 1 + 2 - 2 = 1; 0 + 4 - 4 = 0; 4 - 8 = -4, so the
+    # advantages are -4; 0 - 4/4 = -1; 1 - 1/4 = 3/4. A row of no token and one of a single token,
+    # -1 = 4 - 5, stand around it.
     rewards, values = t(4, 1, 0, 4), t(5, 2, 4, 8)
     advantages, returns = algo.gae(rewards, values, [0, 1, 3], gamma=0.5, lam=0.5)
     same(advantages, [-1, 0.75, -1, -4])
@@ -695,9 +696,8 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
-SHAPED: dict[
-    str, tuple[Callable[..., Any], int]
-] = {  # a function and how many tensors of one shape it takes
+# a function and how many tensors of one shape it takes
+SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
     "masked_mean": (algo.masked_mean, 2),
     "kl_estimate": (lambda x, ref: algo.kl_estimate(x, ref, "k1"), 2),
     "aggregate_loss": (lambda x, mask: algo.aggregate_loss(x, mask, "seq_mean_token_sum"), 2),
@@ -826,9 +826,8 @@ def test_learning_rate_at_the_ends(schedule):
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
     beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
-    assert learning_rate(7, schedule=schedule, **beyond) == pytest.approx(
-        1.5
-    )  # all of it was warm-up
+    # all of it was warm-up
+    assert learning_rate(7, schedule=schedule, **beyond) == pytest.approx(1.5)
     with pytest.raises(ValueError, match="step >= 1"):
         lr(0, 10, 0.0)
 
@@ -839,10 +838,8 @@ def test_learning_rate_refuses_an_unknown_schedule():
 
 
 def test_importance_weights_are_of_clamped_log_ratios():
-    old, engine = (
-        [torch.tensor([-1.0, -9.0, -2.0])],
-        [torch.tensor([-60.0, -1.0, -42.0])],
-    )  # off by 59, -8, 40: 91
+    # off by 59, -8, 40: 91
+    old, engine = ([torch.tensor([-1.0, -9.0, -2.0])], [torch.tensor([-60.0, -1.0, -42.0])])
     weights, _ = algo.importance_weights(old, engine, "token", math.inf)
     assert weights[0].tolist() == pytest.approx([math.exp(20), math.exp(-8), math.exp(20)])
     weights, _ = algo.importance_weights(old, engine, "sequence", math.inf)

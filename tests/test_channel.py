@@ -383,7 +383,10 @@ def test_a_copy_that_breaks_off_names_both_ranks_and_want_of_memory_stays_what_i
     with pytest.raises(due) as caught:
         receiver.rollouts.recv(plan(7), 0)
     if due is WireError:
-        said = "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') failed: closed by peer"
+        said = (
+            "copy between rank 1 (in 'phase of 1') and rank 0 (in 'phase of 0') failed: closed by "
+            "peer"
+        )
         assert said in str(caught.value)
     else:
         assert caught.value is broken

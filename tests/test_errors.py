@@ -123,8 +123,9 @@ def test_a_command_shows_the_users_error_and_no_other(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"WORLD_SIZE": None}, {"WORLD_SIZE": "x"}, {"RANK": ""}, {"RANK": "2"}, {"RANK": "-1"}, {"MASTER_ADDR": None},
-        {"MASTER_PORT": None}, {"LOCAL_RANK": "1e3"}, {"LOCAL_WORLD_SIZE": ""}, {"GROUP_WORLD_SIZE": "two"},
+        {"WORLD_SIZE": None}, {"WORLD_SIZE": "x"}, {"RANK": ""}, {"RANK": "2"}, {"RANK": "-1"},
+        {"MASTER_ADDR": None}, {"MASTER_PORT": None}, {"LOCAL_RANK": "1e3"},
+        {"LOCAL_WORLD_SIZE": ""}, {"GROUP_WORLD_SIZE": "two"},
     ],
 )  # fmt: skip
 def test_torchruns_variables_are_there_as_a_whole(change, monkeypatch):

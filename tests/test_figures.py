@@ -77,8 +77,10 @@ def test_rewards_returns_and_explained_variance_by_hand():
     ):
         assert white == [[0.5, 2.0], [-1.0]][row]
         assert returns == [[2.5, 3.0], [0.0]][row]
-        of = {name: tuple(found[f"critic/{name}/{part}"] for part in ("mean", "min", "max")) for name in (
-            "score", "rewards", "advantages", "returns", "values", "steps")}  # fmt: skip
+        of = {
+            name: tuple(found[f"critic/{name}/{part}"] for part in ("mean", "min", "max"))
+            for name in ("score", "rewards", "advantages", "returns", "values", "steps")
+        }
         assert of["score"] == (2.0, 1.0, 3.0)
         assert of["rewards"] == (1.25, 0.0, 2.5)  # of each row, with the KL
         assert of["advantages"] == (0.5, -1.0, 2.0)
@@ -155,9 +157,8 @@ def learn(
     return figures, [model.matrix.item(), model.bias.item()]
 
 
-ROLLOUT = Rollout(
-    [sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)]
-)  # 1 and 3 tokens, 2 and 5 with their prompts
+# 1 and 3 tokens, 2 and 5 with their prompts
+ROLLOUT = Rollout([sample(0, 1, 0.0), sample(1, 2, 0.0, 0.0, 0.0)])
 
 
 def test_the_scheduled_rate_is_the_optimizers():
@@ -165,9 +166,8 @@ def test_the_scheduled_rate_is_the_optimizers():
         learner = make_learner(group, steps=5, schedule="linear")
         return [learn(learner, ROLLOUT, [1.0] * 4, step)[1] for step in (3, 5, 1)]
 
-    (found,) = run_threads(
-        1, weights
-    )  # an AdamW step along one direction is as long as the rate, here half, none, all
+    # an AdamW step along one direction is as long as the rate, here half, none, all
+    (found,) = run_threads(1, weights)
     assert found == [pytest.approx([1 - moved] * 2) for moved in (0.05, 0.05, 0.15)]
 
 
@@ -180,9 +180,8 @@ def test_two_steps_of_adamw_by_hand():
         return [learn(learner, ROLLOUT, [gradient] * 4)[1] for gradient in (1.0, 3.0)]
 
     (found,) = run_threads(1, weights)
-    second = (
-        0.1 * (1.75 / 0.75) / math.sqrt(2.4375 / 0.4375)
-    )  # m = 1/4 + 3/2, v = 3/16 + 9/4, both without their bias
+    # m = 1/4 + 3/2, v = 3/16 + 9/4, both without their bias
+    second = 0.1 * (1.75 / 0.75) / math.sqrt(2.4375 / 0.4375)
     assert found[0] == pytest.approx([0.85, 0.9])
     assert found[1] == pytest.approx([0.85 * 0.95 - second, 0.9 - second])
 
@@ -226,9 +225,6 @@ def test_imbalance_and_padding_by_hand():
         plans, _ = learner._plan(rollout, [rollout.rows])
         return learner._work_metrics(rollout, plans, 3)
 
-    due = {
-        "padding": 0.2,
-        "imbalance": 0.5,
-        "update_tflop": 6e-12 * 4 * 3 * 2,
-    }  # 4 tokens, 3 epochs, 2 weights
+    # 4 tokens, 3 epochs, 2 weights
+    due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}
     assert run_threads(2, shares) == [pytest.approx(due)] * 2

@@ -536,8 +536,9 @@ def test_what_is_practised_is_the_papers_too(
 PRETRAINING = {"pretrain_steps": 2, "pretrain_epochs": 3, "value_epochs": 1, "lam_value": 0.5}
 CRITICS = {
     "sao": {
-        "clip_mode": "mask", "clip_low": 0.05, "clip_high": 0.08, "old_logprobs": "engine", "lam": "adaptive",
-        "lam_alpha": 0.3, "lam_value": 1.0, "value_epochs": 2, "value_frozen": "attn",
+        "clip_mode": "mask", "clip_low": 0.05, "clip_high": 0.08, "old_logprobs": "engine",
+        "lam": "adaptive", "lam_alpha": 0.3, "lam_value": 1.0, "value_epochs": 2,
+        "value_frozen": "attn",
     },
     "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
     "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},

@@ -42,9 +42,8 @@ def imports(module: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
-            found |= {
-                f"{node.module}.{alias.name}" for alias in node.names
-            }  # of a module, or of a name in one
+            # of a module, or of a name in one
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     inside = {name.removeprefix("splitppo.") for name in found if name.startswith("splitppo.")}
     named = {name if name in FILES else name.rpartition(".")[0] for name in inside}
     return {name for name in named if name in FILES} - {module}

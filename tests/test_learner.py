@@ -226,9 +226,8 @@ def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
     learner.optim, rollout = replace(learner.optim, max_grad_norm=most), Rollout(samples())
     rows = [list(range(BATCH))]
     (figures,) = learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
-    seen = [
-        local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()
-    ]  # of AdamW's first step
+    # of AdamW's first step
+    seen = [local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()]
     norm = float(torch.stack([moment.norm() for moment in seen]).norm())
     assert figures["grad_norm"] > 0.05, "before clipping"
     assert norm == pytest.approx(most or figures["grad_norm"], rel=1e-4)
@@ -298,9 +297,8 @@ def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
         assert len(figures) == 4
         for number, mine in enumerate(zip(*WORK, strict=True)):
             rows = [row for part in mine for row in part]
-            mean = sum(kl[row] for row in rows) / sum(
-                lengths[row] for row in rows
-            )  # of tokens, whatever the loss is
+            # of tokens, whatever the loss is
+            mean = sum(kl[row] for row in rows) / sum(lengths[row] for row in rows)
             if number == 0:  # the others are of weights that have moved
                 assert figures[number]["ppo_kl"] == pytest.approx(mean, rel=1e-4)
         for figure in figures:

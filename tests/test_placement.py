@@ -302,7 +302,8 @@ def test_rows_belong_to_sets():
         (
             config_of(4, 1),
             2,
-            r"4 does not cut the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of \[1, 3\]",
+            r"4 does not cut the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of "
+            r"\[1, 3\]",
         ),
         (
             config_of(6),
@@ -317,7 +318,8 @@ def test_rows_belong_to_sets():
         (
             config_of(1, 1, 4),
             1,
-            r"4 does not cut the 6 actor ranks.*; set reference.tensor_parallel .* of \[1, 2, 3, 6\]",
+            r"4 does not cut the 6 actor ranks.*; set reference.tensor_parallel .* of \[1, 2, 3, "
+            r"6\]",
         ),
     ],
 )
@@ -347,9 +349,8 @@ def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
         sorted(slots) for slots in plain.mini_batches
     ]
     sums = [0] * actor
-    for slots, order in zip(
-        found.mini_batches, found.orders, strict=True
-    ):  # a scan finds what the heap finds
+    # a scan finds what the heap finds
+    for slots, order in zip(found.mini_batches, found.orders, strict=True):
         pieces: list[list[int]] = [[] for _ in range(actor)]
         room = [len(part) for part in cut_evenly(slots, actor)]
         for slot in sorted(slots, key=lambda slot: -contexts[slot]):
@@ -369,6 +370,5 @@ def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
     both = [
         [sorted(itertools.chain(*slots)) for slots in zip(*ranks, strict=True)] for ranks in parts
     ]
-    assert (
-        both[0] == both[1]
-    )  # which slots of a value mini-batch are together depends on no context
+    # which slots of a value mini-batch are together depends on no context
+    assert both[0] == both[1]

@@ -116,12 +116,14 @@ def expected(
     error = [r - v for r, v in zip(returns, values, strict=True)]
     all_kl = [kl for line in kls for kl in line]
     figures = {
-        "critic/score/mean": sum(scores) / 4, "critic/score/min": min(scores), "critic/score/max": max(scores),
-        "critic/rewards/mean": sum(rewards) / 4, "critic/rewards/min": min(rewards), "critic/length/mean": 15.0,
-        "critic/advantages/mean": mean, "critic/returns/max": max(returns), "critic/values/min": min(values),
-        "critic/vf_explained_var": 1 - variance(error) / variance(returns), "critic/kl_coef": KL_COEF,
-        "critic/kl_row": sum(all_kl) / 4, "critic/ref_kl": sum(all_kl) / 8,
-        "critic/reward_failures": 0.0,
+        "critic/score/mean": sum(scores) / 4, "critic/score/min": min(scores),
+        "critic/score/max": max(scores), "critic/rewards/mean": sum(rewards) / 4,
+        "critic/rewards/min": min(rewards), "critic/length/mean": 15.0,
+        "critic/advantages/mean": mean, "critic/returns/max": max(returns),
+        "critic/values/min": min(values),
+        "critic/vf_explained_var": 1 - variance(error) / variance(returns),
+        "critic/kl_coef": KL_COEF, "critic/kl_row": sum(all_kl) / 4,
+        "critic/ref_kl": sum(all_kl) / 8, "critic/reward_failures": 0.0,
     }  # fmt: skip
     return (
         [(a - mean) / math.sqrt(variance(advantages) + 1e-8) for a in advantages],
@@ -307,10 +309,12 @@ def test_what_the_actor_tells_and_hands_on():
         ]
         weights = [min(math.exp(log), 2.0) for log in at]
         due = {
-            "actor/mismatch_mean": sum(map(abs, logs)) / 8, "actor/mismatch_max": max(map(abs, logs)),
+            "actor/mismatch_mean": sum(map(abs, logs)) / 8,
+            "actor/mismatch_max": max(map(abs, logs)),
             "actor/mismatch_ratio": sum(map(math.exp, at)) / 8,
             "actor/mismatch_k3": sum(math.exp(log) - 1 - log for log in at) / 8,
-            "actor/entropy": sum(e for line in ENTROPY for e in line) / 8, "actor/ref_kl": sum(kl) / 8,
+            "actor/entropy": sum(e for line in ENTROPY for e in line) / 8,
+            "actor/ref_kl": sum(kl) / 8,
             "actor/importance_mean": sum(weights) / 8, "actor/importance_capped": 1 / 8,
             "response_length/mean": 2.0, "response_length/max": 3,
             "response_length/clip_ratio": 1 / 4, "prompt_length/mean": 2.5, "tokens": 18.0,

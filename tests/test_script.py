@@ -101,7 +101,8 @@ SETTINGS = {
         'log.trackers = ["wandb"]\n'
         '[data]\nchat = false\nfiles = ["a.jsonl", "b.jsonl"]\nsystem = "Be brief, please."\n'
         "[reward]\nclip = [-1, 2.5]\nmissing_eos_penalty = 1",
-        "--policy.path ~/m --policy.freeze embeddings body --ppo.value-clip None --log.trackers wandb --data.no-chat "
+        "--policy.path ~/m --policy.freeze embeddings body --ppo.value-clip None --log.trackers "
+        "wandb --data.no-chat "
         "--data.files a.jsonl b.jsonl --data.system=Be\0brief,\0please. --reward.clip -1 2.5 "
         "--reward.missing-eos-penalty 1",
     ),
@@ -141,18 +142,24 @@ def test_flags_are_over_the_script_and_the_script_over_a_preset() -> None:
 
 
 REFUSED = {  # the script, its arguments, and parts of what it ends with
-    "a lambda": (START.format("lambda **row: 1.0"), "", ["reward=<lambda>", "file and name", "top level"]),
+    "a lambda": (
+        START.format("lambda **row: 1.0"), "", ["reward=<lambda>", "file and name", "top level"],
+    ),
     "a nested function": (
-        "def make():\n    def inner(**row): return 1.0\n    return inner\n" + START.format("make()"), "",
-        ["reward=make.<locals>.inner", "top level"],
+        "def make():\n    def inner(**row): return 1.0\n    return inner\n"
+        + START.format("make()"),
+        "", ["reward=make.<locals>.inner", "top level"],
     ),
     "a method": (
-        "class Judge:\n    def score(self, **row): return 1.0\n" + START.format("Judge().score"), "",
-        ["reward=Judge.score", "top level"],
+        "class Judge:\n    def score(self, **row): return 1.0\n" + START.format("Judge().score"),
+        "", ["reward=Judge.score", "top level"],
     ),
-    "functools.partial": (START.format("functools.partial(score, extra_info=None)"), "", ["partial(", "top level"]),
+    "functools.partial": (
+        START.format("functools.partial(score, extra_info=None)"), "", ["partial(", "top level"],
+    ),
     "another function of the same name": (
-        "def other(one):\n    return functools.wraps(one)(lambda **row: 2.0)\n" + START.format("other(score)"), "",
+        "def other(one):\n    return functools.wraps(one)(lambda **row: 2.0)\n"
+        + START.format("other(score)"), "",
         ["reward=score", "top level"],
     ),
     "a built-in function": (START.format("len"), "", ["reward=len", "top level"]),
@@ -160,15 +167,23 @@ REFUSED = {  # the script, its arguments, and parts of what it ends with
         GUARD + "def late(**row): return 1.0\n    run(Config(steps=2), reward=late)\n", "",
         ["has no late", "when it is imported"],
     ),
-    "no guard": ("run(Config(steps=2), reward=score)\n", "", ['if __name__ == "__main__":', "mine.py, line 5"]),
-    "no guard, and a name": (
-        "from splitppo.config import *\nrun(Config(reward=RewardConfig(function=(__file__ + ':score',))))\n", "",
-        ['if __name__ == "__main__":'],
+    "no guard": (
+        "run(Config(steps=2), reward=score)\n", "",
+        ['if __name__ == "__main__":', "mine.py, line 5"],
     ),
-    "other arguments": ("def two(a, b): return 1.0\n" + START.format("two"), "", ["mine.py:two", "solution_str"]),
+    "no guard, and a name": (
+        "from splitppo.config import *\n"
+        "run(Config(reward=RewardConfig(function=(__file__ + ':score',))))\n",
+        "", ['if __name__ == "__main__":'],
+    ),
+    "other arguments": (
+        "def two(a, b): return 1.0\n" + START.format("two"), "", ["mine.py:two", "solution_str"],
+    ),
     "a word for a number": (GUARD + "run(Config(steps='ten'))\n", "", ["--steps", "ten", "INT"]),
     "a word among the flags": (START.format("score"), "more.py", ["more.py", "unknown word"]),
-    "two presets": (GUARD + "run(Config(config='a.toml'))\n", "--config b.toml", ["--config", "twice"]),
+    "two presets": (
+        GUARD + "run(Config(config='a.toml'))\n", "--config b.toml", ["--config", "twice"],
+    ),
 }  # fmt: skip
 
 
@@ -210,6 +225,9 @@ def test_functions_that_have_a_name(tmp_path: Path, monkeypatch) -> None:
 def test_the_names_import_no_torch() -> None:
     """`run` can be called although the package of that name has been imported, in whatever
     order."""
-    code = "import sys, splitppo.run; from splitppo import Config, run; print(callable(run), 'torch' in sys.modules)"
+    code = (
+        "import sys, splitppo.run; from splitppo import Config, run; print(callable(run), 'torch' "
+        "in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True False\n"

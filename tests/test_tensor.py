@@ -44,11 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 4},
 }
-KINDS = [
-    (True, "policy"),
-    (False, "policy"),
-    (False, "value"),
-]  # whether embedding and output layer are tied
+# whether embedding and output layer are tied
+KINDS = [(True, "policy"), (False, "policy"), (False, "value")]
 CASES = [(name, *which) for name in SHAPES for which in KINDS]
 
 
@@ -60,9 +57,10 @@ def folders(tmp_path_factory) -> Path:
         for name, more in SHAPES.items():
             for tied in (True, False):
                 config = AutoConfig.for_model(
-                    name, hidden_size=32, intermediate_size=42, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, vocab_size=83, max_position_embeddings=64, tie_word_embeddings=tied,
-                    initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=1, **more,
+                    name, hidden_size=32, intermediate_size=42, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, vocab_size=83,
+                    max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2,
+                    pad_token_id=None, bos_token_id=None, eos_token_id=1, **more,
                 )  # fmt: skip
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
                 for parameter in model.parameters():  # no bias 0 and no norm 1
@@ -211,13 +209,8 @@ def plain(
 MESHES = [  # each case is in one of the large ones, each shape and each kind in both
     (4, {"actor": [2]}, None, False, CASES[::2]),  # 2x2
     (4, {"actor": [2]}, 2, True, CASES[3:6]),  # two replicas of 1x2
-    (
-        2,
-        {"actor": [2], "critic": [1]},
-        None,
-        True,
-        CASES[1::2],
-    ),  # 1x2 in the one group, 2x1 in the other
+    # 1x2 in the one group, 2x1 in the other
+    (2, {"actor": [2], "critic": [1]}, None, True, CASES[1::2]),
 ]
 
 
@@ -257,9 +250,8 @@ def compiled_rank(rank, folder):
     """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs
     that they needed."""
     graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
-    torch.compile = lambda given, *, dynamic, **_: compiler(
-        given, dynamic=dynamic, backend=graphs
-    )  # in this process
+    # in this process
+    torch.compile = lambda given, *, dynamic, **_: compiler(given, dynamic=dynamic, backend=graphs)
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
     runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
     norms = []
@@ -397,9 +389,8 @@ def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
     fill(model, str(folder), device=CPU)
     text = RewardText(Ids(), Ids(), chat=False, longest=64)
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
-    mine = [
-        sample for sample in samples() if sample.row % 4 == group.dp_rank
-    ]  # a rank of four has rows 3 and 7 alone
+    # a rank of four has rows 3 and 7 alone
+    mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]
     scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)
     return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
 

@@ -140,7 +140,8 @@ def trained(folder: Path, group: Group, kind: Kind, samples: list[Episode], *, p
     rollout = Rollout(samples)
     objective = policy_objective if kind == "policy" else value_objective
     outs = runner.forward(
-        model, rollout, lambda m, b: OUTPUTS(m, b, entropy=True) if kind == "policy" else [value_outputs(m, b)],
+        model, rollout, 
+        lambda m, b: OUTPUTS(m, b, entropy=True) if kind == "policy" else [value_outputs(m, b)],
         fields=2 if kind == "policy" else 1,
     )  # fmt: skip
     (figures,) = learner.update(

@@ -295,7 +295,10 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
     )
     assert found["val/clip_ratio"] == pytest.approx(fmean(row["end"] == "limit" for row in rows))
     assert found["val/failures"] == 20
-    told = "[actor] step 5, held-out rows, rewards that failed: judge: 20 x timeout, first of row 3: took long"
+    told = (
+        "[actor] step 5, held-out rows, rewards that failed: judge: 20 x timeout, first of row 3: "
+        "took long"
+    )
     assert told in capfd.readouterr().out.splitlines()
     prompts = [rows[4 * i : 4 * i + 4] for i in range(20)]
     parts = [
@@ -469,7 +472,8 @@ def run_main(rank: int, argv: list[str]) -> None:
 def test_whole_run_gives_pass_at_k_and_the_files(tmp_path):
     (tmp_path / "reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': float(sum(map(ord, solution_str)) % 3 == 0), 'length': len(solution_str)}\n"
+        "    return {'score': float(sum(map(ord, solution_str)) % 3 == 0), 'length': "
+        "len(solution_str)}\n"
     )
     folder = tmp_path / "run"
     argv = [

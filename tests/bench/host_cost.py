@@ -196,10 +196,11 @@ def before(clock: Clock, lengths: list[int], ranks: int) -> None:
         lambda: [torch.tensor(row.prompt + row.response) for row in mine],
         PASSES,
     )
-    parts = [own_lengths[i::MINI] for i in range(MINI)]
-    clock(
-        "before", "plan", lambda: [pad_sequence([torch.ones(n) for n in part]) for part in parts], 2
-    )
+
+    def plan() -> list[torch.Tensor]:
+        return [pad_sequence([torch.ones(n) for n in own_lengths[i::MINI]]) for i in range(MINI)]
+
+    clock("before", "plan", plan, 2)
     clock(
         "before",
         "plan",
@@ -336,7 +337,8 @@ def main() -> None:
             old, new = clock.seconds.values()
             totals = sum(old.values()), sum(new.values())
             print(
-                f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | {totals[0] / totals[1]:.0f}x |"
+                f"| {tokens}, {count}, {mean:,} | {totals[0]:.2f} | {totals[1]:.2f} | "
+                f"{totals[0] / totals[1]:.0f}x |"
             )
             pieces = [f"{name} {old[name]:.3f} / {new[name]:.3f}" for name in old]
             print(f"    {'; '.join(pieces)}", file=sys.stderr, flush=True)

@@ -42,11 +42,8 @@ from splitppo.tools import bench
 ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 PRESETS = [str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.toml"))]
-DEVELOPERS = {
-    "architecture.md",
-    "renamed.md",
-    "measured_history.md",
-}  # pages that name modules, or what is no more
+# pages that name modules, or what is no more
+DEVELOPERS = {"architecture.md", "renamed.md", "measured_history.md"}
 PAGES = (
     *sorted(page.name for page in DOCS.glob("*.md") if page.name not in DEVELOPERS),
     "../README.md",
@@ -126,8 +123,9 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
 }
 SHAPES: dict[str, Any] = {
     name: kind(
-        hidden_size=hidden, intermediate_size=inside, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=shared, vocab_size=ids, max_position_embeddings=32768, tie_word_embeddings=False,
+        hidden_size=hidden, intermediate_size=inside, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=shared, vocab_size=ids,
+        max_position_embeddings=32768, tie_word_embeddings=False,
     )
     for name, kind, hidden, inside, layers, heads, shared, ids in (
         ("7b", Qwen2Config, 3584, 18944, 28, 28, 4, 152064),
@@ -263,9 +261,8 @@ def test_large_presets_fit_by_the_estimate(
         tokenizer.save_pretrained(tmp_path / kind)
         flags.append(f"--{name}.path={tmp_path / kind}")
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
-    monkeypatch.setattr(
-        "splitppo.run.resolve.weights.check_folder", lambda *_, **__: None
-    )  # no weights there
+    # no weights there
+    monkeypatch.setattr("splitppo.run.resolve.weights.check_folder", lambda *_, **__: None)
     flags += [f"--data.validation-files={small['test']}", f"--world-size={world}", "--dry-run"]
     status = train.main([f"--config={CONFIGS / preset}", *flags])
     out, err = capsys.readouterr()
@@ -436,6 +433,7 @@ def python_blocks(page: str) -> list[str]:
     )
 
 
+@pytest.mark.ranks
 def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[0])
     functions = tuple(f"{tmp_path}/rewards.py:{name}" for name in ("answer", "brief", "judge"))
@@ -464,9 +462,10 @@ def test_verls_compute_score_runs_unchanged(tmp_path: Path, small: dict[str, Pat
     row = {"data_source": "", "ground_truth": "7", "extra_info": {}}
     assert find_function(f"{file}:compute_score")(solution_str="so #### 7", **row)["acc"] == 1.0
     argv = [
-        f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}", f"--data.files={small['train']}",
-        f"--data.validation-files={small['test']}", f"--reward.function={file}:compute_score", "--steps=2",
-        "--rollout.batch-size=8", "--rollout.max-new-tokens=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.001",
+        f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}",
+        f"--data.files={small['train']}", f"--data.validation-files={small['test']}",
+        f"--reward.function={file}:compute_score", "--steps=2", "--rollout.batch-size=8",
+        "--rollout.max-new-tokens=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.001",
         "--log.validate-every=2", "--compute.device=cpu",
     ]  # fmt: skip
     run_ranks(2, main_rank, argv)
@@ -518,8 +517,9 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     )
     argv = [
         f"--config={preset}", f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}",
-        f"--reward.model={small['reward']}", f"--value.path={small['reward']}", f"--data.files={data}",
-        "--steps=2", "--rollout.batch-size=8", "--rollout.max-new-tokens=8", "--compute.device=cpu",
+        f"--reward.model={small['reward']}", f"--value.path={small['reward']}",
+        f"--data.files={data}", "--steps=2", "--rollout.batch-size=8", "--rollout.max-new-tokens=8",
+        "--compute.device=cpu",
     ]  # fmt: skip
     assert parse(argv).reward.missing_eos_penalty == 1
     run_ranks(2, main_rank, argv)

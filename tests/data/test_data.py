@@ -31,8 +31,10 @@ from splitppo.rollout import Prompt
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
 TEMPLATE = (
     "{% if think %}(think){% endif %}"
-    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "({{ message.role }}){{ message.content }}\n{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') "
+    "}}{% endif %}"
+    "({{ message.role }}){{ message.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}(assistant){% endif %}"
 )
 VERL_ROW = {
     "data_source": "mine",
@@ -187,7 +189,8 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
         ),
         (
             [ROW, {"prompt": "1=", "x": {"y": 1}}],
-            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, or ''",
+            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, "
+            r"or ''",
         ),
         ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),
         (
@@ -196,7 +199,8 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
         ),
         (
             [ROW, ANSWERED],
-            r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the row",
+            r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the "
+            r"row",
         ),
         (
             [ROW, {**ROW, "prompt": 3}],
@@ -502,7 +506,8 @@ def test_rows_over_the_limit_are_left_out_or_cut_and_noted(
         assert [prompt.text for prompt in prompts.prompts] == texts
         assert [plain.decode(prompt.tokens) for prompt in prompts.prompts] == texts
         assert prompts.notes == [
-            f"data.overlong={overlong}: 2 of 4 rows of {setting} have prompts over rollout.max_prompt_tokens=4 and "
+            f"data.overlong={overlong}: 2 of 4 rows of {setting} have prompts over "
+            f"rollout.max_prompt_tokens=4 and "
             f"{fate}; the first is {file} row 2 (10 tokens)"
         ]
         assert _load(replace(config, overlong=overlong), plain, 10, split=split).notes == []

@@ -29,10 +29,8 @@ class VLLMPool:
     def __call__(self, config: Any, *_: Any) -> Any:
         """The one with tied embeddings or without, as the configuration has them; without
         weights."""
-        from test_engine import (
-            make_tokenizer,
-            start_vllm,
-        )  # not by the process that only hands out tests
+        # not by the process that only hands out tests
+        from test_engine import make_tokenizer, start_vllm
 
         tied = config.tie_word_embeddings
         engine = self.engines.get(tied)

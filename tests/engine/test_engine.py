@@ -210,9 +210,8 @@ def start_vllm(
     process.begin(plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
     for device in devices if GPUS else []:
-        reduce_tensor(
-            torch.zeros(1, device=device)
-        )  # CUDA and its IPC are not begun by several threads at once
+        # CUDA and its IPC are not begun by several threads at once
+        reduce_tensor(torch.zeros(1, device=device))
     engines = [
         VLLMEngine(
             config,
@@ -460,10 +459,8 @@ def test_stop_strings_end_a_row_and_stay(case: Case, tokenizer: PreTrainedTokeni
 
 
 def test_a_sample_does_not_depend_on_the_batch(case: Case) -> None:
-    requests, tied = (
-        some_requests(),
-        llama_config(tie_word_embeddings=True),
-    )  # vLLM's engine of few rows is tied
+    # vLLM's engine of few rows is tied
+    requests, tied = (some_requests(), llama_config(tie_word_embeddings=True))
     few = [case.make(max_rows=rows, load=False, config=tied) for rows in (2, 5)]
     for engine in (case.engine, *few):
         engine.load_weights(random_llama(tied).state_dict().items())
@@ -600,9 +597,8 @@ def test_wrong_weights_are_refused_by_name(case: Case) -> None:
     with pytest.raises(ValueError, match="unknown weight"):
         engine.load_weights([("nonsense", full[name])])
     with pytest.raises(RuntimeError, match="before a complete load_weights"):
-        run(
-            engine, some_requests(1)
-        )  # nor does the load before it count: some of it may be overwritten
+        # nor does the load before it count: some of it may be overwritten
+        run(engine, some_requests(1))
 
 
 @pytest.mark.parametrize("left_out", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
@@ -650,9 +646,8 @@ def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> N
             rows.throw(ZeroDivisionError)
     assert engine.open == 0
     assert responses(run(engine, requests)) == before
-    engine.load_weights(
-        case.model.state_dict().items()
-    )  # what is left of the rows must not hold the cache
+    # what is left of the rows must not hold the cache
+    engine.load_weights(case.model.state_dict().items())
 
 
 def test_rows_enter_while_others_are_open(case: Case) -> None:

@@ -87,7 +87,10 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         engine, "_answer", {Load: None, Verify: (["lm_head.weight"], [])}.__getitem__
     )
-    named = "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use --engine.kind hf"
+    named = (
+        "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use "
+        "--engine.kind hf"
+    )
     with pytest.raises(UserError, match=re.escape(named)):
         engine.load_weights(model.state_dict().items())
     assert not engine.loaded
@@ -133,9 +136,8 @@ def test_kv_bytes_per_token() -> None:
     assert kv_bytes_per_token(config, torch.bfloat16) == 2 * 2 * 2 * 32 * 2
     assert kv_bytes_per_token(config, torch.float32, 2) == 2 * 2 * 1 * 32 * 4
     assert kv_bytes_per_token(config, torch.float32, 4) == 2 * 2 * 1 * 32 * 4  # a head can't be cut
-    plain = GPT2Config(
-        n_layer=3, n_head=4, n_embd=32
-    )  # it names neither heads of keys nor their size
+    # it names neither heads of keys nor their size
+    plain = GPT2Config(n_layer=3, n_head=4, n_embd=32)
     assert kv_bytes_per_token(plain, torch.float32) == 2 * 3 * 4 * 8 * 4
 
 
@@ -339,6 +341,7 @@ def wait_a_minute(*_: Any) -> None:
 
 
 @pytest.mark.timeout(50)
+@pytest.mark.ranks
 def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(
     request: pytest.FixtureRequest,
 ) -> None:
@@ -715,10 +718,8 @@ LONG = (
     "--rollout.batch-size=128",
     "--log.validate-every=0",
 )
-SHORT = (
-    "--rollout.max-new-tokens=6",
-    "--rollout.batch-size=8",
-)  # more processes than cores take their time
+# more processes than cores take their time
+SHORT = ("--rollout.max-new-tokens=6", "--rollout.batch-size=8")
 
 
 @pytest.mark.vllm
@@ -852,7 +853,10 @@ def test_a_bit_that_changes_on_the_way_is_found(
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_send", flip)
-        named = "1 tensors of the vLLM engine differ from the policy's, among them model.layers.0.mlp.up_proj.weight;"
+        named = (
+            "1 tensors of the vLLM engine differ from the policy's, among them "
+            "model.layers.0.mlp.up_proj.weight;"
+        )
         with pytest.raises(EngineError, match=f"after the sync, {named} --engine.kind hf"):
             engine.load_weights(state.items())
     with pytest.raises(RuntimeError, match="before a complete load_weights"):
@@ -908,9 +912,8 @@ def test_more_prompts_than_a_batch_takes(engine: Any) -> None:
 def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, received, receive = some_requests(48), [], engine._receive
     before = responses(run(engine, requests))
-    long = [
-        Request(r.row, r.prompt, 900) for r in requests
-    ]  # none ends in the time that the calls below may take
+    # none ends in the time that the calls below may take
+    long = [Request(r.row, r.prompt, 900) for r in requests]
     rows = stream(engine, long, RolloutConfig(max_new_tokens=900), seed=7)
     ended = len(next(rows))
     with pytest.raises(RuntimeError, match="rows are open"):
@@ -929,9 +932,8 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     assert ended + sum(len(message.pieces) for message in received[:-1]) < len(requests)
     assert responses(run(engine, requests)) == before
     other = random_llama(llama_config(), seed=1)
-    engine.load_weights(
-        other.state_dict().items()
-    )  # what is left of the rows must not hold the cache
+    # what is left of the rows must not hold the cache
+    engine.load_weights(other.state_dict().items())
     assert differences(run(engine, requests), other).max() < CLOSE
 
 
@@ -980,7 +982,8 @@ import json, sys
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
 greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-print(json.dumps(list(llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0].outputs[0].token_ids)))
+made = llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, greedy)[0].outputs[0]
+print(json.dumps(list(made.token_ids)))
 """
 
 

@@ -121,9 +121,8 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
     assert rows.ranks() == {1}
-    assert [(rank, piece.tokens) for rank, piece in rows.step()] == [
-        (1, [6])
-    ]  # what comes late is dropped
+    # what comes late is dropped
+    assert [(rank, piece.tokens) for rank, piece in rows.step()] == [(1, [6])]
 
 
 def test_rows_that_strings_may_end_go_through_the_front_end():
@@ -139,9 +138,8 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     assert rows.step() == []
     told = [(rank, s.row, s.tokens, s.logprobs, s.end) for rank, s in rows.step()]
     assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
-    assert [piece.end for _, piece in rows.step()] == [
-        "eos"
-    ]  # by a token, whose number is the reason
+    # by a token, whose number is the reason
+    assert [piece.end for _, piece in rows.step()] == ["eos"]
     rows.abort(0)
     assert engine.aborted == [(["0/8"], "front")]
     params = engine.asked["0/1"][1]
@@ -154,9 +152,10 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
 
 def test_how_a_row_is_drawn():
     due = {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 4, "max_tokens": 9, "stop": [], "detokenize": False,
-        "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True, "stop_token_ids": [2],
-        "logprobs": 0, "flat_logprobs": True, "output_kind": "final",
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 4, "max_tokens": 9, "stop": [],
+        "detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "ignore_eos": True, "stop_token_ids": [2], "logprobs": 0, "flat_logprobs": True,
+        "output_kind": "final",
     }  # fmt: skip
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=9) == due
     greedy = {"temperature": 0.0}

@@ -29,13 +29,15 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     folder: Path = tmp_path_factory.mktemp("shape")
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=32,
-                         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=LONGEST)  # fmt: skip
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                         head_dim=32, num_attention_heads=1, num_key_value_heads=1,
+                         max_position_embeddings=LONGEST)  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST, max_num_seqs=12,
-        max_num_batched_tokens=2048, enable_prefix_caching=True, block_size=BLOCK, enforce_eager=True,
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST,
+        max_num_seqs=12, max_num_batched_tokens=2048, enable_prefix_caching=True, block_size=BLOCK,
+        enforce_eager=True,
     ).create_engine_config()  # fmt: skip
 
 
@@ -150,9 +152,8 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
     hasher, draw = get_request_block_hasher(BLOCK, sha256), random.Random(worker.seed)
     late, got, under_way, texts = deque[Any](), {}, deque[Any](), {}
     for index in range(count):
-        prompt = random.Random(index // 3).choices(
-            range(END + 1, 64), k=1 + 29 * (index // 3 % 5)
-        )  # shared by three
+        # shared by three
+        prompt = random.Random(index // 3).choices(range(END + 1, 64), k=1 + 29 * (index // 3 % 5))
         fixed = draw.random() < 0.3
         params = SamplingParams(
             max_tokens=draw.choice([1, 2, 40, 100, 400]),
@@ -225,12 +226,10 @@ def test_steady_steps_are_those_of_vllm(
     scheduler.schedule = counted
     assert steady(scheduler, [END])
     assert run(scheduler, quick, 60, depth) == expected
-    assert (
-        scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
-    )  # all are given back, but vLLM's own
-    if (
-        blocks > 100
-    ):  # with fewer, rows are sent back, and what is found in the cache then may differ
+    # all are given back, but vLLM's own
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
+    # with fewer, rows are sent back, and what is found in the cache then may differ
+    if blocks > 100:
         assert quick.steps == plain.steps
         assert not quick.preempted
         assert sum(short) > len(short) / 2

@@ -85,9 +85,10 @@ def test_a_checksum_is_the_weighted_sum_of_the_bits(
 
 
 def test_a_checksum_shows_what_has_moved() -> None:
+    # two stretches
     tensor = (
         torch.randn(2**20 + 64, generator=torch.Generator().manual_seed(3)).bfloat16().view(-1, 32)
-    )  # two stretches
+    )
     total, rows = checksum(tensor), torch.arange(len(tensor))
     for first, second in ((0, 1), (5, 20_000), (7, len(tensor) - 1)):
         swapped = rows.clone()
@@ -287,9 +288,8 @@ def test_what_a_model_has_no_place_for_is_named(monkeypatch: pytest.MonkeyPatch)
         )
     )
     assert compare([send(norms, {"w": tensors["w"]})], [norms.report()]) == (["w"], ["weight"])
-    monkeypatch.setattr(
-        weight_check, "MAX_RUNS", 40
-    )  # of numbers in an order that is written down nowhere
+    # of numbers in an order that is written down nowhere
+    monkeypatch.setattr(weight_check, "MAX_RUNS", 40)
     mixed = Received(Model((6, 8), lambda held, sent: held.copy_(sent["w"].t().contiguous())))
     assert compare([send(mixed, {"w": tensors["w"]})], [mixed.report()]) == (["w"], ["weight"])
     shifted = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"] + 1)))
@@ -333,10 +333,8 @@ def test_workers_have_all_of_a_tensor_together(axis: int) -> None:
     assert compare(told, [first.report(), same.report()]) == (["w"], [])
     second.model.weight.data[1, 1] += 1
     assert compare(told, [first.report(), second.report()]) == ([], ["weight"])
-    wrong = [
-        told[0],
-        {"w": (48, told[1]["w"][1] + 1)},
-    ]  # what the second one got is not what was sent to it
+    # what the second one got is not what was sent to it
+    wrong = [told[0], {"w": (48, told[1]["w"][1] + 1)}]
     second.load({"w": tensors["w"]})
     assert compare(wrong, [first.report(), second.report()]) == ([], ["w"])
 
@@ -356,8 +354,9 @@ BASE |= {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-PLAIN = """llama qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt_neox olmo olmo2 olmo3 granite cohere cohere2 glm glm4
-starcoder2 stablelm smollm3 helium ernie4_5 exaone4 hunyuan_v1_dense seed_oss apertus arcee nemotron persimmon jais2"""
+PLAIN = """llama qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt_neox olmo olmo2 olmo3 granite
+cohere cohere2 glm glm4 starcoder2 stablelm smollm3 helium ernie4_5 exaone4 hunyuan_v1_dense
+seed_oss apertus arcee nemotron persimmon jais2"""
 FAMILIES: dict[str, dict[str, Any]] = {family: {} for family in PLAIN.split()}
 FAMILIES |= {
     "mistral": {"num_key_value_heads": 1},  # two ranks hold the same keys and values
@@ -482,9 +481,8 @@ def prove_families(
     os.environ.update(
         settings | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": str(rank)}
     )
-    made = [
-        family_folder(*job) for job in jobs
-    ]  # vLLM changes classes of the library's when it builds on them
+    # vLLM changes classes of the library's when it builds on them
+    made = [family_folder(*job) for job in jobs]
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()

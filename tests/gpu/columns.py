@@ -62,9 +62,8 @@ def main() -> None:
     status = train.main(argv)
     if status:
         sys.stdout.flush()
-        os._exit(
-            status
-        )  # at once, as the trainer does: one of its threads may wait for a peer that never comes
+        # at once, as the trainer does: one of its threads may wait for a peer that never comes
+        os._exit(status)
     part = out.with_suffix(f".{launch.rank}.json")
     found = kernels(profiler, out.with_suffix(f".trace{launch.rank}"))
     part.write_text(json.dumps({"role": role[0], "spans": spans, "kernels": found}))
@@ -113,11 +112,13 @@ def report(out: Path, world: int, run_dir: Path) -> None:
     n = len(under)
     share = both / step_time
     print(
-        f"steps 5..{4 + n}: {step_time / n:.2f} s a step, both columns at work {both / n:.2f} s ({share:.0%})"
+        f"steps 5..{4 + n}: {step_time / n:.2f} s a step, both columns at work {both / n:.2f} s "
+        f"({share:.0%})"
     )
     times = sum(u > 0 for u in under)
     print(
-        f"critic update of t under rollout of t+1: {sum(under) / n:.3f} s a step, in {times} of {n} steps"
+        f"critic update of t under rollout of t+1: {sum(under) / n:.3f} s a step, in {times} of "
+        f"{n} steps"
     )
 
 

@@ -95,8 +95,10 @@ def main() -> None:
                 f", {base / (1000 / options.slots):.2f}x fewer filled at once" if window else ""
             )
             print(
-                f"window {window:>4}: {drawn:>5} decode steps for {made:,} tokens ({trained:,} of rows that ended): "
-                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}; {1e6 * seconds / made:.1f} us a token",
+                f"window {window:>4}: {drawn:>5} decode steps for {made:,} tokens ({trained:,} of "
+                f"rows that ended): "
+                f"{rate:.2f} a thousand, {base / rate:.2f}x fewer{at_once}; "
+                f"{1e6 * seconds / made:.1f} us a token",
                 flush=True,
             )
 

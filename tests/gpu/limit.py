@@ -1,8 +1,8 @@
 """How near to a GPU's limit a job may come, and what it costs: estimates, peaks, fragments, retries
 of the allocator.
 
-    python tests/gpu/limit.py limit       one GPU: colocated jobs of 1.5B, estimated at 92, 95 and 98 % of the GPU
-    python tests/gpu/limit.py updates     two GPUs: updates of 64 rows of 128 + 512 tokens, colocated
+    python tests/gpu/limit.py limit      one GPU: colocated jobs of 1.5B, at 92, 95 and 98 % of it
+    python tests/gpu/limit.py updates    two GPUs: updates of 64 rows of 128 + 512 tokens
 
 Both draw weights at random and need no network. Each case is a run of the trainer in processes of
 its own, since what one leaves in fragments stays with its process. Rows are made up, so that no
@@ -40,12 +40,21 @@ PROMPT, RESPONSE = 128, 512
 STEPS = 4  # the first one compiles what is left, and its memory grows
 MINI_BATCHES = 2
 SHAPES: dict[str, dict[str, Any]] = {
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 512, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 
@@ -216,9 +225,8 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
     setattr(hf.HFEngine, "_poll", poll)  # noqa: B010
     setattr(hf.HFEngine, "_load", emptying)  # noqa: B010
     setattr(memory, "out_of_memory", out_of_memory)  # noqa: B010
-    actor.MISMATCH.update(
-        dict.fromkeys(actor.MISMATCH, (99.0, 99.0))
-    )  # made up rows are not the policy's
+    # made up rows are not the policy's
+    actor.MISMATCH.update(dict.fromkeys(actor.MISMATCH, (99.0, 99.0)))
     run = folder.parent / "runs" / case.name.replace(" ", "_")
     status = train.main([*flags_of(case, folder, device), f"--run-dir={run}"])
     if rank == 0 and (status == 0 or "died" in kept):
@@ -341,7 +349,10 @@ def line_of(case: Case, found: dict[str, Any], run: Path) -> str:
     if done := steps(run, "actor")[1:]:
         cells.append(f" {sum(step['timing_s/step'] for step in done) / len(done):6.2f} s")
     asked, unused = found["asked"]
-    outcome = f"OUT OF MEMORY in step {len(steps(run, 'critic')) + 1}: asked for {asked}, {unused} in fragments"
+    outcome = (
+        f"OUT OF MEMORY in step {len(steps(run, 'critic')) + 1}: asked for {asked}, {unused} in "
+        f"fragments"
+    )
     return "".join(cells) + f"  {outcome if found['died'] else 'ran'}"
 
 
@@ -371,14 +382,18 @@ def main() -> None:
     runs.mkdir(parents=True)
     write_inputs(folder, SHAPES[options.shape])
     # asked in a process of its own: this one must not hold a part of the GPU
-    ask = "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name, sep='|')"
+    ask = (
+        "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name, "
+        "sep='|')"
+    )
     told = subprocess.run(
         [sys.executable, "-c", ask], capture_output=True, text=True, check=False
     ).stdout.strip()
     total, name = told.split("|") if told else (str(80 * 0.99 * GIB), "no GPU")
     card = min(float(total), options.cap * GIB or float(total))
     print(
-        f"{name}, {float(total) / GIB:.1f} GiB, of which PyTorch may take {card / GIB:.1f}; torch {torch.__version__}"
+        f"{name}, {float(total) / GIB:.1f} GiB, of which PyTorch may take {card / GIB:.1f}; torch "
+        f"{torch.__version__}"
     )
     cases = (
         list(UPDATES)
@@ -394,7 +409,8 @@ def main() -> None:
         )
     heads = "estimate allocated reserved  outside"
     print(
-        f"{'case':20} G  rows tokens  {heads}   retries, update and MFU of actor, then of critic              step"
+        f"{'case':20} G  rows tokens  {heads}   retries, update and MFU of actor, then of critic  "
+        f"            step"
     )
     for case in (
         cases if options.only is None else [case for case in cases if case.name in options.only]

@@ -25,12 +25,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 PROMPT, RESPONSE = 384, 128
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "0.5B": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 SHAPES["7B, 8 layers"] = SHAPES["7B"] | {"num_hidden_layers": 8}
 ALL = ["--policy.offload=all", "--value.offload=all", "--reference.offload"]
@@ -160,7 +169,8 @@ def report(name: str, log: Path) -> None:
     due, most = (max(sizes) for sizes in zip(*found["phases"].values(), strict=True))
     speed = f"updates {found['update_s']:.2f} s, {found['tokens_s']:,.0f} tokens/s"
     print(
-        f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  {speed}",
+        f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  "
+        f"{speed}",
         flush=True,
     )
 

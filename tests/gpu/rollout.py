@@ -172,7 +172,8 @@ def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
     }
     calls = {event.key: event.count for event in events}
     print(
-        f"{len(lengths)} rows, {count} steps: {sum(spent.values()) / count:.0f} us of a step the device is busy",
+        f"{len(lengths)} rows, {count} steps: {sum(spent.values()) / count:.0f} us of a step the "
+        f"device is busy",
         flush=True,
     )
     for name, total in sorted(spent.items(), key=lambda item: -item[1])[:25]:
@@ -182,8 +183,8 @@ def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
 
 
 def open_prompts(lengths: list[int], rows: int, prompt: int, ids: int) -> list[list[int]]:
-    """Prompts with what the rows have sampled so far, as slots have them in a long run: a row is met
-    by its length, anywhere in it."""
+    """Prompts with what the rows have sampled so far, as slots have them in a long run: a row is
+    met by its length, anywhere in it."""
     draw = random.Random(0)
     found = draw.choices(lengths, weights=lengths, k=rows)
     sizes = [prompt + draw.randrange(length) for length in found]
@@ -191,7 +192,7 @@ def open_prompts(lengths: list[int], rows: int, prompt: int, ids: int) -> list[l
 
 
 def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
-    """Prints the seconds of a rollout in which each row gets `tokens` tokens, by what they go to."""
+    """Prints the seconds of a rollout in which each row gets `tokens` tokens, by their use."""
     scheduler = llm.engine_core.engine_core.scheduler
     spent: dict[str, list[float]] = {"schedule": [], "update_from_output": []}
     for name, seconds in spent.items():
@@ -237,7 +238,8 @@ def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
     print(f"{len(prompts)} rows, {sum(map(len, prompts)):,} tokens of prompts and prefixes")
     print(f"  prefixes computed again {prefixes:.2f} s; {steps} decode steps {decoding:.2f} s")
     print(
-        f"  a decode step {1e3 * decoding / steps:.2f} ms; scheduling {1e3 * scheduling / steps:.2f}"
+        f"  a decode step {1e3 * decoding / steps:.2f} ms; scheduling "
+        f"{1e3 * scheduling / steps:.2f}"
     )
     print(f"  messages, there and back, pickled and read: {messages:.3f} s in all")
     for part, seconds in sorted(busy.items(), key=lambda item: -item[1]):
@@ -262,7 +264,8 @@ def main() -> None:
         ]
         ratio = statistics.median(plain / steady for plain, steady in both)
         print(
-            f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of {len(both)})",
+            f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of "
+            f"{len(both)})",
             flush=True,
         )
         if options.profile:

@@ -64,7 +64,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1+1, offloaded": (2, SPLIT | OFFLOADED),
     "two colocated": (2, WHOLE | VLLM),
     "two colocated, offloaded": (2, WHOLE | OFFLOADED),
-    "reference at the critic": (2, SPLIT | {"placement__reference": "critic", "ppo__kl_loss_coef": 0.0}),
+    "reference at the critic": (
+        2, SPLIT | {"placement__reference": "critic", "ppo__kl_loss_coef": 0.0},
+    ),
     "sets of all models": (2, WHOLE | {"fsdp__tensor_parallel": 2}),
     "bfloat16, 1+1": (2, BFLOAT16 | SPLIT | VLLM | {"compute__compile": "auto"}),
 }  # fmt: skip
@@ -121,7 +123,8 @@ def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> No
     due = reference(inputs, seen, window=window, samples=flags.get("rollout__samples", 1), **hyper)
     found = distances(inputs, seen, due)
     print(
-        f"MEASURED {name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, change of the weights {found[2]:.1e}"
+        f"MEASURED {name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, change of the "
+        f"weights {found[2]:.1e}"
     )
     bounds = BOUNDS["float32, vLLM's" if name == "vllm, windows" else flags["compute__dtype"]]
     assert all(far <= most for far, most in zip(found, bounds, strict=True)), found
@@ -241,6 +244,7 @@ def test_the_estimated_memory_is_what_pytorch_allocates(job: str, tmp_path: Path
     phases = json.loads(told[0].removeprefix("RESULT "))["phases"].values()
     due, most = (max(sizes) for sizes in zip(*phases, strict=True))
     print(
-        f"MEASURED {job}: estimated {due / 2**30:.2f} GiB, allocated {most / 2**30:.2f} GiB, {due / most:.3f}"
+        f"MEASURED {job}: estimated {due / 2**30:.2f} GiB, allocated {most / 2**30:.2f} GiB, "
+        f"{due / most:.3f}"
     )
     assert due == pytest.approx(most, rel=0.1)

@@ -1,7 +1,9 @@
 """Updates on two GPUs: how fast a group of two is, and whether two groups of one get in each
 other's way.
 
-    torchrun --nproc_per_node 2 tests/gpu/update.py SHAPE [flags below]     (a folder with a config.json; weights drawn)
+    torchrun --nproc_per_node 2 tests/gpu/update.py SHAPE [flags below]
+
+SHAPE is a folder with a config.json; weights are drawn.
 
 `group`: seconds and share of PEAK of the policy's forward passes (2 N a token) and update (6 N) on
 a group of both. `overlap`: policy on one GPU, value model on the other: seconds of each update
@@ -165,10 +167,15 @@ def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> 
             n * parameters * tokens / s / launch.world / PEAK
             for n, s in ((2, forward), (6, update))
         ]
-        how = f"checkpointing {options.checkpointing}, gather {options.gather}, {options.mini_batches} mini-batches"
+        how = (
+            f"checkpointing {options.checkpointing}, gather {options.gather}, "
+            f"{options.mini_batches} mini-batches"
+        )
         print(
-            f"{parameters / 1e9:.2f}B, {tokens} tokens, {how}: log-probs {forward:.3f} s ({rates[0]:.1%}), "
-            f"update {update:.3f} s ({rates[1]:.1%}), {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
+            f"{parameters / 1e9:.2f}B, {tokens} tokens, {how}: log-probs {forward:.3f} s "
+            f"({rates[0]:.1%}), "
+            f"update {update:.3f} s ({rates[1]:.1%}), "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
             flush=True,
         )
     runtime.close()
@@ -195,7 +202,8 @@ def overlap(options: argparse.Namespace, launch: Launch, device: torch.device) -
         elif turn == "both" and launch.rank == 0:
             both = max(map(float, told))
             print(
-                f"updates: both alone {alone:.3f} s in all, at once {both:.3f} s: {alone / both:.2f}x",
+                f"updates: both alone {alone:.3f} s in all, at once {both:.3f} s: "
+                f"{alone / both:.2f}x",
                 flush=True,
             )
     runtime.close()

@@ -222,7 +222,7 @@ def rows(*lines: Any, name: str = "data.jsonl") -> Callable[[Path], None]:
     return copied(0, lambda folder: (folder / name).write_bytes(raw))
 
 
-# --- the kinds of attack -------------------------------------------------------------------------------------------
+# --- the kinds of attack ---
 
 
 def flags(random_: random.Random) -> Iterator[Attack]:
@@ -264,7 +264,8 @@ def home(name: str) -> Callable[[], None]:
 
 def paths(_: random.Random) -> Iterator[Attack]:
     """What is done with paths, the same in all commands."""
-    at_home = [word.replace("=", "=~/", 1) if "model" in word or "data.files" in word or "py:" in word else word
+    at_home = [word.replace("=", "=~/", 1)
+               if "model" in word or "data.files" in word or "py:" in word else word
                for word in BASE]  # fmt: skip
 
     def in_home(folder: Path, said: str) -> str:
@@ -274,7 +275,8 @@ def paths(_: random.Random) -> Iterator[Attack]:
             else "not at ~/run"
         )
 
-    yield Attack("~ in all paths", [*at_home, "--run-dir=~/run", "--steps=1"], FINE, do=copied(0), inside=home("here"),
+    yield Attack("~ in all paths", [*at_home, "--run-dir=~/run", "--steps=1"], FINE, do=copied(0),
+                 inside=home("here"),
                  check=in_home)  # fmt: skip
     yield Attack("~ of nobody", [*at_home, "--dry-run"], REFUSED, do=copied(0), inside=home("none"))
     yield Attack("--config=~/p.toml", ["--config=~/p.toml", "--dry-run"], FINE, inside=home("here"),
@@ -285,8 +287,9 @@ def paths(_: random.Random) -> Iterator[Attack]:
         ("export", ["~/run", "--out=~/x"]),
         ("plan", ["~/run"]),
     ):
-        yield Attack(f"~ {command}", argv, EITHER if command == "plan" else FINE, command, do=copied(3),
-                     inside=home("here"), check=lambda f, said: "made ~" if (f / "~").exists() else "")  # fmt: skip
+        yield Attack(f"~ {command}", argv, EITHER if command == "plan" else FINE, command,
+                     do=copied(3), inside=home("here"),
+                     check=lambda f, said: "made ~" if (f / "~").exists() else "")  # fmt: skip
     for command in ("report", "export", "plan", "bench", "prepare"):
         for value in (LATIN, "a\0b", "x" * 5000, "/dev/null", "/dev/null/x"):
             argv = {
@@ -388,7 +391,8 @@ def data(_: random.Random) -> Iterator[Attack]:
     )
     yield Attack("data: a link to itself", [*argv, "--data.files=l.jsonl"], REFUSED,
                  do=copied(0, lambda f: (f / "l.jsonl").symlink_to("l.jsonl")))  # fmt: skip
-    yield Attack("lengths that are no text", [*BASE, "--dry-run", "--rollout.lengths=model/model.safetensors"], REFUSED,
+    yield Attack("lengths that are no text",
+                 [*BASE, "--dry-run", "--rollout.lengths=model/model.safetensors"], REFUSED,
                  do=copied(0))  # fmt: skip
 
 
@@ -417,7 +421,9 @@ def rewards(_: random.Random) -> Iterator[Attack]:
         "gives a half character": "return '\\udfff'",
         "gives what cannot be shown": "return type('A', (), {'__repr__': lambda self: 1 / 0})()",
         "hangs": "import time; time.sleep(99)",
-        "raises what cannot be pickled": "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})",
+        "raises what cannot be pickled": (
+            "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})"
+        ),
     }
     for name, body in bodies.items():
         yield Attack(f"reward {name}", argv, REFUSED, do=score(body), check=failures)
@@ -445,7 +451,8 @@ def rewards(_: random.Random) -> Iterator[Attack]:
         check=failures,
     )
     yield Attack("a reward file of no UTF-8", argv, REFUSED,
-                 do=copied(0, lambda f: (f / "reward.py").write_bytes(b"x = '\xe9'\n")))  # fmt: skip
+                 do=copied(0, lambda f: (f / "reward.py").write_bytes(b"x = '\xe9'\n"))
+                 )  # fmt: skip
     yield Attack(
         "a reward file with NUL",
         argv,
@@ -481,10 +488,14 @@ def rewards(_: random.Random) -> Iterator[Attack]:
     for number in (float("nan"), float("inf"), 3e38):
         for steps in (1, 9):
             yield Attack(f"a reward model of {number}, {steps} steps",
-                         [*argv, "--reward.model=judge", "--reward.function=none", f"--steps={steps}",
-                          "--reward.normalize=batch"], REFUSED,
-                         do=copied(0, functools.partial(lambda number, f: judge(f, number), number)),
-                         check=lambda f, said: "" if "reward_model: 4 x invalid" in said else "not named")  # fmt: skip
+                         [*argv, "--reward.model=judge", "--reward.function=none",
+                          f"--steps={steps}", "--reward.normalize=batch"], REFUSED,
+                         do=copied(
+                             0, functools.partial(lambda number, f: judge(f, number), number)
+                         ),
+                         check=lambda f, said: (
+                             "" if "reward_model: 4 x invalid" in said else "not named"
+                         ))  # fmt: skip
 
 
 def damages(random_: random.Random) -> Iterator[Attack]:
@@ -546,7 +557,9 @@ def damages(random_: random.Random) -> Iterator[Attack]:
         "a folder of no step": lambda f: (f / "run/checkpoints/step_x").mkdir(),
         "a step that is a file": write("run/checkpoints/step_000007", "a file"),
         "an empty step": lambda f: (f / "run/checkpoints/step_000007").mkdir(),
-        "a step under another name": lambda f: (f / part.format("")).rename(f / "run/checkpoints/step_000009"),
+        "a step under another name": lambda f: (f / part.format("")).rename(
+            f / "run/checkpoints/step_000009"
+        ),
         "the parts of two steps": lambda f: (remove(f / part.format("critic")), shutil.copytree(
             f / "run/checkpoints/step_000001/critic", f / part.format("critic"))),
     }  # fmt: skip
@@ -588,8 +601,12 @@ def damages(random_: random.Random) -> Iterator[Attack]:
         yield Attack(f"resume with {name}", RESUME, FINE, do=copied(2, harm), check=same_figures)
     # the same folders, read
     shown = told | healed | {
-        "numbers without bounds": write("run/metrics/actor.jsonl", '{"step": 1e400, "a": 1' + "0" * 400 + "}\n"),
-        "spans without bounds": write("run/metrics/actor.jsonl", '{"step": 1, "spans": [["a", NaN, 1e999]]}\n'),
+        "numbers without bounds": write(
+            "run/metrics/actor.jsonl", '{"step": 1e400, "a": 1' + "0" * 400 + "}\n",
+        ),
+        "spans without bounds": write(
+            "run/metrics/actor.jsonl", '{"step": 1, "spans": [["a", NaN, 1e999]]}\n',
+        ),
         "spans that are none": write("run/metrics/actor.jsonl", '{"step": 1, "spans": null}\n'),
         "a nest of lists": write("run/metrics/critic.jsonl", "[" * 100000 + "\n{}\n"),
         "edges of floats": write("run/metrics/actor.jsonl", "".join(
@@ -598,7 +615,9 @@ def damages(random_: random.Random) -> Iterator[Attack]:
         "versions in a list": write("run/versions.json", "[1, 2]"),
         "a broken placement.txt": write("run/placement.txt", b"\xff\xfe"),
         "a sample of no JSON": write("run/samples/step_000001.jsonl", '{"a": \n{}\n'),
-        "half a character in a sample": write("run/samples/step_000001.jsonl", '{"a": "\\ud800", "b": "</script>"}\n'),
+        "half a character in a sample": write(
+            "run/samples/step_000001.jsonl", '{"a": "\\ud800", "b": "</script>"}\n',
+        ),
         "a folder for a sample": to_folder("run/samples/step_000001.jsonl"),
     }  # fmt: skip
     for name, harm in shown.items():
@@ -670,8 +689,9 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
         return "ascii"
 
     run = [*BASE, "--run-dir=run", "--steps=2"]
-    for command, argv in (("train", ["--help"]), ("train", dry), ("report", ["run"]), ("report", ["--help"]),
-                          *((name, ["--help"]) for name in ("export", "plan", "bench", "prepare"))):  # fmt: skip
+    helped = ("report", "export", "plan", "bench", "prepare")
+    commands = [("train", ["--help"]), ("train", dry), ("report", ["run"])]
+    for command, argv in [*commands, *((name, ["--help"]) for name in helped)]:
         yield Attack(
             f"nobody reads {command} {argv[0]}",
             argv,
@@ -701,7 +721,8 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
             ("export", ["run"]),
             ("report", ["run"]),
         ):
-            yield Attack(f"{command} onto a disk of {kilobytes} KB", argv, EITHER, command, do=copied(3), inside=limit,
+            yield Attack(f"{command} onto a disk of {kilobytes} KB", argv, EITHER, command,
+                         do=copied(3), inside=limit,
                          crash="could not be written; earlier ones are whole")  # fmt: skip
     for ranks in (1, 7, 100_000):
         size = ["--rollout.batch-size=200000", "--placement.mode=auto", f"--world-size={ranks}"]

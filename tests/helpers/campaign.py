@@ -40,10 +40,10 @@ from splitppo.placement import ROLES, StepPlan, check_sets, place
 from splitppo.run import checkpoint
 
 STEPS, LIMIT, CRASHED = 4, 120, 9
-FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpoint.every=1 checkpoint.keep=0 timeout=30
-    policy.path=POLICY value.head=normal policy.optim.lr=5e-4 value.optim.lr=5e-4 policy.optim.eps=1e-4
-    value.optim.eps=1e-4 reward.function=SCORE log.validate-every=0 log.validate-samples=2 compute.device=cpu
-    log.validate-temperature=0.8"""
+FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpoint.every=1
+    checkpoint.keep=0 timeout=30 policy.path=POLICY value.head=normal policy.optim.lr=5e-4
+    value.optim.lr=5e-4 policy.optim.eps=1e-4 value.optim.eps=1e-4 reward.function=SCORE
+    log.validate-every=0 log.validate-samples=2 compute.device=cpu log.validate-temperature=0.8"""
 # options of the algorithm: of each kind a configuration has one or none
 ALGORITHM = [
     [
@@ -281,9 +281,8 @@ def compare(first: Path, second: Path) -> None:
     for role in ROLES:
         due, got = (figures(path / "run", role) for path in (first, second))
         for record in (*due.values(), *got.values()):
-            record.pop(
-                "actor/ref_kl", None
-            )  # told where the reference is; critic/ref_kl is told everywhere
+            # told where the reference is; critic/ref_kl is told everywhere
+            record.pop("actor/ref_kl", None)
         assert_same(got, due)
         states = [
             checkpoint.step_folder(path / "run", STEPS) / role / "state.json"
@@ -332,7 +331,8 @@ def run_all(first: int, count: int) -> list[int]:
                     *screens, f"{said}: {type(error).__name__}: {error}", case, sep="\n", flush=True
                 )
     print(
-        f"{count} configurations, {len(wrong)} with a fault {wrong or ''}; {time.monotonic() - began:.0f} s in all"
+        f"{count} configurations, {len(wrong)} with a fault {wrong or ''}; "
+        f"{time.monotonic() - began:.0f} s in all"
     )
     return wrong
 

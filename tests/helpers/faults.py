@@ -137,9 +137,8 @@ def draw(count: int, seed: int) -> list[Fault]:
             moment == "gae" and "critic" not in plays
         ):
             continue
-        if moment in WIRE and (
-            colocated or (placement, rank) == ("2+1 set", 1)
-        ):  # a set's first rank speaks for it
+        # a set's first rank speaks for it
+        if moment in WIRE and (colocated or (placement, rank) == ("2+1 set", 1)):
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing
@@ -367,7 +366,8 @@ def main() -> int:
             failed, longest = failed + bool(wrong), max(longest, took)
             print(f"{number:>4} {fault}: {wrong or f'ok, {took:.1f} s'}", flush=True)
     print(
-        f"{options.count} injections, {failed} failed; longest {longest:.0f} s; {time.monotonic() - began:.0f} s in all"
+        f"{options.count} injections, {failed} failed; longest {longest:.0f} s; "
+        f"{time.monotonic() - began:.0f} s in all"
     )
     return 1 if failed else 0
 

@@ -16,12 +16,13 @@ from typing import Any
 PATH = Path(__file__).parents[1] / "run" / "healthy.json"
 METRICS = {
     "actor": (
-        "step", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/lr", "response_length/clip_ratio",
-        "response_length/mean", "prompt_length/mean", "tokens", "val/score/mean", "val/rows",
+        "step", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/lr",
+        "response_length/clip_ratio", "response_length/mean", "prompt_length/mean", "tokens",
+        "val/score/mean", "val/rows",
     ),
     "critic": (
-        "step", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/vf_loss", "critic/grad_norm",
-        "critic/vf_explained_var", "critic/kl_row", "critic/reward_failures",
+        "step", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/vf_loss",
+        "critic/grad_norm", "critic/vf_explained_var", "critic/kl_row", "critic/reward_failures",
     ),
 }  # fmt: skip
 ADDITION = (

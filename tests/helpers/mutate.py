@@ -25,14 +25,11 @@ PLACES = (
     "tools.cost",
     "validation",
 )
-ROOMS = {
-    place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")
-}  # name -> module in the package
+# name -> module in the package
+ROOMS = {place.rpartition(".")[2]: place for place in (*PLACES, "run.checkpoint")}
 KNOWN = ROOT / "tests" / "helpers" / "survivors.txt"
-KILLED, SURVIVED = (
-    (1, 3, 24, -24, 36, 152, 255),
-    (0, 5, 33),
-)  # by a test, or by its time; no test noticed, or calls it
+# by a test, or by its time; no test noticed, or calls it
+KILLED, SURVIVED = ((1, 3, 24, -24, 36, 152, 255), (0, 5, 33))
 
 
 def mutmut(arguments: list[str]) -> None:
@@ -109,9 +106,8 @@ def report(rooms: list[str]) -> int:
 def main() -> int:
     rooms = sys.argv[1:] or list(ROOMS)
     os.chdir(ROOT)
-    shutil.rmtree(
-        ROOT / "mutants", ignore_errors=True
-    )  # what it remembers of a test is as old as the test's name
+    # what it remembers of a test is as old as the test's name
+    shutil.rmtree(ROOT / "mutants", ignore_errors=True)
     if pid := os.fork():  # mutmut imports, forks and exits as it likes
         if os.waitpid(pid, 0)[1]:
             return 2

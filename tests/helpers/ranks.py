@@ -253,7 +253,8 @@ def thread_collectives() -> Any:
         parts = group.exchange(part)
         if len({(one.dtype, one.shape) for one in parts}) != 1:
             raise ValueError(
-                f"tensors to gather must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}"
+                f"tensors to gather must be alike, got "
+                f"{[(one.dtype, tuple(one.shape)) for one in parts]}"
             )
         found.copy_(torch.cat(parts))
 
@@ -261,7 +262,8 @@ def thread_collectives() -> Any:
         parts = group.exchange(values.clone())
         if len({(one.dtype, one.shape) for one in parts}) != 1:
             raise ValueError(
-                f"tensors to reduce must be alike, got {[(one.dtype, tuple(one.shape)) for one in parts]}"
+                f"tensors to reduce must be alike, got "
+                f"{[(one.dtype, tuple(one.shape)) for one in parts]}"
             )
         values.copy_(
             torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0)
@@ -310,9 +312,8 @@ def run_threads(world: int | tuple[int, ...], function: Callable[..., Any], *arg
     def rank_thread(rank: int, group: Group) -> None:
         try:
             results[rank] = function(group, *args)
-        except (
-            BaseException
-        ) as error:  # raised to the caller; the other ranks would wait for this one
+        # raised to the caller; the other ranks would wait for this one
+        except BaseException as error:
             errors.append(error)
             abort()
 

@@ -27,9 +27,8 @@ class Row:
 @dataclass(frozen=True)
 class Step:
     rows: list[Row]
-    mini_batches: list[
-        list[int]
-    ]  # indices into rows, in the order of the optimizer's steps; the same each epoch
+    # indices into rows, in the order of the optimizer's steps; the same each epoch
+    mini_batches: list[list[int]]
     value_mini_batches: list[list[int]]
 
 
@@ -82,9 +81,8 @@ class Hyper:
 
 @dataclass
 class StepResult:
-    policy_losses: list[
-        float
-    ]  # one entry an optimizer step; gradient norms are those before clipping
+    # one entry an optimizer step; gradient norms are those before clipping
+    policy_losses: list[float]
     value_losses: list[float]  # of several value models: those of the first come first
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
@@ -320,12 +318,10 @@ def windows(
             out.
         cuts: for each step, the slots of the policy's mini-batches and of the value model's.
     """
-    place = [
-        (0, 0) for _ in streams
-    ]  # of each slot: which row of its stream is open, and how many tokens it has
-    sampled: list[list[float]] = [
-        [] for _ in streams
-    ]  # log-probs of the open rows, by the policies that sampled them
+    # of each slot: which row of its stream is open, and how many tokens it has
+    place = [(0, 0) for _ in streams]
+    # log-probs of the open rows, by the policies that sampled them
+    sampled: list[list[float]] = [[] for _ in streams]
     for cut, value_cut in cuts:
         ended: list[tuple[int, Row]] = []
         for slot, stream in enumerate(streams):
@@ -340,8 +336,13 @@ def windows(
                     ended.append((slot, replace(row, engine=sampled[slot])))
                     number, have, sampled[slot] = number + 1, 0, []
             place[slot] = (number, have)
-        minis = [[[i for slot in slots for i, (of, _) in enumerate(ended) if of == slot] for slots in part]
-                 for part in (cut, value_cut)]  # fmt: skip
+        minis = [
+            [
+                [i for slot in slots for i, (of, _) in enumerate(ended) if of == slot]
+                for slots in part
+            ]
+            for part in (cut, value_cut)
+        ]
         yield Step([row for _, row in ended], *minis)
 
 

@@ -94,7 +94,8 @@ class Torchrun:
 
     def __init__(
         self, ranks: int, main: Callable[..., int | None], *args: Any, out: Path, restarts: int = 0,
-        rendezvous: Sequence[str] = (), host: int = 0, env: Mapping[str, str] | None = None, anew: bool = False,
+        rendezvous: Sequence[str] = (), host: int = 0, env: Mapping[str, str] | None = None,
+        anew: bool = False,
     ) -> None:  # fmt: skip
         self.out, self.mark = out, uuid.uuid4().hex
         rendezvous = rendezvous or ("--rdzv_endpoint=127.0.0.1:0", f"--rdzv_id={self.mark}")
@@ -161,10 +162,8 @@ def _agent(
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
-    sys.stdout, sys.stderr = (
-        os.fdopen(1, "w", buffering=1),
-        os.fdopen(2, "w", buffering=1),
-    )  # a test's may be others
+    # a test's may be others
+    sys.stdout, sys.stderr = (os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1))
     if host:
         enter(host)
     if main is None:

@@ -141,9 +141,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     # the hosts file of its namespace
     (folder / "hosts").write_text("127.0.0.1 localhost n0 n1\n")
     ports = {name: free_port() for name in ("ctld", "n0", "n1")}
-    first = (
-        free_port() - 20000
-    )  # several of these may run at once, and a job's number says which port it meets at
+    # several of these may run at once, and a job's number says which port it meets at
+    first = free_port() - 20000
     (folder / "slurm.conf").write_text(
         CONF.format(folder=folder, host=socket.gethostname(), first=first, **ports)
     )

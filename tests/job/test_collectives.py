@@ -16,9 +16,8 @@ def asked(group: Group) -> dict:
     """What each method gives; every number differs by data-parallel rank, and what only maxima see
     by place in the set, too."""
     place = group.set_rank
-    rows = torch.tensor(
-        [1.0, 2.0, 6.0][: 1 + group.dp_rank]
-    )  # of the data-parallel rank, so of all its set
+    # of the data-parallel rank, so of all its set
+    rows = torch.tensor([1.0, 2.0, 6.0][: 1 + group.dp_rank])
     (whole,) = group.all_moments([moments(rows)])
     group.barrier()
     return {

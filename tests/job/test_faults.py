@@ -271,6 +271,5 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
         # a thread that writes comes and goes
         assert min(step[i] for step in late) <= max(step[i] for step in early), name
     assert min(step[2] for step in late) < 1.02 * max(step[2] for step in early)
-    assert (
-        max(step[3] for step in seen) <= 4
-    )  # two that are kept, one before it is removed, one being written
+    # two that are kept, one before it is removed, one being written
+    assert max(step[3] for step in seen) <= 4

@@ -299,7 +299,8 @@ def test_other_settings_on_one_rank_end_the_run_before_it_begins(tmp_path):
     assert [status for status, _ in both] == [2, 2]
     for _, said in both:
         assert re.search(
-            r"^error: nodes differ in --seed: 0 on .* \(rank 0\), 5 on .* \(rank 1\); give all nodes",
+            r"^error: nodes differ in --seed: 0 on .* \(rank 0\), 5 on .* \(rank 1\); give all "
+            r"nodes",
             said,
         )
 

@@ -19,11 +19,15 @@ from test_families import PLAIN, configured
 
 HEAD = f"""# Which model types train
 
-Made by `python tests/models/families.py > docs/families.md`, with transformers {transformers.__version__}. Small models
-with random weights must give transformers' own outputs. `python -m pytest -m families` also trains each of them.
+Made by `python tests/models/families.py > docs/families.md`, with transformers \
+{transformers.__version__}. Small models
+with random weights must give transformers' own outputs. \
+`python -m pytest -m families` also trains each of them.
 
-* packed: rows run one behind the other, without padding. padded: rows run beside each other with padding.
-* Other types are tried when a run begins, and refused with the reason if they fail. The dry run does that too.
+* packed: rows run one behind the other, without padding. \
+padded: rows run beside each other with padding.
+* Other types are tried when a run begins, and refused with the reason if they fail. \
+The dry run does that too.
 * Refused as a whole: encoders, encoder-decoders, mixtures of experts, models of pictures or sound.
 
 | model | type | as policy | as critic |

@@ -346,24 +346,37 @@ def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda weights: {other: tensor for other, tensor in weights.items() if other != name}
 
 
+def stored_as(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda weights: {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
 # name -> (type, settings, what is done to the folder, what the line says)
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = {
-    "int8": ("llama", {}, lambda f: configure(f, quantization_config=INT8), "quantized .*dequantize"),
+    "int8": (
+        "llama", {}, lambda f: configure(f, quantization_config=INT8), "quantized .*dequantize",
+    ),
     "int8 without a word": (
-        "llama", {}, lambda f: edited(f, lambda w: {n: x.to(torch.int8) for n, x in w.items()}), "stored as I8",
+        "llama", {}, lambda f: edited(f, stored_as(torch.int8)), "stored as I8",
     ),
     "fp8 without scales": (
-        "qwen3", {}, lambda f: edited(f, lambda w: {n: x.to(torch.float8_e4m3fn) for n, x in w.items()}), "F8_E4M3",
+        "qwen3", {}, lambda f: edited(f, stored_as(torch.float8_e4m3fn)), "F8_E4M3",
     ),
     "longrope beyond": ("phi3", HALF | BEYOND, None, "32 together, more than the 16 .*longrope"),
-    "a head against the config": ("llama", {"tie_word_embeddings": True}, lambda f: edited(f, untie), "which differ"),
-    "a weight is missing": ("llama", {}, lambda f: edited(f, drop("model.norm.weight")), "no weight model.norm.weight"),
-    "weights without a place": (
-        "llama", {"attention_bias": True}, lambda f: configure(f, attention_bias=False), "no place for weight",
+    "a head against the config": (
+        "llama", {"tie_word_embeddings": True}, lambda f: edited(f, untie), "which differ",
     ),
-    "another shape": ("llama", {}, lambda f: configure(f, intermediate_size=40), r"proj.weight is \[.*, but"),
+    "a weight is missing": (
+        "llama", {}, lambda f: edited(f, drop("model.norm.weight")), "no weight model.norm.weight",
+    ),
+    "weights without a place": (
+        "llama", {"attention_bias": True}, lambda f: configure(f, attention_bias=False),
+        "no place for weight",
+    ),
+    "another shape": (
+        "llama", {}, lambda f: configure(f, intermediate_size=40), r"proj.weight is \[.*, but",
+    ),
     "experts": ("qwen3_moe", EXPERTS, None, "mixtures of experts"),
     "an encoder": ("bert", {}, None, "not a causal language model"),
     "an encoder and a decoder": ("t5", {"d_kv": 8}, None, "not a causal language model"),
@@ -407,10 +420,11 @@ def figures_of_runs(rank: int, folders: list[Path], out: Path) -> None:
     for folder in folders:
         for mode in ("per_node", "colocated"):
             train.main([
-                f"--policy.path={folder}", f"--run-dir={out / folder.name / mode}", f"--placement.mode={mode}",
-                "--policy.no-random-init", "--steps=2", "--rollout.batch-size=6", "--rollout.max-prompt-tokens=8",
-                "--rollout.max-new-tokens=5", "--ppo.kl-coef=0.1", "--log.validate-every=0", "--value.head=normal",
-                "--compute.micro-batch-tokens=32", "--checkpoint.no-last",
+                f"--policy.path={folder}", f"--run-dir={out / folder.name / mode}",
+                f"--placement.mode={mode}", "--policy.no-random-init", "--steps=2",
+                "--rollout.batch-size=6", "--rollout.max-prompt-tokens=8",
+                "--rollout.max-new-tokens=5", "--ppo.kl-coef=0.1", "--log.validate-every=0",
+                "--value.head=normal", "--compute.micro-batch-tokens=32", "--checkpoint.no-last",
             ])  # fmt: skip
 
 

@@ -97,9 +97,8 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     found.use(monkeypatch, cache)
     for name in (ERROR_FILE, "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(
-        file_download, "time", SimpleNamespace(sleep=lambda _: None)
-    )  # before it goes on with a file
+    # before it goes on with a file
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None))
     yield found
     found.close()
 
@@ -196,7 +195,8 @@ def test_what_is_no_hub_name_stays_as_it_is(hub, tmp_path, monkeypatch):
         assert find(setting, name) == (name, name)
     for setting, name in (
         ("policy.path", "none"), ("value.path", "./acme/none"), ("reward.model", "/acme/none"),
-        ("policy.path", "a/b/c"),        ("data.files", "hf://datasets/qa/train.parquet"), ("data.files", "hf://acme/qa/train.parquet"),
+        ("policy.path", "a/b/c"), ("data.files", "hf://datasets/qa/train.parquet"),
+        ("data.files", "hf://acme/qa/train.parquet"),
     ):  # fmt: skip
         with pytest.raises(UserError, match="OWNER/NAME") as error:
             find(setting, name)
@@ -251,7 +251,8 @@ def test_offline(hub, cache, files, monkeypatch):
     assert find("policy.path", f"acme/tiny@{commit}")[0] == f"acme/tiny@{commit}"
     assert find("data.files", f"hf://datasets/acme/qa@{data}/main/a.jsonl") == found[1]
     for setting, name in (
-        ("policy.path", "acme/none"), ("policy.path", "acme/tiny@v2"), ("policy.path", f"acme/tiny@{'0' * 40}"),
+        ("policy.path", "acme/none"), ("policy.path", "acme/tiny@v2"),
+        ("policy.path", f"acme/tiny@{'0' * 40}"),
         ("data.files", "hf://datasets/acme/qa/main/b.jsonl"),
     ):  # fmt: skip
         with pytest.raises(UserError, match="HF_HUB_OFFLINE") as error:
@@ -276,19 +277,37 @@ def small_files() -> Iterator[None]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[Hub], Any], tuple[str, ...]]] = {
-    "gated": ("acme/tiny", lambda hub: hub.gated.add("acme/tiny"), ("gated", "HF_TOKEN", "/acme/tiny")),
-    "no such model": ("acme/none", lambda hub: None, ("no such folder", "no such model", "HF_TOKEN")),
+    "gated": (
+        "acme/tiny", lambda hub: hub.gated.add("acme/tiny"), ("gated", "HF_TOKEN", "/acme/tiny"),
+    ),
+    "no such model": (
+        "acme/none", lambda hub: None, ("no such folder", "no such model", "HF_TOKEN"),
+    ),
     "no such revision": ("acme/tiny@v2", lambda hub: None, ("no such revision", "/acme/tiny/tree")),
     "no such data set": ("hf://datasets/acme/none/a.jsonl", lambda hub: None, ("no such dataset",)),
-    "no such file": ("hf://datasets/acme/qa/main/b.jsonl", lambda hub: None, ("no such file", "main/a.jsonl")),
-    "no such folder": ("hf://datasets/acme/qa/none/b.jsonl", lambda hub: None, ("no such revision or folder",)),
-    "out of order": ("acme/tiny", lambda hub: setattr(hub, "status", 503), ("503", "HF_ENDPOINT", "HF_HUB_OFFLINE")),
+    "no such file": (
+        "hf://datasets/acme/qa/main/b.jsonl", lambda hub: None, ("no such file", "main/a.jsonl"),
+    ),
+    "no such folder": (
+        "hf://datasets/acme/qa/none/b.jsonl", lambda hub: None, ("no such revision or folder",),
+    ),
+    "out of order": (
+        "acme/tiny", lambda hub: setattr(hub, "status", 503),
+        ("503", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    ),
     "refused": ("acme/tiny", Hub.close, ("ConnectError", "HF_ENDPOINT", "HF_HUB_OFFLINE")),
-    "forbidden": ("acme/tiny", lambda hub: hub.forbidden.add("model.safetensors"), ("403", "HF_TOKEN")),
-    "short": ("acme/tiny", lambda hub: hub.broken.add("model.safetensors"), ("failed", "start again")),
+    "forbidden": (
+        "acme/tiny", lambda hub: hub.forbidden.add("model.safetensors"), ("403", "HF_TOKEN"),
+    ),
+    "short": (
+        "acme/tiny", lambda hub: hub.broken.add("model.safetensors"), ("failed", "start again"),
+    ),
     "cut": ("acme/tiny", lambda hub: hub.cut.add("model.safetensors"), ("RemoteProtocolError",)),
     "full": ("acme/tiny", lambda hub: None, ("can't be written to", "File too large", "HF_HOME")),
-    "no cache": ("acme/tiny", lambda hub: setattr(constants, "HF_HUB_CACHE", "/dev/null/a"), ("HF_HOME", "/null")),
+    "no cache": (
+        "acme/tiny", lambda hub: setattr(constants, "HF_HUB_CACHE", "/dev/null/a"),
+        ("HF_HOME", "/null"),
+    ),
     "too small": ("acme/tiny", lambda hub: None, ("GB to fetch", "room for 0.0 GB", "HF_HOME")),
 }  # fmt: skip
 

@@ -140,10 +140,8 @@ def test_offloading_changes_no_bit_and_frees_memory(tmp_path: Path) -> None:
         assert {*plain["sizes"], *found["optimizer"]["sizes"]} == {whole}
         assert {*found["all"]["sizes"], *found["resumed"]["sizes"]} == {0}
         assert len(plain["parts"]) == 3
-        for kind in (
-            "optimizer",
-            "all",
-        ):  # no more of AdamW's state at once than two parts with a tensor each
+        # no more of AdamW's state at once than two parts with a tensor each
+        for kind in ("optimizer", "all"):
             most = max(plain["parts"]) // 3
             assert len(found[kind]["parts"]) > 6
             assert sum(found[kind]["parts"]) == sum(plain["parts"])

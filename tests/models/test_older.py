@@ -226,10 +226,12 @@ for folder in sys.argv[1:]:
     policy = AutoModelForCausalLM.from_pretrained(f"{{folder}}/policy", dtype=torch.float32).eval()
     found = {{"policy": policy(ids).logits[0].detach()}}
     if type(policy.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        value = AutoModelForTokenClassification.from_pretrained(f"{{folder}}/value", dtype=torch.float32).eval()
+        kind = AutoModelForTokenClassification
+        value = kind.from_pretrained(f"{{folder}}/value", dtype=torch.float32).eval()
         found["value"] = value(ids).logits[0].detach()
     for part in ("policy", "value"):
-        found[f"{{part}} tokens"] = AutoTokenizer.from_pretrained(f"{{folder}}/{{part}}")({TEXT!r}).input_ids
+        tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/{{part}}")
+        found[f"{{part}} tokens"] = tokenizer({TEXT!r}).input_ids
     torch.save(found, f"{{folder}}/found.pt")
 """
 

@@ -20,6 +20,8 @@ from splitppo.errors import UserError
 from splitppo.rewards.scorer import Failure, Scored, Scorer, failure_line
 from splitppo.rollout import Prompt
 
+pytestmark = pytest.mark.ranks  # its workers are processes
+
 # what each response makes the functions do
 FILE = """
 import asyncio, math, os, subprocess, sys, time
@@ -48,7 +50,8 @@ def trouble(data_source, solution_str, ground_truth, extra_info=None):
         os._exit(3)
     if solution_str == "fork and die":
         time.sleep(60)
-    return {"nan": math.nan, "text": "1.0", "none": None, "empty": {}}.get(solution_str, len(solution_str))
+    found = {"nan": math.nan, "text": "1.0", "none": None, "empty": {}}
+    return found.get(solution_str, len(solution_str))
 
 async def waits(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "block":
@@ -243,9 +246,8 @@ def test_order_is_kept_by_several_workers(file: Path) -> None:
         expected[1] = "timeout"
         assert kinds(second()) == ["1", "2"]
         assert kinds(first()) == expected
-        assert wait_until(
-            lambda: len(worker_pids(os.getpid())) == 3
-        )  # the killed one's place is filled
+        # the killed one's place is filled
+        assert wait_until(lambda: len(worker_pids(os.getpid())) == 3)
         pids = worker_pids(os.getpid())
     assert not worker_pids(os.getpid())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a zombie"
@@ -320,8 +322,8 @@ def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
     late, early = Failure("judge", "error", "late"), Failure("judge", "error", "early")
     line = failure_line([(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])
     assert (
-        line
-        == "rewards that failed: judge: 1 x crash, first of row 7: gone; judge: 2 x error, first of row 4: early"
+        line == "rewards that failed: judge: 1 x crash, first of row 7: gone; "
+        "judge: 2 x error, first of row 4: early"
     )
 
 
@@ -381,7 +383,10 @@ def test_workers_do_not_see_the_ranks_variables_but_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "beside.py").write_text("NUMBER = 5\n")
-    code = "import os, beside\ndef score(**row):\n    assert not {'MASTER_PORT', 'RANK'} & os.environ.keys()\n"
+    code = (
+        "import os, beside\ndef score(**row):\n    assert not {'MASTER_PORT', 'RANK'} & "
+        "os.environ.keys()\n"
+    )
     (tmp_path / "env.py").write_text(
         code + "    return float(os.environ['MY_NUMBER']) + beside.NUMBER\n"
     )

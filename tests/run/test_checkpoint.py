@@ -333,11 +333,8 @@ def test_nothing_but_tensors_is_read(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.system has no place in a checkpoint"):
         checkpoint.TensorReader(tmp_path).read_metadata()
     assert not (tmp_path / "run").exists()
-    for other in (
-        torch.load,
-        numpy.float32,
-        collections.Counter,
-    ):  # beside what is let in, and no dtype of torch's
+    # beside what is let in, and no dtype of torch's
+    for other in (torch.load, numpy.float32, collections.Counter):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(other))
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
             checkpoint.TensorReader(tmp_path).read_metadata()

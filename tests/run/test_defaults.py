@@ -85,9 +85,8 @@ def spoil(run: Path, name: str, text: str) -> None:
         lambda run: spoil(
             run, "config.toml", '[ppo]\nlam = 0.7\nbaseline = "of an earlier version"\n'
         ),
-        lambda run: spoil(
-            run, "metrics/actor.jsonl", ""
-        ),  # it ended before its first step: its settings may be wrong
+        # it ended before its first step: its settings may be wrong
+        lambda run: spoil(run, "metrics/actor.jsonl", ""),
         "--resume=never",
     ],
 )
@@ -159,7 +158,8 @@ def test_own_data_without_held_out_rows_are_not_validated(flags: list[str], ever
     config, line = without_validation(given)
     assert config.log.validate_every == every
     assert line == (config != given) * (
-        f"nothing is held out (data.validation_files), so log.validate_every={given.log.validate_every} is not used"
+        f"nothing is held out (data.validation_files), so "
+        f"log.validate_every={given.log.validate_every} is not used"
     )
 
 

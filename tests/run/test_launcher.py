@@ -99,7 +99,10 @@ def test_after_a_crash_the_cause_is_last(tmp_path: Path) -> None:
     found = "\n".join(after_the_steps(terminal))
     assert not re.search(NOISE, terminal.said), terminal.said
     assert found.count("Traceback") == 1
-    last = r"RuntimeError: injected\nthe last good checkpoint is run/checkpoints/step_000002\non critic rank 1 on \S+ .*"
+    last = (
+        r"RuntimeError: injected\nthe last good checkpoint is run/checkpoints/step_000002\non "
+        r"critic rank 1 on \S+ .*"
+    )
     assert re.search(f"{last}$", found), found
 
 
@@ -121,7 +124,10 @@ def test_ctrl_c_says_once_how_to_go_on(tmp_path: Path) -> None:
     terminal.type(b"\x03")
     assert terminal.wait() == 130
     (run,) = (tmp_path / "runs").iterdir()
-    state = f"{run}/checkpoints/{names(run)[-1]} is saved; the same command with --run-dir {run} resumes"
+    state = (
+        f"{run}/checkpoints/{names(run)[-1]} is saved; the same command with --run-dir {run} "
+        f"resumes"
+    )
     state = state.replace(f"{tmp_path}/", "")
     assert terminal.lines()[-1] == f"interrupted; {state}"
     assert not re.search(f"Traceback|{NOISE}", terminal.said), terminal.said

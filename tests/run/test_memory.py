@@ -65,8 +65,9 @@ def write_inputs(folder: Path) -> list[str]:
     """A model's shape, prompts of the full length, and lengths of the responses; the flags that
     name them."""
     config = Qwen2Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=1,
+        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=False, eos_token_id=1,
     )  # fmt: skip
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder / "model")
@@ -128,8 +129,8 @@ def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
 def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) -> Resolved:
     """Of a 7B shape, as on a node of GPUs."""
     shape = shape or Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, tie_word_embeddings=False,
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
     )  # fmt: skip
     config = parse(["--policy.path=m", "--ppo.kl-coef=0.1", "--rollout.batch-size=512", *flags])
     placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
@@ -147,8 +148,8 @@ def test_the_model_of_activations_gives_what_was_measured():
     """docs/measured.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB at most on
     actor and critic."""
     shape = Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, tie_word_embeddings=True,
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+        num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     fixed = [
         "--rollout.batch-size=256",
@@ -188,8 +189,8 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
         re.split("ways to need less: |; enough", told)[1],
     )
     assert [flags for flags, _ in ways] == [
-        "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing", "--value.offload optimizer",
-        "--fsdp.tensor-parallel 2", "16 GPUs",
+        "--compute.micro-batch-tokens 8192", "--compute.activation-checkpointing",
+        "--value.offload optimizer", "--fsdp.tensor-parallel 2", "16 GPUs",
     ], "the actor's do not help the critic, and the reference would be more for it"  # fmt: skip
     before = memory.highest(tight, 80 * 2**30)[0] / 2**30
     need = {flags: int(size) for flags, size in ways}
@@ -203,7 +204,10 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
         before - 8 * 7.07e9 / 2 / 2**30, abs=2
     )
     assert "enough" not in told, "one way alone is"
-    more = "--compute.micro-batch-tokens 4096 --compute.activation-checkpointing --value.offload optimizer"
+    more = (
+        "--compute.micro-batch-tokens 4096 --compute.activation-checkpointing --value.offload "
+        "optimizer"
+    )
     assert re.search(rf"; enough: {more} \d\d GiB$", memory.remedies(tight, 49 * 2**30))
     every = {flags for flags, _ in memory.ways(tight)}
     assert every - need.keys() == {

@@ -109,9 +109,8 @@ def test_the_other_ranks_write_and_print_nothing(tmp_path, clock, capsys):
 def test_records_after_the_start_are_dropped(tmp_path):
     path = tmp_path / "metrics" / "actor.jsonl"
     path.parent.mkdir()
-    lines = [
-        json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)
-    ]  # 0: a validation before all
+    # 0: a validation before all
+    lines = [json.dumps({"step": step, "kept": step}) + "\n" for step in (0, 1, 2, 3, 4)]
     path.write_text("".join(lines) + '{"step": 5, "ke')  # torn by a crash
     ColumnLog("actor", tmp_path, first=True, phase=print, start=3, steps=9)
     assert path.read_text() == "".join(lines[:4])
@@ -137,9 +136,8 @@ def test_records_up_to_a_checkpoint(tmp_path, lines, start, kept):
 
     path = tmp_path / "actor.jsonl"
     assert records_until(path, start) == ""
-    path.write_text(
-        "\n".join(record(line) if line.isdigit() else line for line in lines)
-    )  # the last without an end
+    # the last without an end
+    path.write_text("\n".join(record(line) if line.isdigit() else line for line in lines))
     if kept is None:
         with pytest.raises(UserError, match=r"actor.jsonl:2: .*; fix or remove that line"):
             records_until(path, start)

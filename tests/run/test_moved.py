@@ -223,11 +223,25 @@ def other_weights(kept: Path) -> None:
 
 # what is missing or another -> what is done to (the run, its sources), and how the error begins
 FAULTS: dict[str, Any] = {
-    "base": (lambda run, kept: shutil.rmtree(kept / "models"), "policy.path={kept}/models/base: no such folder"),
-    "data": (lambda run, kept: (kept / "rows.jsonl").unlink(), "data.files={kept}/rows.jsonl: no such file"),
-    "reward": (lambda run, kept: shutil.rmtree(run / "rewards"), "reward.function={place}/rewards/rw.py:s"),
-    "other weights": (lambda run, kept: other_weights(kept), "policy.path {kept}/models/base/model.safetensors was "),
-    "other data": (lambda run, kept: (kept / "more.jsonl").rename(kept / "rows.jsonl"), "data.files {kept}/rows"),
+    "base": (
+        lambda run, kept: shutil.rmtree(kept / "models"),
+        "policy.path={kept}/models/base: no such folder",
+    ),
+    "data": (
+        lambda run, kept: (kept / "rows.jsonl").unlink(),
+        "data.files={kept}/rows.jsonl: no such file",
+    ),
+    "reward": (
+        lambda run, kept: shutil.rmtree(run / "rewards"), "reward.function={place}/rewards/rw.py:s",
+    ),
+    "other weights": (
+        lambda run, kept: other_weights(kept),
+        "policy.path {kept}/models/base/model.safetensors was ",
+    ),
+    "other data": (
+        lambda run, kept: (kept / "more.jsonl").rename(kept / "rows.jsonl"),
+        "data.files {kept}/rows",
+    ),
 }  # fmt: skip
 
 

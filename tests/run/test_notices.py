@@ -25,8 +25,9 @@ HEALTHY = {
         "response_length/clip_ratio": 0.2,
     },
     "critic": {
-        "critic/score/mean": 0.4, "critic/score/min": 0.0, "critic/score/max": 1.0, "critic/vf_loss": 0.1,
-        "critic/vf_explained_var": 0.3, "critic/kl_row": 0.5, "critic/reward_failures": 0.0,
+        "critic/score/mean": 0.4, "critic/score/min": 0.0, "critic/score/max": 1.0,
+        "critic/vf_loss": 0.1, "critic/vf_explained_var": 0.3, "critic/kl_row": 0.5,
+        "critic/reward_failures": 0.0,
     },
 }  # fmt: skip
 UNSCORED = {"critic/score/mean": 0.0, "critic/score/max": 0.0}
@@ -94,7 +95,9 @@ RISING = {"critic/score/mean": lambda step: step / 100}
         # for want of scores
         (40, [(range(20, 41), UNSCORED | {"critic/reward_failures": 64.0})], []),
         (40, [(ALL, UNSCORED | {"tokens": 120 * 8.0})], ["38 flat"]),  # eight rows a step
-        (9, [(range(3, 4), {"critic/reward_failures/share": 0.9, "val/failures": 7.0, "val/rows": 8.0})], []),
+        (9, [(range(3, 4), {
+            "critic/reward_failures/share": 0.9, "val/failures": 7.0, "val/rows": 8.0,
+        })], []),
         (9, [(range(3, 4), {"critic/reward_failures/share": 1.0})], ["3 failing"]),
         (9, [(range(3, 4), {"val/failures": 8.0, "val/rows": 8.0})], ["3 failing"]),
         (9, [(ALL, {"response_length/clip_ratio": 1.0})], ["5 cut"]),
@@ -211,6 +214,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
         ("return 1 / (extra_info['index'] % 2)", "--steps=2", None),
     ],
 )
+@pytest.mark.ranks
 def test_a_real_run_says_it_on_the_screen_and_in_its_summary(
     body: str, flags: str, sentence: str | None, tmp_path: Path, capfd: Any
 ) -> None:

@@ -15,7 +15,8 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(
     path = tmp_path / "actor.jsonl"
     assert read_column(path) == {}, "without a file"
     path.write_text(
-        '{"step": 1, "a": 1.0}\n{"step": 1, "a": 2.0, "optimizer_steps": [{"loss": 1.0}]}\n{"step": 2, "a"'
+        '{"step": 1, "a": 1.0}\n{"step": 1, "a": 2.0, "optimizer_steps": [{"loss": 1.0}]}\n'
+        '{"step": 2, "a"'
     )
     assert read_column(path) == {1: Step({"step": 1.0, "a": 2.0}, [])}, (
         "a step done again counts as it was done last"

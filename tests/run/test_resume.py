@@ -52,7 +52,10 @@ FLAGS += [
     "--engine.kind=hf",
     "--data.answer-key=answer",
 ]
-REWARD = "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
+REWARD = (
+    "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return "
+    "float(len(solution_str))\n"
+)
 
 Spoil = Callable[[Path, Path], object]
 
@@ -226,7 +229,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
-        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is another run than the one",
+        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is "
+        r"another run than the one",
     ),
     "reward changed": (
         lambda _, inputs: (inputs / "reward.py").write_text(REWARD.replace("len", "1 + len")),
@@ -266,9 +270,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 def one_run(config: Config, run_dir: Path, steps: int) -> tuple[int, str]:
     """Exit status and screen of a run in this process."""
     said = io.StringIO()
-    run_main.parse = lambda *_, **__: replace(
-        config, run_dir=str(run_dir), steps=steps
-    )  # parsing takes its time
+    # parsing takes its time
+    run_main.parse = lambda *_, **__: replace(config, run_dir=str(run_dir), steps=steps)
     with (
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
@@ -322,9 +325,8 @@ def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
             and "tensors" not in name
         ):
             found[name] = (-1, f"the run's folder was changed: {found[name]}")
-        shutil.rmtree(
-            inputs, ignore_errors=True
-        )  # a reward worker may still be writing its bytecode there
+        # a reward worker may still be writing its bytecode there
+        shutil.rmtree(inputs, ignore_errors=True)
         shutil.copytree(folder / "kept", inputs, dirs_exist_ok=True)
     return found
 
@@ -363,6 +365,7 @@ def test_what_cannot_go_on_is_refused_in_a_line(runs, damage):
     assert "Traceback" not in said
 
 
+@pytest.mark.ranks
 def test_force_goes_on_and_records_anew(tmp_path):
     config, file = (
         parse([*FLAGS, f"--data.files={tmp_path / 'rows.jsonl'}"]),
@@ -612,6 +615,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.ranks
 def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
     """And nothing is overwritten; a restart of a start that was let in resumes from its
     checkpoints."""

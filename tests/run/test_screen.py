@@ -41,7 +41,10 @@ def test_a_steps_line_names_its_figures_and_its_seconds(capsys) -> None:
     (line,) = lines_of(
         "critic", 13, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys=capsys, start=6
     )
-    expected = "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s (update 1.25 s)"
+    expected = (
+        "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s (update "
+        "1.25 s)"
+    )
     assert " ".join(line.split()) == expected
     (line,) = lines_of("actor", 13, {"actor/entropy": 1.25, "tokens": 300}, capsys=capsys)
     expected = (
@@ -52,17 +55,8 @@ def test_a_steps_line_names_its_figures_and_its_seconds(capsys) -> None:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_columns_do_not_jump(role: Any, capsys) -> None:
-    values = [
-        0.0,
-        1.0,
-        -0.2345,
-        -4e-5,
-        12.345,
-        -98.76,
-        12345.6,
-        -1e-9,
-        None,
-    ]  # of the narrow columns, not negative
+    # of the narrow columns, not negative
+    values = [0.0, 1.0, -0.2345, -4e-5, 12.345, -98.76, 12345.6, -1e-9, None]
     signed = [
         {m: v if size == 6 else v and min(abs(v), 99999) for _, m, _, size in FIGURES[role]}
         for v in values
@@ -80,8 +74,9 @@ def test_columns_do_not_jump(role: Any, capsys) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.0, " 0.000"), (-0.23456, "-0.235"), (-12.345, "-12.35"), (12345.6, " 12346"), (0.00004, " 4e-05"),
-        (-0.00004, "-4e-05"), (1e9, " 1e+09"), (float("nan"), "   nan"), (None, "     -"),
+        (0.0, " 0.000"), (-0.23456, "-0.235"), (-12.345, "-12.35"), (12345.6, " 12346"),
+        (0.00004, " 4e-05"), (-0.00004, "-4e-05"), (1e9, " 1e+09"), (float("nan"), "   nan"),
+        (None, "     -"),
     ],
 )  # fmt: skip
 def test_a_number_in_six_columns(value: float | None, text: str) -> None:
@@ -212,6 +207,7 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 
+@pytest.mark.ranks
 def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(
     tmp_path: Path, capfd: Any
 ) -> None:

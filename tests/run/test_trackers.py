@@ -361,6 +361,7 @@ def fresh_wandb():
 
 
 @pytest.mark.usefixtures("fresh_wandb")
+@pytest.mark.ranks
 def test_wandb_may_be_disabled(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write_lines(tmp_path, "actor", 1)

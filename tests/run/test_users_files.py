@@ -34,7 +34,8 @@ SMALL = (
 )
 PLAIN = ("--data.prompt-key=question", "--data.answer-key=answer")  # columns
 CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASK = 'Let\'s think step by step and output the final answer after "####".'
@@ -56,7 +57,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 async def score_async(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(60 if extra_info["how"] == "sleep" else 0.01)
-    return score(data_source, solution_str, ground_truth, {**extra_info, "how": extra_info["how"].replace("sleep", "")})
+    how = extra_info["how"].replace("sleep", "")
+    return score(data_source, solution_str, ground_truth, {**extra_info, "how": how})
 """
 
 # how a function failed -> how a line on the screen begins to tell it
@@ -74,7 +76,8 @@ KIND_OF |= dict.fromkeys(("nan", "text", "no score"), "invalid")
 
 SEVERAL = """
 def length(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str), "text": solution_str}
+    digits = sum(c.isdigit() for c in solution_str)
+    return {"score": len(solution_str) / 10, "digits": digits, "text": solution_str}
 
 async def judge(data_source, solution_str, ground_truth, extra_info=None):
     return 0.5 if ground_truth in solution_str else -0.5
@@ -98,7 +101,8 @@ def extract_solution(solution_str, method="strict"):
     if method == "strict":
         solutions = re.findall("#### (\\\\-?[0-9\\\\.\\\\,]+)", solution_str)
         return solutions[-1].replace(",", "").replace("$", "") if solutions else None
-    answers = [answer for answer in re.findall("(\\\\-?[0-9\\\\.\\\\,]+)", solution_str) if answer not in ["", "."]]
+    found = re.findall("(\\\\-?[0-9\\\\.\\\\,]+)", solution_str)
+    answers = [answer for answer in found if answer not in ["", "."]]
     return answers[-1] if answers else None
 
 
@@ -230,7 +234,6 @@ def last_number(text: str, pattern: str) -> str | None:
 @pytest.mark.parametrize(
     ("function", "bad"),
     [
-        ("score", {3: "sleep"}),
         (
             "score",
             {0: "raise", 1: "nan", 2: "exit", 4: "text", 5: "raise", 6: "no score", 7: "kill"},
@@ -487,10 +490,7 @@ def test_verls_files_run_as_they_are(own: bool, tmp_path: Path) -> None:
         assert "val/failures" not in record
 
 
-@pytest.mark.parametrize(
-    ("rule", "pattern"), [("gsm8k", r"#### (\d+)"), ("gsm8k_flexible", r"\d+")]
-)
-def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_path: Path) -> None:
+def test_gsm8k_as_published_runs_by_flags_alone(tmp_path: Path) -> None:
     policy = build_policy(tmp_path / "policy", template=None)
     rows = [row["extra_info"] for row in gsm8k_rows("train", 16)]
     data = write_jsonl(
@@ -504,7 +504,7 @@ def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_pat
         f"--data.files={data}",
         f"--data.validation-files={held_out}",
         *PLAIN,
-        f"--reward.function={rule}",
+        "--reward.function=gsm8k",
     ]
     small = [
         "--rollout.batch-size=16",
@@ -518,7 +518,7 @@ def test_gsm8k_as_published_runs_by_flags_alone(rule: str, pattern: str, tmp_pat
         for row in rows:
             truth = row["ground_truth"].rpartition("#### ")[2]
             assert row["ground_truth"] == questions.get(row["prompt"], "A, 3+4.\n#### 7")
-            assert row["score"] == float(last_number(row["response"], pattern) == truth), row
+            assert row["score"] == float(last_number(row["response"], r"#### (\d+)") == truth), row
             seen.add(row["score"])
     assert seen == {0.0, 1.0}
 
@@ -541,7 +541,8 @@ def test_two_sources_less_what_is_too_long_under_a_system_message(tmp_path: Path
     out = run(tmp_path / "run", f"--policy.path={policy}", *mix, *long, "--steps=3")
     (told,) = [line for line in out.splitlines() if "data.overlong" in line]
     assert told.startswith(
-        "data.overlong=filter: 3 of 13 rows of data.files have prompts over rollout.max_prompt_tokens=120 and are left "
+        "data.overlong=filter: 3 of 13 rows of data.files have prompts over "
+        "rollout.max_prompt_tokens=120 and are left "
         f"out; the first is {files[0]} row 9 ("
     )
     rows = [row for _, rows in samples(tmp_path / "run") for row in rows]

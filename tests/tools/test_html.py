@@ -421,7 +421,8 @@ def test_curves_are_drawn(page: Any):
     )
     line = page.locator('[data-metric="critic/score/mean"] path')
     ends = line.evaluate(
-        "p => [0, p.getTotalLength()].map(at => p.getPointAtLength(at)).map(({x, y}) => [Math.round(x), Math.round(y)])"
+        "p => [0, p.getTotalLength()].map(at => p.getPointAtLength(at)).map(({x, y}) => "
+        "[Math.round(x), Math.round(y)])"
     )
     assert ends[1][0] - ends[0][0] > 150, "step 1 to step 12 of an axis from 0"
     assert ends[0][1] - ends[1][1] > 80, "the score rises"

@@ -102,11 +102,8 @@ def test_all_placements_of_some_gpus():
 
 
 def test_only_a_much_lower_rate_is_waiting():
-    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [
-        0.5,
-        0.0,
-        0.0,
-    ]  # 60: the limit itself
+    # 60: the limit itself
+    assert [waiting(rate, 100.0) for rate in (50.0, 60.0, 100.0)] == [0.5, 0.0, 0.0]
     assert waiting(0.5, 100.0) == 0.995
 
 
@@ -145,9 +142,8 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
 def test_the_work_is_read_off_a_run(split):
     actor, critic = lines(split, WORK)
     assert asdict(measured(actor, critic, split, 500)) == pytest.approx(asdict(WORK))
-    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(
-        asdict(WORK)
-    )  # one step is enough
+    # one step is enough
+    assert asdict(measured(actor[:3], critic[:3], split, 500)) == pytest.approx(asdict(WORK))
     # of the rollout's seconds, some that the first rank waited for another one's engine
     early = {"timing_s/rollout": actor[-1]["timing_s/rollout"] - 0.5, "timing_s/barrier_wait": 0.5}
     uneven = [*actor[:2], *(line | early for line in actor[2:])]
@@ -162,9 +158,8 @@ def test_the_work_is_read_off_a_run(split):
     assert measured(mixed, critic, split, 500).other == pytest.approx(WORK.other)
     warming = [{k: v for k, v in line.items() if k != "timing_s/update"} for line in actor[:3]]
     assert measured(warming + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
-    untrained = [
-        line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]
-    ]  # no row was left
+    # no row was left
+    untrained = [line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]]
     assert measured(untrained + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
     with pytest.raises(UserError, match="no policy update beyond its warm-up"):
         measured(warming, critic, split, 500)
@@ -174,17 +169,15 @@ def test_the_work_is_read_off_a_run(split):
 
 def test_what_more_gpus_do_not_shorten_is_told_by_the_other_models_rate():
     work = replace(WORK, value=0.8, value_fixed=0.6)
-    actor, critic = lines(
-        Split(2, 2), work
-    )  # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
+    # the value model's update: 40 TFLOP in 1.0 s, the policy's: 300 in 3.0
+    actor, critic = lines(Split(2, 2), work)
     assert asdict(measured(actor, critic, Split(2, 2), 500)) == pytest.approx(asdict(work))
     other_way = replace(WORK, policy=0.8, policy_fixed=0.6, score=0.5)
     assert asdict(measured(*lines(Split(2, 2), other_way), Split(2, 2), 500)) == pytest.approx(
         asdict(other_way)
     )
-    for line in (
-        actor
-    ):  # models of one size differ by what is not counted of the log-probs, which does get shorter
+    # models of one size differ by what is not counted of the log-probs, which does get shorter
+    for line in actor:
         line["perf/update_tflop"] = 70 * line["timing_s/update"]
     for line in critic:
         line["perf/update_tflop"] = 100 * line["timing_s/update"]
@@ -343,7 +336,8 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     ]
     trainer += ["--ppo.epochs", "2"]
     (tmp_path / "preset.toml").write_text(
-        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\nevery = 2\n'
+        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\n'
+        "every = 2\n"
     )
     trainer += ["--config", str(tmp_path / "preset.toml")]
     argv = [
@@ -409,6 +403,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     assert "it exists; name a new folder" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
     metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
     more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
@@ -427,6 +422,7 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
     assert (kept["job"], kept["tokens_s"]) == ("2+2", 9.0)
 
 
+@pytest.mark.ranks
 def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
     argv = [
         "bench",

@@ -27,7 +27,8 @@ VERL_ROW = {
     "data_source": "openai/gsm8k",
     "prompt": [
         {
-            "content": 'How many? Let\'s think step by step and output the final answer after "####".',
+            "content": "How many? Let's think step by step and output the final answer after "
+            '"####".',
             "role": "user",
         }
     ],
@@ -53,9 +54,8 @@ def test_gsm8k_is_verls_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixt
         {"question": "And now?", "answer": "None.\n#### -7"},
     ]
     jsonl(tmp_path / "source" / "train.jsonl", published)
-    parquet(
-        tmp_path / "source" / "main" / "test-00000-of-00001.parquet", published[1:]
-    )  # as on the hub
+    # as on the hub
+    parquet(tmp_path / "source" / "main" / "test-00000-of-00001.parquet", published[1:])
     out = tmp_path / "new" / "gsm8k"
     prepare("gsm8k", tmp_path / "source", out)
     assert "2 rows" in capsys.readouterr().out
@@ -74,7 +74,8 @@ def test_gsm8k_is_verls_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in out.iterdir()) == ["test.parquet", "train.parquet"]
     # the trainer takes them as they are
     found = load_prompts(
-        DataConfig(files=(str(out / "train.parquet"),)), build_tokenizer_with_chat(), max_prompt_tokens=512, seed=0,
+        DataConfig(files=(str(out / "train.parquet"),)), build_tokenizer_with_chat(),
+        max_prompt_tokens=512, seed=0,
         split="train", check=lambda prompts: check_prompts(["auto"], prompts),
     )  # fmt: skip
     assert [prompt.ground_truth for prompt in found.prompts] == ["1000", "-7"]
@@ -97,10 +98,8 @@ def build_tokenizer_with_chat() -> Any:
         (r"So $x = \boxed{5}$.", "5"),
         (r"$\boxed{1}$, no: $\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
         (r"$\boxed{\sqrt{\frac{2}{x^{3}}}}$ and {more}", r"\sqrt{\frac{2}{x^{3}}}"),
-        (
-            r"$\boxed{\left\{ 1, 2 \right.}$",
-            r"\left\{ 1, 2 \right.",
-        ),  # a brace that is not closed is escaped
+        # a brace that is not closed is escaped
+        (r"$\boxed{\left\{ 1, 2 \right.}$", r"\left\{ 1, 2 \right."),
         (r"$\boxed{\text{a}\\{b}}$", r"\text{a}\\{b}"),
         (r"$\fbox{7}$", "7"),
         (r"$\boxed 5$ and more", "5"),
@@ -142,7 +141,8 @@ def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
         "prompt": [
             {
-                "content": "What is $x$? Let's think step by step and output the final answer within \\boxed{}.",
+                "content": "What is $x$? Let's think step by step and output the final answer "
+                "within \\boxed{}.",
                 "role": "user",
             }
         ],

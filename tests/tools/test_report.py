@@ -121,9 +121,8 @@ def test_overlap_counts_only_work_of_both():
 def test_typical_step_is_the_median_of_the_last_half():
     lengths = {1: 3.0, 2: 3.0, 3: 9.0, 4: 5.0, 5: 4.0, 6: 8.0}
     actor = {n: Step({}, spans_of(n, length)[0]) for n, length in lengths.items()}
-    critic = {
-        n: Step({}, spans_of(n)[1]) for n in range(1, 6)
-    }  # behind by a step, as it is at work
+    # behind by a step, as it is at work
+    critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}
     assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
     actor |= {7: Step({}, spans_of(7, 4.5)[0])}
     both = {n: Step({}, spans_of(n)[1]) for n in range(1, 8)}
@@ -162,9 +161,8 @@ def test_a_raster_of_slots_over_tokens():
     colours = [[colour for colour, *_ in rows] for rows in bars]
     assert colours[2][-1] == colours[2][-2]
     assert len(set(colours[0])) == len(colours[0])
-    assert (
-        title == "3 slots, a colour a row: 79% busy"
-    )  # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
+    # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
+    assert title == "3 slots, a colour a row: 79% busy"
     assert raster({1: Step({}, [])})[1:] == ([], [])
 
 
