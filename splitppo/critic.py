@@ -214,7 +214,7 @@ class Critic:
             | self._summaries(extra | figures)
             | self._failures(step, scored)
         )
-        metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
+        metrics |= quality(rollout, values, rewards, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 

@@ -58,8 +58,9 @@ PANELS = {  # title: (label, metric, axis)
     "Policy": [("policy loss", "actor/pg_loss", LEFT), ("KL to old", "actor/ppo_kl", RIGHT),
                ("KL to reference", "actor/ref_kl", RIGHT)],
     "Value": [("value loss", "critic/vf_loss", LEFT), ("explained variance", "critic/vf_explained_var", RIGHT)],
-    # explained variance against scores
-    "Critic": [("first token", "critic/explained/first", LEFT), ("last third", "critic/explained/third_3", LEFT),
+    # explained variance against rewards-to-go
+    "Critic": [("first token", "critic/explained/first", LEFT), ("tokens 8 to 15", "critic/explained/token_8", LEFT),
+               ("64 to 127", "critic/explained/token_64", LEFT), ("512 to 1023", "critic/explained/token_512", LEFT),
                ("first value - score", "critic/first_value_error", RIGHT)],
     "Response length": [("tokens", "response_length/mean", LEFT), ("share cut", "response_length/clip_ratio", RIGHT)],
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],

@@ -9,47 +9,44 @@ from splitppo.models.calibration import quality
 from splitppo.rollout import Rollout, Sample
 
 GAMMA = 0.9
-LENGTHS, SCORES = (4, 7, 1, 6, 5), (1.0, 0.0, 0.5, 1.0, -1.0)
-CUT = 1  # this row did not end, so its score says nothing of its tokens
+LENGTHS = (4, 7, 1, 6, 5)
+CUT = 1  # this row did not end, so its rewards say nothing of its tokens
+TURNS = ((1, 3, 4), (7,), (), (2, 4, 6), ())  # where they end; two rows have one turn
 HELD = ((0, 1), (2, 3, 4))
 
 
-def values() -> list[torch.Tensor]:
-    drawn = torch.Generator().manual_seed(1)
+def drawn(seed: int) -> list[torch.Tensor]:
+    """Values, or rewards, of each row's tokens."""
+    drawn = torch.Generator().manual_seed(seed)
     return [torch.randn(length, generator=drawn) for length in LENGTHS]
 
 
 def quality_rank(group: Group) -> dict:
     rows = HELD[group.dp_rank]
-    samples = [
-        Sample(
-            row,
-            [1],
-            list(range(LENGTHS[row])),
-            [0.0] * LENGTHS[row],
-            end="limit" if row == CUT else "eos",
-        )
-        for row in rows
-    ]
-    held, scores = (
-        torch.cat([values()[row] for row in rows]),
-        torch.tensor([SCORES[row] for row in rows]),
-    )
-    return quality(Rollout(samples), held, scores, GAMMA, group)
+    samples = []
+    for row in rows:
+        ids = list(range(LENGTHS[row]))
+        end = "limit" if row == CUT else "eos"
+        samples.append(Sample(row, [1], ids, [0.0] * len(ids), end=end, turns=TURNS[row]))
+    values, rewards = (torch.cat([drawn(seed)[row] for row in rows]) for seed in (1, 2))
+    return quality(Rollout(samples), values, rewards, GAMMA, group)
 
 
 def test_figures_are_those_of_a_loop_over_tokens():
-    places: dict[str, list] = {"first": [], "third_1": [], "third_2": [], "third_3": []}
+    places: dict[str, list] = {}
     every = []
-    for row, (length, score) in enumerate(zip(LENGTHS, SCORES, strict=True)):
+    for row, length in enumerate(LENGTHS):
         for t in range(length):
-            pair = (values()[row][t].item(), score * GAMMA ** (length - 1 - t))
+            rewards = drawn(2)[row].tolist()
+            to_go = sum(reward * GAMMA**k for k, reward in enumerate(rewards[t:]))
+            pair = (drawn(1)[row][t].item(), to_go)
             if row == CUT:
                 continue
             every.append(pair)
-            places[f"third_{1 + 3 * t // length}"].append(pair)
-            if t == 0:
-                places["first"].append(pair)
+            octave = {0: "first", 1: "token_2", 2: "token_2"}.get(t, "token_4")
+            turn = sum(t >= end for end in TURNS[row])
+            for place in (octave, f"turn_{1 + turn}"):
+                places.setdefault(place, []).append(pair)
     due = {}
     for place, pairs in places.items():
         guesses, happened = torch.tensor(pairs, dtype=torch.float64).T
