@@ -18,7 +18,7 @@ from splitppo.errors import UserError, say
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
-from splitppo.models.heads import value_outputs
+from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.pretraining import Pretraining
@@ -214,6 +214,8 @@ class Critic:
             | self._summaries(extra | figures)
             | self._failures(step, scored)
         )
+        if bounds := self.context.config.value.range:
+            _check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
         metrics |= quality(rollout, values, rewards, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
@@ -369,9 +371,15 @@ class Critic:
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        values = value_outputs(model, batch)
         old = fields["old"]
         returns = fields["returns"]
+        if bounds := self.context.config.value.range:
+            logits = head_outputs(model, batch)
+            low, high = bounds
+            return algo.bounded_value_loss(
+                logits, returns, batch.mask, low=low, high=high, aggregate=ppo.aggregate
+            )
+        values = value_outputs(model, batch)
         return algo.value_loss(
             values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate
         )
@@ -401,6 +409,17 @@ class Critic:
             whole["critic/returns"], whole["error"]
         )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
+
+
+def _check_range(least: float, most: float, low: float, high: float) -> None:
+    """Raises UserError, on all ranks, if returns lie outside `value.range` by more than
+    rounding."""
+    slack = 1e-3 * (high - low)
+    if least < low - slack or most > high + slack:
+        raise UserError(
+            f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
+            f"{least:g} and {most:g}; widen the range until it holds them"
+        )
 
 
 def join(parts: Sequence[Scored]) -> Scored:

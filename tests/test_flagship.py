@@ -92,7 +92,7 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
     return [
         word
         for name, value in values.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        for word in (f"--{name.replace('_', '-')}", *str(value).split())
         if word
     ]
 
@@ -539,6 +539,7 @@ CRITICS = {
     },
     "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
     "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},
+    "bounded": {"value_range": (-0.5, 4.0), "value_epochs": 4, "lam_value": 1.0, "gamma": 1.0, "kl_coef": 0.0},
 }  # fmt: skip
 OTHERS = {
     "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
@@ -561,6 +562,7 @@ FLAGS = {
     "value_layers": ("value__layers", {}),
     "ensemble": ("value__ensemble", {}),
     "samples": ("rollout__samples", {}),
+    "value_range": ("value__range", {(-0.5, 4.0): "-0.5 4.0"}),
     "gather": ("compute__gather", {}),
     "value_lr": ("value__optim__lr", {}),
     **{
@@ -583,6 +585,11 @@ FLAGS = {
         ("pretraining", 2, {"placement__mode": "colocated"}),
         ("ensemble", 3, {"placement__actor": 1}),
         ("ensemble", 2, {"placement__mode": "colocated"}),
+        ("bounded", 2, {"placement__actor": 1}),
+        ("bounded", 3, {"placement__actor": 2}),
+        ("bounded", 3, {"placement__actor": 1}),
+        ("bounded", 2, {"placement__mode": "colocated"}),
+        ("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
     ],
 )
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):

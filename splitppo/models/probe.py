@@ -15,7 +15,7 @@ from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
-from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.heads import PolicyOutputs, head_outputs
 from splitppo.rollout import Sample
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def _error(
     """The largest difference between a micro-batch's outputs and the expected ones."""
     batch = micro_batch(samples, CPU, packed=packed)
     policy = PolicyOutputs(1.0, VOCABULARY)
-    out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
+    out = head_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
     return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
 

@@ -23,6 +23,7 @@ from splitppo.job.launch import Launch
 from splitppo.models import hub, tiny
 from splitppo.models.build import (
     Kind,
+    bound,
     count_parameters,
     count_trained,
     most_positions,
@@ -179,6 +180,7 @@ def resolve(
             number = 1
             if name == "value":
                 found = shorten(found, config.value.layers, given)
+                found = bound(found, config.value.range, given)
                 number = config.value.ensemble
             packed = wanted and name != "reward"
             if path != "tiny":
