@@ -104,7 +104,7 @@ class ValueConfig:
     fresh rows. 0: never."""
     offload: Offload = "auto"
     """As `policy.offload`."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-5))
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,9 @@ class PPOConfig:
 
     gamma: float = 1.0
     """Discount."""
-    lam: float | Literal["adaptive"] = 0.95
-    """GAE's lambda. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO,
+    lam: float | Literal["adaptive"] = 1.0
+    """GAE's lambda. Below 1, a reward at the end hardly reaches the first of many tokens until the
+    value model knows the scores. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO,
     arXiv:2504.05118)."""
     lam_alpha: float = 0.05
     """Alpha of the adaptive lambda."""

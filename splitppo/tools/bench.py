@@ -12,7 +12,6 @@ import random
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,8 @@ from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
+from splitppo.run.idle import WARM_UP, free_value_epochs
+from splitppo.tools.cost import Split, Work, may_move, mean, measured, predict
 from splitppo.tools.runs import as_text, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
@@ -66,6 +66,7 @@ class Result:
     ]  # role -> metric -> mean over the measured steps, on the group's first rank
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
+    value_epochs: int  # passes of the value model that cost no time
 
     def seconds(self, role: str, *spans: str) -> float:
         """Seconds of a step in these spans."""
@@ -196,9 +197,12 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         role: [step.metrics for step in column.values()]
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
-    batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
+    config = parse(["--config", str(folder / "config.toml")], recorded=True)
     work = measured(
-        steps["actor"][warmup - WARM_UP :], steps["critic"][warmup - WARM_UP :], split, batch
+        steps["actor"][warmup - WARM_UP :],
+        steps["critic"][warmup - WARM_UP :],
+        split,
+        config.rollout.batch_size,
     )
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {
@@ -211,6 +215,9 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
+        value_epochs=free_value_epochs(
+            last["critic"], config.ppo.value_epochs or config.ppo.epochs
+        )[1],
     )
 
 
@@ -244,6 +251,7 @@ def table(results: list[Result], gpu: str | None) -> str:
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
+            "free epochs": "-" if r.job.endswith("/barrier") else str(r.value_epochs),
             "MFU a/c": "/".join(f"{r.rate(role) / peak:.0%}" for role in ROLES) if peak else "-",
             "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
         }
