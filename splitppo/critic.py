@@ -216,7 +216,9 @@ class Critic:
         )
         if bounds := self.context.config.value.range:
             _check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
-        metrics |= quality(rollout, values, rewards, ppo.gamma, self.group)
+        metrics |= quality(
+            rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+        )
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 

@@ -1,5 +1,5 @@
-"""How good the value model is, measured against what happened: the rewards-to-go of rows that ended
-by themselves, before it was trained on them.
+"""How good the value model is, measured against what happened: the rewards-to-go of rows, before it
+was trained on them.
 
 Explained variance against the value model's own targets flatters it: with a small lambda the
 targets are mostly its own values. docs/critic.md says how to read these figures.
@@ -19,9 +19,10 @@ TURNS = 8  # with figures of their own
 
 
 def quality(
-    rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group
+    rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group, *, cut: bool
 ) -> dict[str, Any]:
     """Metrics of the whole batch; all ranks of the group call it. `values`, `rewards`: `[N]`.
+    `cut`: rows that were cut count, too: the value model learns from them.
 
     Returns:
         `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
@@ -34,9 +35,9 @@ def quality(
     """
     targets, _ = algo.gae(rewards, torch.zeros_like(rewards), rollout.lengths, gamma=gamma, lam=1.0)
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
-    cut = torch.tensor([sample.truncated for sample in rollout.samples], dtype=torch.bool)
+    rows = torch.tensor([cut or not s.truncated for s in rollout.samples], dtype=torch.bool)
     # an update will say what is wrong with values that are not finite
-    ended = ~cut.repeat_interleave(sizes) & values.isfinite()
+    counted = rows.repeat_interleave(sizes) & values.isfinite()
     position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.lengths)])
     octave = (position + 1).double().log2().long()
     ends = [torch.tensor(sample.turns, dtype=torch.int64) for sample in rollout.samples]
@@ -50,14 +51,14 @@ def quality(
     if turns > 1:
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(turns, TURNS))}
     errors = targets - values
-    figures = [algo.moments(x[ended & at]) for at in masks.values() for x in (targets, errors)]
+    figures = [algo.moments(x[counted & at]) for at in masks.values() for x in (targets, errors)]
     whole = group.all_moments(figures)
     metrics: dict[str, Any] = {
         f"critic/explained/{place}": algo.explained_variance(target, error)
         for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
     }
     metrics["critic/first_value_error"] = -float(whole[1].mean)
-    return metrics | {"critic/calibration": _calibration(values[ended], targets[ended], group)}
+    return metrics | {"critic/calibration": _calibration(values[counted], targets[counted], group)}
 
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from splitppo.rollout import Rollout, Sample
 
 GAMMA = 0.9
 LENGTHS = (4, 7, 1, 6, 5)
-CUT = 1  # this row did not end, so its rewards say nothing of its tokens
+CUT = 1  # this row did not end
 TURNS = ((1, 3, 4), (7,), (), (2, 4, 6), ())  # where they end; two rows have one turn
 HELD = ((0, 1), (2, 3, 4))
 
@@ -21,7 +21,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
     return [torch.randn(length, generator=drawn) for length in LENGTHS]
 
 
-def quality_rank(group: Group) -> dict:
+def quality_rank(group: Group, cut: bool) -> dict:
     rows = HELD[group.dp_rank]
     samples = []
     for row in rows:
@@ -29,10 +29,11 @@ def quality_rank(group: Group) -> dict:
         end = "limit" if row == CUT else "eos"
         samples.append(Sample(row, [1], ids, [0.0] * len(ids), end=end, turns=TURNS[row]))
     values, rewards = (torch.cat([drawn(seed)[row] for row in rows]) for seed in (1, 2))
-    return quality(Rollout(samples), values, rewards, GAMMA, group)
+    return quality(Rollout(samples), values, rewards, GAMMA, group, cut=cut)
 
 
-def test_figures_are_those_of_a_loop_over_tokens():
+@pytest.mark.parametrize("cut", [False, True])
+def test_figures_are_those_of_a_loop_over_tokens(cut: bool):
     places: dict[str, list] = {}
     every = []
     for row, length in enumerate(LENGTHS):
@@ -40,7 +41,7 @@ def test_figures_are_those_of_a_loop_over_tokens():
             rewards = drawn(2)[row].tolist()
             to_go = sum(reward * GAMMA**k for k, reward in enumerate(rewards[t:]))
             pair = (drawn(1)[row][t].item(), to_go)
-            if row == CUT:
+            if row == CUT and not cut:
                 continue
             every.append(pair)
             octave = {0: "first", 1: "token_2", 2: "token_2"}.get(t, "token_4")
@@ -58,7 +59,7 @@ def test_figures_are_those_of_a_loop_over_tokens():
         bins.setdefault(min(9, int((pair[0] - low) / (high - low) * 10)), []).append(pair)
     means = [[len(pairs), *(sum(column) / len(pairs) for column in zip(*pairs, strict=True))]
              for _, pairs in sorted(bins.items())]  # fmt: skip
-    for found in run_threads(2, quality_rank):
+    for found in run_threads(2, quality_rank, cut):
         table = found.pop("critic/calibration")
         assert found == pytest.approx(due, rel=1e-5)
         assert [x for line in table for x in line.values()] == pytest.approx(
