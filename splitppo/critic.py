@@ -188,8 +188,11 @@ class Critic:
             return torch.zeros(0), torch.zeros(0), {"critic/kl_coef": kl_coef}
         if not self.pretraining.policy_waits(step):
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        first = not self.past_scores.count
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
+        if first:
+            self._start_at_mean(scored, rewards)
         values = scored.values
         plain, returns = self._estimate(step, rewards, values, rollout.lengths)
         (moments,) = self.group.all_moments([algo.moments(plain)])
@@ -221,6 +224,29 @@ class Critic:
         )
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
+
+    def _start_at_mean(self, scored: Scored, rewards: Tensor) -> None:
+        """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and
+        so do the rows' values: with a rate that suits the body, to learn the mean takes many steps,
+        in which nothing else is learned. `rewards`: `[N]`."""
+        config = self.context.config
+        bounds = config.value.range
+        start = algo.bounded_values(torch.zeros(1), bounds)
+        own = torch.tensor([float((values != start).sum()) for values in scored.by_model])
+        to_go, _ = algo.gae(
+            rewards,
+            torch.zeros_like(rewards),
+            scored.rollout.lengths,
+            gamma=config.ppo.gamma,
+            lam=1.0,
+        )
+        (moments,) = self.group.all_moments([algo.moments(to_go)])
+        bias = algo.bounded_logits(moments.mean.float(), bounds)
+        differ = self.group.all_sum(own).tolist()
+        for learner, values, others in zip(self.learners, scored.by_model, differ, strict=True):
+            if not others:  # else the head was drawn, or read from a folder
+                learner.set_weight("score.bias", bias)
+                values.fill_(algo.bounded_values(bias, bounds))
 
     def _estimate(
         self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
@@ -377,9 +403,8 @@ class Critic:
         returns = fields["returns"]
         if bounds := self.context.config.value.range:
             logits = head_outputs(model, batch)
-            low, high = bounds
             return algo.bounded_value_loss(
-                logits, returns, batch.mask, low=low, high=high, aggregate=ppo.aggregate
+                logits, returns, batch.mask, bounds=bounds, aggregate=ppo.aggregate
             )
         values = value_outputs(model, batch)
         return algo.value_loss(

@@ -115,7 +115,7 @@ def test_a_return_outside_the_range_of_bounded_values_ends_the_run_on_all_ranks(
         value=ValueConfig(range=(2.0, 3.0)),
         rollout=RolloutConfig(batch_size=2),
     )
-    rows = [scored(0, [2.5], score), scored(1, [2.5], 2.0)]
+    rows = [scored(0, [2.2], score), scored(1, [2.2], 2.0)]
 
     def found(group: Group) -> str:
         try:

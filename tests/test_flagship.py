@@ -217,6 +217,7 @@ def reference(
     value_layers: int | None = None,
     samples: int = 1,
     value_lr: float = VALUE_LR,
+    head: str = "normal",
     window: int = 0,
     **changes,
 ) -> dict:
@@ -234,7 +235,7 @@ def reference(
         value = AutoModelForTokenClassification.from_pretrained(
             inputs / "value", config=config, dtype=torch.float32
         )
-        value.load_state_dict(fresh_head(inputs, number), strict=False)
+        value.load_state_dict(fresh_head(inputs, number, head), strict=False)
         values.append(value.eval())
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
@@ -288,7 +289,7 @@ def reference(
     }
 
 
-def fresh_head(inputs: Path, number: int) -> dict:
+def fresh_head(inputs: Path, number: int, head: str) -> dict:
     """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of
     device; the reference is to start from the same."""
     from splitppo.models.build import build, read_config
@@ -296,9 +297,7 @@ def fresh_head(inputs: Path, number: int) -> dict:
 
     device = "cuda" if gpus() else "cpu"
     model = build(read_config(str(inputs / "value")), "value")
-    fill(
-        model, str(inputs / "value"), device=torch.device(device), head="normal", seed=SEED + number
-    )
+    fill(model, str(inputs / "value"), device=torch.device(device), head=head, seed=SEED + number)
     return {
         name: tensor.cpu()
         for name, tensor in model.state_dict().items()
@@ -552,6 +551,8 @@ OTHERS = {
     },
     "no baseline": {"baseline": "none"},
     "one response for two models": {"ensemble": 2},
+    "heads of zeros": {"ensemble": 2, "head": "zero"},
+    "a bounded head of zeros": CRITICS["bounded"] | {"head": "zero"},
 }
 FLAGS = {
     "value_frozen": (
@@ -562,6 +563,7 @@ FLAGS = {
     "value_layers": ("value__layers", {}),
     "ensemble": ("value__ensemble", {}),
     "samples": ("rollout__samples", {}),
+    "head": ("value__head", {}),
     "value_range": ("value__range", {(-0.5, 4.0): "-0.5 4.0"}),
     "gather": ("compute__gather", {}),
     "value_lr": ("value__optim__lr", {}),

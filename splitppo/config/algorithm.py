@@ -79,8 +79,8 @@ class ValueConfig:
     random_init: bool = False
     """Draw the body at random from the seed instead of reading it."""
     head: Literal["zero", "normal"] = "zero"
-    """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden
-    size)."""
+    """Initial scalar head if `path` holds none: all zero, with the first rollout's mean return as
+    its bias, or N(0, 1/hidden size)."""
     range: tuple[float, float] | None = None
     """Lowest and highest return, after shaping: values lie between them, by a sigmoid, and learn by
     cross-entropy on the whole rewards-to-go, without `ppo.value_clip`. Needs `ppo.gamma` and

@@ -192,9 +192,8 @@ def bound(
     head was trained for another one."""
     trained = getattr(config, "value_range", None)
     if trained and tuple(trained) != value_range:
-        given = "unset" if value_range is None else "{:g} {:g}".format(*value_range)
         raise UserError(
-            f"value.range={given}: the head in {folder} was trained with another one; "
+            f"value.range={value_range}: the head in {folder} was trained with another one; "
             "set --value.range {:g} {:g}".format(*trained)
         )
     if value_range:

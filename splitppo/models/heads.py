@@ -129,9 +129,8 @@ class PolicyOutputs:
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Values `[B, T]` float32 of the states in which the response tokens were chosen: one position
     before each."""
-    outputs = head_outputs(model, batch)
     bounds = getattr(model.config, "value_range", None)
-    return outputs if bounds is None else algo.bounded_values(outputs, *bounds)
+    return algo.bounded_values(head_outputs(model, batch), bounds)
 
 
 def head_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:

@@ -102,10 +102,8 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
-    label = "the value of each position"
-    if config.value.range:
-        low, high = config.value.range
-        label = f"the logit x of each position's value, {low:g} + {high - low:g} * sigmoid(x)"
+    logit = "the logit x of each position's value, low + (high - low) * sigmoid(x) of value_range"
+    label = logit if config.value.range else "the value of each position"
     return f"""\
 ---
 library_name: transformers

@@ -167,6 +167,28 @@ def value_of(output: Tensor, h: Hyper) -> Tensor:
     return low + (high - low) / (1 + torch.exp(-output))
 
 
+def zero_head(
+    value: Any, values: list[Tensor], step: Step, h: Hyper, old: Any, ref: Any, kl_coef: float
+) -> None:
+    """A head that is all zero gets a bias: what makes its values the mean of all rewards-to-go."""
+    *_, head = value.modules()  # the last module: the linear layer
+    if any(parameter.any() for parameter in head.parameters()):
+        return
+    to_go = []
+    for i, row in enumerate(step.rows):
+        rewards = -kl_coef * kl(old[i], ref[i], h.kl_kind)
+        rewards[-1] += row.score
+        to_go.append(advantages_of(rewards, torch.zeros_like(rewards), h.gamma, 1.0))
+    mean = torch.cat(to_go).mean()
+    if h.value_range is not None:
+        low, high = h.value_range
+        p = (mean - low) / (high - low)
+        mean = torch.log(p / (1 - p))
+    head.bias.fill_(mean)
+    for row in values:
+        row.fill_(value_of(mean, h))
+
+
 def value_loss(output: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     v = value_of(output, h)
     if h.value_range is not None:  # cross-entropy
@@ -255,6 +277,8 @@ def ppo_step(
         by_model = [
             [value_of(run(value, row)[:, 0], h) for row in step.rows] for value in value_models
         ]
+        for value, rows in zip(value_models, by_model, strict=True):
+            zero_head(value, rows, step, h, old, ref, kl_coef)
         old_values = [torch.stack(rows).mean(dim=0) for rows in zip(*by_model, strict=True)]
         adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
