@@ -191,7 +191,7 @@ class Critic:
         first = not self.past_scores.count
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
-        if first:
+        if first and self.learners:
             self._start_at_mean(scored, rewards)
         values = scored.values
         plain, returns = self._estimate(step, rewards, values, rollout.lengths)

@@ -28,7 +28,7 @@ def free_value_epochs(critic: Sequence[Mapping[str, Any]], epochs: int) -> tuple
     found = [
         (before["timing_s/update"] / epochs, after["perf/idle_share"], after["timing_s/step"])
         for before, after in pairwise(critic)
-        if before.get("timing_s/update")
+        if before.get("perf/update_tflop")  # rows were trained on
     ]
     if not found:
         return 0.0, epochs

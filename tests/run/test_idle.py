@@ -9,14 +9,15 @@ from splitppo.run.idle import free_value_epochs, idle_line
 
 
 def steps(
-    *waits: float, update: float = 1.0, rest: float = 1.0, start: int = 1
+    *waits: float, update: float = 1.0, rest: float = 1.0, start: int = 1, tflop: float = 1.0
 ) -> list[dict[str, Any]]:
     """Steps that wait so many seconds before an update, and do `rest` besides."""
     found = []
     for number, wait in enumerate(waits, start):
         whole = wait + update + rest
         share = {"perf/idle_share": wait / whole, "timing_s/step": whole}
-        found.append({"step": number, "timing_s/update": update, **share})
+        work = {"timing_s/update": update, "perf/update_tflop": tflop}
+        found.append({"step": number, **work, **share})
     return found
 
 
@@ -33,7 +34,7 @@ def steps(
         (steps(9.0, 3.0, 1.0), 1, (4.0 / 8.0, 2)),
         (steps(0.0, 0.0), 1, (0.0, 1)),  # colocated
         (steps(3.0), 1, (0.0, 1)),  # no step after the first
-        (steps(3.0, 3.0, update=0.0), 1, (0.0, 1)),  # no value model
+        (steps(3.0, 3.0, tflop=0.0), 1, (0.0, 1)),  # no row, or no value model
         ([], 2, (0.0, 2)),
     ],
 )

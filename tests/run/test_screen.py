@@ -191,7 +191,7 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
         actor[step]["val/score/mean"] = score
     write(tmp_path / "run", "actor", *actor)
     seconds = {"timing_s/step": 5.0, "timing_s/score": 5.0}
-    waits = {"timing_s/update": 2.0, "perf/idle_share": 0.4}
+    waits = {"timing_s/update": 2.0, "perf/idle_share": 0.4, "perf/update_tflop": 1.0}
     scores = [{"step": step, **seconds, **waits} for step in (1, 2, 3, 4)]
     write(
         tmp_path / "run",
