@@ -384,6 +384,50 @@ def value_loss(
     return aggregate_loss(0.5 * torch.maximum(plain, clipped), mask, aggregate), metrics
 
 
+def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """`low + (high - low) * sigmoid(logits)`, any shape: values between two bounds, in the returns'
+    unit. Without bounds the outputs are the values."""
+    if bounds is None:
+        return logits
+    low, high = bounds
+    return low + (high - low) * logits.sigmoid()
+
+
+def bounded_logits(values: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """The inverse of `bounded_values`. A value nearer to a bound than 1 % of the range counts as
+    that near."""
+    if bounds is None:
+        return values
+    low, high = bounds
+    return ((values - low) / (high - low)).logit(0.01)
+
+
+def bounded_value_loss(
+    logits: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    bounds: tuple[float, float],
+    aggregate: Aggregate,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of bounded values: `(loss, metrics)`, 0-d tensors.
+
+    All tensors `[B, T]`. With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
+    `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
+    Monte-Carlo returns in [low, high]: of the losses for a probability, this one makes p their
+    mean. Gradient flows into `logits` only. Metrics, as of `value_loss`: `vf_clipfrac`, always 0;
+    `vpred_mean`, of the values.
+    """
+    _check_shapes(2, logits=logits, returns=returns, mask=mask)
+    low, high = bounds
+    kept = _keep(logits, mask)
+    share = _keep((returns.detach() - low) / (high - low), mask)
+    # log(1 - sigmoid(x)) is -softplus(x), and log(sigmoid(x)) is x - softplus(x): neither overflows
+    losses = torch.nn.functional.softplus(kept) - share * kept
+    figures = {"vf_clipfrac": torch.zeros_like(kept), "vpred_mean": bounded_values(kept, bounds)}
+    return aggregate_loss(losses, mask, aggregate), _means(figures, mask, kept.dtype)
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32
     (float64 stays). A logit of -inf is a token that can't be sampled: it adds 0, to the gradient as

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
+from splitppo.errors import UserError
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
-from splitppo.models.heads import value_outputs
+from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
@@ -189,8 +190,11 @@ class Critic:
         waits = self.pretraining.policy_waits(step)
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        first = not self.past_scores.count
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
+        if first and self.learners:
+            self._start_at_mean(scored, rewards)
         values = scored.values
         plain, returns = self._estimate(step, rewards, values, rollout.lengths)
         (moments,) = self.group.all_moments([algo.moments(plain)])
@@ -210,11 +214,38 @@ class Critic:
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
         )
-        metrics |= failed | quality(rollout, values, shaped, ppo.gamma, self.group)
+        if bounds := self.context.config.value.range:
+            _check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
+        metrics |= failed | quality(
+            rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+        )
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         kept = {"value": values, "advantage": plain, "reward": rewards}
         return Estimate(white, returns, metrics, waits, kept)
+
+    def _start_at_mean(self, scored: ScoredRows, rewards: Tensor) -> None:
+        """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and
+        so do the rows' values: with a rate that suits the body, to learn the mean takes many steps,
+        in which nothing else is learned. `rewards`: `[N]`."""
+        config = self.context.config
+        bounds = config.value.range
+        start = algo.bounded_values(torch.zeros(1), bounds)
+        own = torch.tensor([float((values != start).sum()) for values in scored.by_model])
+        to_go, _ = algo.gae(
+            rewards,
+            torch.zeros_like(rewards),
+            scored.rollout.lengths,
+            gamma=config.ppo.gamma,
+            lam=1.0,
+        )
+        (moments,) = self.group.all_moments([algo.moments(to_go)])
+        bias = algo.bounded_logits(moments.mean.float(), bounds)
+        differ = self.group.all_sum(own).tolist()
+        for learner, values, others in zip(self.learners, scored.by_model, differ, strict=True):
+            if not others:  # else the head was drawn, or read from a folder
+                learner.set_weight("score.bias", bias)
+                values.fill_(algo.bounded_values(bias, bounds))
 
     def _estimate(
         self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
@@ -327,9 +358,14 @@ class Critic:
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        values = value_outputs(model, batch)
         old = fields["old"]
         returns = fields["returns"]
+        if bounds := self.context.config.value.range:
+            logits = head_outputs(model, batch)
+            return algo.bounded_value_loss(
+                logits, returns, batch.mask, bounds=bounds, aggregate=ppo.aggregate
+            )
+        values = value_outputs(model, batch)
         return algo.value_loss(
             values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate
         )
@@ -362,6 +398,17 @@ class Critic:
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
     return [value_outputs(model, batch)]
+
+
+def _check_range(least: float, most: float, low: float, high: float) -> None:
+    """Raises UserError, on all ranks, if returns lie outside `value.range` by more than
+    rounding."""
+    slack = 1e-3 * (high - low)
+    if least < low - slack or most > high + slack:
+        raise UserError(
+            f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
+            f"{least:g} and {most:g}; widen the range until it holds them"
+        )
 
 
 def join(parts: Sequence[ScoredRows]) -> ScoredRows:

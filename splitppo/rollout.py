@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -106,6 +106,12 @@ class Episode:
     def tokens(self) -> int:
         """The number of response tokens."""
         return sum(tokens for _, tokens in self.stretches)
+
+    @property
+    def turns(self) -> list[int]:
+        """The response tokens of each turn: what was sampled between two observations."""
+        parts = groupby(self.segments, key=lambda segment: segment.logprobs is None)
+        return [sum(len(segment.ids) for segment in part) for seen, part in parts if not seen]
 
     @property
     def fresh(self) -> int:

@@ -539,6 +539,40 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
         algo.value_loss(values, old, returns, t([1, 0], [1, 1]), clip=-0.5, aggregate="token_mean")
 
 
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum"])
+def test_the_loss_of_bounded_values_is_a_loop_over_tokens(aggregate: Aggregate):
+    low, high = -1.0, 3.0
+    logits = t([0.3, -2.0], [1.5, NAN]).requires_grad_()
+    returns, mask = t([-1.0, 3.0], [0.5, NAN]), t([1, 1], [1, 0])
+    losses, slopes, values = [], [], []
+    for x, target in ((0.3, -1.0), (-2.0, 3.0), (1.5, 0.5)):
+        p, y = 1 / (1 + math.exp(-x)), (target - low) / (high - low)
+        losses.append(-y * math.log(p) - (1 - y) * math.log(1 - p))
+        slopes.append(p - y)
+        values.append(low + (high - low) * p)
+    count = 3 if aggregate == "token_mean" else 2
+    loss, metrics = algo.bounded_value_loss(
+        logits, returns, mask, bounds=(low, high), aggregate=aggregate
+    )
+    same(loss, sum(losses) / count)
+    same(gradient(loss, logits), [x / count for x in slopes[:2]], [slopes[2] / count, 0.0])
+    same(metrics["vpred_mean"], sum(values) / 3)
+    same(metrics["vf_clipfrac"], 0.0)
+    same(algo.bounded_values(t(0.3, -2.0, 1.5), (low, high)), *values)
+    same(algo.bounded_logits(t(*values), (low, high)), 0.3, -2.0, 1.5)
+    same(algo.bounded_logits(t(low, high), (low, high)), -math.log(99), math.log(99))
+    assert algo.bounded_values(logits, None) is algo.bounded_logits(logits, None) is logits
+
+
+def test_bounded_values_that_are_sure_and_wrong_lose_no_infinity():
+    logits = t([-200.0, 200.0]).requires_grad_()
+    loss, _ = algo.bounded_value_loss(
+        logits, t([1, 0]), t([1, 1]), bounds=(0.0, 1.0), aggregate="token_mean"
+    )
+    same(loss, 200.0)
+    same(gradient(loss, logits), [[-0.5, 0.5]])
+
+
 def test_entropy_by_hand():
     logits = t(
         [0, 0, 0, 0],
@@ -704,6 +738,10 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
     "weighted policy_loss": (lambda *x: policy_loss(x[0], x[1], x[2], x[3], weights=x[4]), 5),
     "staleness": (lambda *x: algo.staleness(*x, clip_low=0.2, clip_high=0.2), 4),
     "value_loss": (lambda *x: algo.value_loss(*x, clip=None, aggregate="token_mean"), 4),
+    "bounded_value_loss": (
+        lambda *x: algo.bounded_value_loss(*x, bounds=(0.0, 1.0), aggregate="token_mean"),
+        3,
+    ),
 }
 
 

@@ -37,7 +37,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
     (lambda v: all(0 <= b < 1 for b in v), "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas value.optim.betas"),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators need", "seed"),
-    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
+    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip value.range"),
     (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
     (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
     (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
@@ -257,6 +257,7 @@ def _of_critic(config: Config) -> Contradictions:
     samples = config.rollout.samples
     rows = config.rollout.batch_size
     prompts = rows // samples
+    lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
     return [
         (
@@ -282,6 +283,16 @@ def _of_critic(config: Config) -> Contradictions:
             samples < value.ensemble and prompts % value.ensemble,
             f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
             f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
+        ),
+        (
+            value.range and ppo.kl_coef > 0,
+            f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
+            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
+        ),
+        (
+            value.range and (ppo.gamma != 1 or lam_value != 1),
+            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
+            f"ppo.lam_value={lam_value}; set both to 1",
         ),
         (
             ppo.baseline == "none" and ppo.lam == "adaptive",

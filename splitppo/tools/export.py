@@ -34,9 +34,10 @@ def export(
     """Write DIR/policy and DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
-    model's type, the value model (one label: the value of each position). `value.path` takes
-    DIR/value of any type. Transformers 4.57 reads both, too, if it has models of the type. What
-    training did not change is as in the folder that it started from.
+    model's type, the value model (one label: the value of each position, or with `value.range` its
+    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
+    Transformers 4.57 reads both, too, if it has models of the type. What training did not change is
+    as in the folder that it started from.
 
     Args:
         run: The run's folder.
@@ -101,7 +102,9 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
-    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
+    logit = "the logit x of each position's value, low + (high - low) * sigmoid(x) of value_range"
+    label = logit if config.value.range else "the value of each position"
+    what = "Policy" if kind == "policy" else f"Value model (one label: {label})"
     return f"""\
 ---
 library_name: transformers
@@ -138,10 +141,11 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
 
     source = str(model_folder(config, run, kind))
     cpu = torch.device("cpu")
-    whole = models.read_config(source, own_code=config.policy.trust_remote_code)
-    model: Any = models.build(
-        models.shorten(whole, config.value.layers if kind == "value" else None, source), kind
-    )
+    found = models.read_config(source, own_code=config.policy.trust_remote_code)
+    if kind == "value":
+        found = models.shorten(found, config.value.layers, source)
+        found = models.bound(found, config.value.range, source)
+    model: Any = models.build(found, kind)
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)

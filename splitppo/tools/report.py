@@ -72,9 +72,11 @@ PANELS = {  # title: (label, metric, axis)
         ("value loss", "critic/vf_loss", LEFT),
         ("explained variance", "critic/vf_explained_var", RIGHT),
     ],
-    "Critic": [  # explained variance against scores
+    "Critic": [  # explained variance against rewards-to-go
         ("first token", "critic/explained/first", LEFT),
-        ("last third", "critic/explained/third_3", LEFT),
+        ("tokens 8 to 15", "critic/explained/token_8", LEFT),
+        ("64 to 127", "critic/explained/token_64", LEFT),
+        ("512 to 1023", "critic/explained/token_512", LEFT),
         ("first value - score", "critic/first_value_error", RIGHT),
     ],
     "Response length": [

@@ -126,7 +126,7 @@ BOUNDS = [
     ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout"),
     ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
     ("0", "0.0", "must be above 0", "policy.optim.eps value.optim.eps"),
-    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip"),
+    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip value.range"),
     (
         "echo gsm8k echo",
         "('echo', 'gsm8k', 'echo')",
@@ -253,6 +253,18 @@ EARLY = [
             "reward.normalize=batch with rollout.window=8: a step's only row would score 0; use "
             "running"
         ],
+    ),
+    (
+        ["--value.range", "0", "1", "--ppo.kl-coef=0.1"],
+        ["value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound"],
+    ),
+    (
+        ["--value.range", "0", "1", "--ppo.lam=adaptive"],
+        ["value.range=(0.0, 1.0) needs whole returns", "ppo.lam_value=adaptive; set both to 1"],
+    ),
+    (
+        ["--value.range", "0", "1", "--ppo.lam-value=1", "--ppo.gamma=0.9"],
+        ["value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0"],
     ),
     (
         ["--ppo.baseline=none", "--ppo.lam=adaptive"],
