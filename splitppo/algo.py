@@ -14,7 +14,7 @@ Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL di
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -205,6 +205,64 @@ def gae(
         by_time[first : first + count] = carry[:count]
     advantages = torch.from_numpy(by_time)[place]
     return advantages, advantages + values
+
+
+@dataclass(frozen=True)
+class TurnReturns:
+    """The rewards-to-go with which turns begin, of some rows; turns count from 0.
+
+    Attributes:
+        place: `[N]`, of each token: row * K + turn, for rows of up to K turns.
+        first: `[B, K]` float64, the reward-to-go of a turn's first token; 0 where the row lacks
+            the turn.
+        present: `[B, K]` float64, 1 where the row has the turn.
+    """
+
+    place: Tensor
+    first: Tensor
+    present: Tensor
+
+
+@torch.no_grad()
+def turn_returns(returns: Tensor, turns: Tensor, lengths: Sequence[int], count: int) -> TurnReturns:
+    """`returns`: `[N]`, each token's reward-to-go. `turns`: `[N]` int64, each token's turn, below
+    `count`, which is K."""
+    sizes = _sizes(lengths, returns, turns)
+    place = torch.arange(len(sizes)).repeat_interleave(sizes) * count + turns
+    begins = place != place.roll(1)
+    begins[:1] = True
+    first = torch.zeros(len(sizes) * count, dtype=torch.float64)
+    present = torch.zeros_like(first)
+    first[place[begins]] = returns[begins].double()
+    present[place] = 1
+    return TurnReturns(place, first.view(-1, count), present.view(-1, count))
+
+
+@torch.no_grad()
+def batch_baseline(found: TurnReturns, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+    """The baseline `[N]` float64 of each token: the mean of `first` over the batch's rows that have
+    the token's turn. `all_sum` adds up a tensor over the parts of the batch."""
+    total, rows = all_sum(torch.stack([found.first.sum(0), found.present.sum(0)]))
+    return (total / rows.clamp(min=1)).expand_as(found.first).flatten()[found.place]
+
+
+@torch.no_grad()
+def group_baseline(
+    found: TurnReturns,
+    prompts: Tensor,
+    samples: int,
+    count: int,
+    all_sum: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The baseline `[N]` float64 of each token: the mean of `first` over the other rows of its
+    prompt; a turn that a row lacks counts 0.
+
+    `prompts`: `[B]` int64, each row's prompt, below `count`. `samples`: rows of a prompt, at least
+    2. `all_sum` adds up a tensor over the parts of the batch.
+    """
+    own = found.first.new_zeros(count, found.first.shape[1]).index_add_(0, prompts, found.first)
+    others = all_sum(own)[prompts] - found.first
+    return (others / (samples - 1)).flatten()[found.place]
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:

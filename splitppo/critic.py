@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
 from splitppo.errors import UserError, say
+from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
@@ -49,18 +50,20 @@ class Scored:
 
     @property
     def values(self) -> Tensor:
-        """`[N]`: the value models' mean."""
-        return torch.stack(self.by_model).mean(0)
+        """`[N]`: the value models' mean; 0 if there are none."""
+        nothing = torch.zeros(self.rollout.tokens)
+        return torch.stack(self.by_model).mean(0) if self.by_model else nothing
 
 
 class Critic:
-    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores,
-    values, KL rewards, GAE, whitening. `pretrained` is called after the last step of pretraining,
-    on all ranks of the group."""
+    """A rank of the critic group: value models (one, an ensemble, or none) and reward. It owns
+    scores, values, KL rewards, GAE or another baseline, whitening. `pretrained` is called after the
+    last step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
         context: Context,
+        group: Group,
         learners: Sequence[Learner],
         scorer: Scorer,
         reward_model: RewardModel | None,
@@ -74,7 +77,7 @@ class Critic:
         self.pretraining = Pretraining(context.config, pretrained)
         self.reward_model = reward_model
         self.reference = reference
-        self.group = learners[0].runner.group
+        self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         # what gave the scores, as this version says it and as earlier ones did
@@ -191,10 +194,10 @@ class Critic:
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
         values = scored.values
-        plain, returns = self._estimate(step, rewards, values, rollout.lengths)
+        plain, returns = self._estimate(step, rollout, rewards, values)
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
-        scored.figures.update(value=values, advantage=plain, reward=rewards)
+        scored.figures.update(advantage=plain, reward=rewards)
         white = white.masked_fill(
             white.isnan(), torch.inf
         )  # the update skips it; NaN says that the policy waits
@@ -204,9 +207,10 @@ class Critic:
             "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
             "critic/returns": returns,
-            "critic/values": values,
-            "error": returns - values,
         }
+        if self.learners:
+            scored.figures["value"] = values
+            figures |= {"critic/values": values, "error": returns - values}
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = (
@@ -214,32 +218,46 @@ class Critic:
             | self._summaries(extra | figures)
             | self._failures(step, scored)
         )
-        metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
+        if self.learners:
+            metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
 
     def _estimate(
-        self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
+        self, step: int, rollout: Rollout, rewards: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and the value model's targets of packed rows; all but the lengths are
-        `[N]`."""
+        """Advantages, and the value model's targets or, without one, rewards-to-go; all `[N]`."""
         ppo = self.context.config.ppo
+        lengths = rollout.lengths
+        if not self.learners:
+            _, returns = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
+            return returns - self._baseline(rollout, returns).to(returns.dtype), returns
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
         if self.pretraining.runs(step):
             lam_value = 1.0
         estimate = partial(algo.gae, rewards, lengths=lengths, gamma=ppo.gamma)
         advantages, returns = estimate(values, lam=lam_value)
-        if ppo.baseline == "value":
-            same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
-            return advantages if same else estimate(values, lam=lam)[0], returns
-        whole, _ = estimate(torch.zeros_like(values), lam=1.0)
-        (moments,) = self.group.all_moments([algo.moments(whole)])
-        return whole - moments.mean.to(whole.dtype), returns
+        same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
+        return advantages if same else estimate(values, lam=lam)[0], returns
+
+    def _baseline(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        """What stands for values where there are none, `[N]`."""
+        config = self.context.config
+        samples = config.rollout.samples
+        turns = rollout.turns()
+        (count,) = self.group.all_max([int(turns.max()) + 1 if len(turns) else 1])
+        found = algo.turn_returns(returns, turns, rollout.lengths, count)
+        if config.ppo.baseline == "batch":
+            return algo.batch_baseline(found, self.group.all_sum)
+        # without windows, the rows of a step are the slots of its prompts
+        prompts = torch.tensor(rollout.rows).long() % config.rollout.batch_size // samples
+        of_step = config.rollout.batch_size // samples
+        return algo.group_baseline(found, prompts, samples, of_step, self.group.all_sum)
 
     def _deviation(self, scored: Scored) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""
-        if len(scored.by_model) == 1:
+        if len(scored.by_model) < 2:
             return {}
         (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
         return {"critic/values/deviation": float(moments.mean)}
@@ -324,6 +342,8 @@ class Critic:
 
     def update(self, step: int, scored: Scored, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
+        if not self.learners:
+            return {"optimizer_steps": []}
         ppo = self.context.config.ppo
         value = self.context.config.value
         rank = self.group.dp_rank
@@ -397,9 +417,10 @@ class Critic:
                 f"{name}/min": float(parts[:, 3].min()),
                 f"{name}/max": float(parts[:, 4].max()),
             }
-        metrics["critic/vf_explained_var"] = algo.explained_variance(
-            whole["critic/returns"], whole["error"]
-        )
+        if "error" in whole:
+            metrics["critic/vf_explained_var"] = algo.explained_variance(
+                whole["critic/returns"], whole["error"]
+            )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 

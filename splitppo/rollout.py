@@ -237,6 +237,14 @@ class Rollout:
         )
         return wide.to(packed.dtype)
 
+    def turns(self) -> Tensor:
+        """`[N]` int64: the turn of each response token, from 0."""
+        parts = [
+            torch.bucketize(torch.arange(tokens), torch.tensor(sample.turns).long(), right=True)
+            for sample, tokens in zip(self.samples, self.lengths, strict=True)
+        ]
+        return torch.cat([torch.arange(0), *parts])
+
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""
         return torch.cat(

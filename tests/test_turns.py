@@ -199,6 +199,7 @@ def advantages_of(
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     critic = Critic(
         cast(Any, SimpleNamespace(config=config, configs=(config,))),
+        group,
         cast(Any, value),
         cast(Any, None),
         None,
@@ -229,6 +230,7 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
     )
     critic = Critic(
         cast(Any, context),
+        group,
         cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]),
         cast(Any, None),
         None,

@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from splitppo.config import Config
+from splitppo.config import OF_VALUES, Config
 from splitppo.config.toml import as_flag, find_preset, leaves, read_preset, toml_value
 from splitppo.errors import UserError, check_text
 
@@ -52,6 +52,7 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     path, settings = _preset(argv, recorded)
+    settings = _used(settings, argv)
     given = [*_flags(settings), *argv]
     try:
         config = _read(given)
@@ -112,9 +113,15 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
     tiny = _value_of("--policy.path", given) in (None, "tiny")
-    return read_flags(
-        Config, "splitppo.train", [*(_flags(read_preset(TINY)) if tiny else []), *given]
-    )
+    preset = _used(read_preset(TINY), given) if tiny else {}
+    return read_flags(Config, "splitppo.train", [*_flags(preset), *given])
+
+
+def _used(preset: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """A preset's settings, without those of values if the flags choose a baseline that has none."""
+    if _value_of("--ppo.baseline", argv) in (None, "value"):
+        return preset
+    return {name: value for name, value in preset.items() if not name.startswith(OF_VALUES)}
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:

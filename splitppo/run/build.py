@@ -259,11 +259,12 @@ class Builder:
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training.prompts, runner)
         values = [
-            self._learner("value", runner, number) for number in range(self.config.value.ensemble)
+            self._learner("value", runner, number) for number in range(self.config.value_models)
         ]
         reference = self._reference("critic", runner)
-        save = functools.partial(self._save_value, values[0])
-        critic = Critic(self.context, values, scorer, self._reward_model(runner), reference, save)
+        save = functools.partial(self._save_value, *values[:1])
+        reward_model = self._reward_model(runner)
+        critic = Critic(self.context, runner.group, values, scorer, reward_model, reference, save)
         self._warm_up(critic)
         return critic
 

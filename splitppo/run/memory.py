@@ -169,7 +169,8 @@ def fitted(
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
     """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line
     that says so."""
-    automatic = [name for name in ("policy", "value") if resolved.offload(name) == "auto"]
+    models = [name for name in ("policy", "value") if name in resolved.models]
+    automatic = [name for name in models if resolved.offload(name) == "auto"]
     for name in automatic:
         resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
@@ -279,17 +280,19 @@ def _turns(
         for name in ("reference", "reward")
         if name in resolved.models and resolved.role_of(name) == role
     ]
-    own = "policy" if role == "actor" else "value"
+    trained = {"actor": "policy", "critic": "value"}[role]
+    own = [trained] if trained in resolved.models else []
     engine = {}
     if role == "actor" or resolved.placement.colocated:
         engine, sync, rollout = _engine(resolved, memory)
         if role == "actor":
             yield "sync", ("policy",), engine | sync
             yield "rollout", (), engine | rollout
-    for name in (own, *others):  # all of them are released when the last one has run
+    for name in (*own, *others):  # all of them are released when the last one has run
         phase = "logprobs" if role == "actor" else "score"
-        yield phase, (own, *others), engine | _forward(resolved, name, role)
-    yield "update", (own,), engine | _update(resolved, own, role)
+        yield phase, (*own, *others), engine | _forward(resolved, name, role)
+    for name in own:
+        yield "update", own, engine | _update(resolved, name, role)
 
 
 def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:

@@ -133,7 +133,8 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     x = split.actor
     y = split.critic or split.actor
     policy, rate = updates(actor)
-    value, value_rate = updates(critic)
+    # a run without a value model trains nothing there
+    value, value_rate = updates(critic) if "critic/vf_loss" in critic[0] else (0.0, rate)
     slower = waiting(rate, value_rate)
     value_slower = waiting(value_rate, rate)
     shortened = policy * (1 - slower) * x

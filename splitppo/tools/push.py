@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from splitppo.errors import UserError
-from splitppo.tools.export import export
+from splitppo.tools.export import export, open_run
 
 
 def push(
@@ -33,6 +33,11 @@ def push(
 
     if not re.fullmatch(REPO, repo, re.ASCII):
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
+    config, step, _ = open_run(run, step)
+    if value and not config.value_models:
+        raise UserError(
+            f"--value: ppo.baseline={config.ppo.baseline} has no value model; leave it out"
+        )
     out = export(run, step, dtype=dtype)
     for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
         print(f"{kind}: {upload(out / kind, name, public=public)}")

@@ -35,7 +35,7 @@ def arms(layers: int) -> dict[str, list[str]]:
         f"layers_{quarter}": small,
         f"layers_{eighth}": ["--value.layers", str(eighth)],
         f"two_of_{quarter}": [*small, "--value.ensemble", "2"],
-        "none": ["--ppo.baseline", "none"],
+        "none": ["--ppo.baseline", "batch"],
         "whole_pretrained": PRETRAINED,
         f"layers_{quarter}_pretrained": [*small, *PRETRAINED],
         "whole_adaptive": ADAPTIVE,

@@ -71,7 +71,7 @@ ALGORITHM = [
         "ppo.importance=sequence",
         "ppo.old-logprobs=engine",
     ],
-    ["ppo.mask-truncated", "ppo.baseline=none", "ppo.no-whiten", "ppo.entropy-coef=0.01"],
+    ["ppo.mask-truncated", "ppo.baseline=batch", "ppo.no-whiten", "ppo.entropy-coef=0.01"],
     [
         "ppo.critic-warmup=1",
         "value.pretrain-steps=2 value.pretrain-epochs=2",
