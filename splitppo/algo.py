@@ -207,62 +207,36 @@ def gae(
     return advantages, advantages + values
 
 
-@dataclass(frozen=True)
-class TurnReturns:
-    """The rewards-to-go with which turns begin, of some rows; turns count from 0.
-
-    Attributes:
-        place: `[N]`, of each token: row * K + turn, for rows of up to K turns.
-        first: `[B, K]` float64, the reward-to-go of a turn's first token; 0 where the row lacks
-            the turn.
-        present: `[B, K]` float64, 1 where the row has the turn.
-    """
-
-    place: Tensor
-    first: Tensor
-    present: Tensor
-
-
 @torch.no_grad()
-def turn_returns(returns: Tensor, turns: Tensor, lengths: Sequence[int], count: int) -> TurnReturns:
-    """`returns`: `[N]`, each token's reward-to-go. `turns`: `[N]` int64, each token's turn, below
-    `count`, which is K."""
+def turn_baseline(
+    returns: Tensor, turns: Tensor, lengths: Sequence[int], *,
+    count: int, all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None = None, shape: tuple[int, int] = (0, 0),
+) -> Tensor:  # fmt: skip
+    """What stands for values where there are none: a mean over rows of the reward-to-go with which
+    the token's turn begins; `[N]` float64.
+
+    Over the rows of the batch that have the turn. Or, with `prompts`, over the other rows of the
+    prompt, and a row that lacks the turn counts 0: its episode has ended.
+
+    Args:
+        returns: `[N]`, rewards-to-go.
+        turns: `[N]` int64, each token's turn, below `count`.
+        all_sum: adds up a tensor over the parts of the batch.
+        prompts: `[B]` int64, each row's prompt.
+        shape: (prompts, rows of a prompt, at least 2) of the whole batch, if there are `prompts`.
+    """
     sizes = _sizes(lengths, returns, turns)
     place = torch.arange(len(sizes)).repeat_interleave(sizes) * count + turns
-    begins = place != place.roll(1)
-    begins[:1] = True
-    first = torch.zeros(len(sizes) * count, dtype=torch.float64)
-    present = torch.zeros_like(first)
+    begins = place.diff(prepend=torch.tensor([-1])) > 0
+    first, has = torch.zeros(2, len(sizes) * count, dtype=torch.float64)
     first[place[begins]] = returns[begins].double()
-    present[place] = 1
-    return TurnReturns(place, first.view(-1, count), present.view(-1, count))
-
-
-@torch.no_grad()
-def batch_baseline(found: TurnReturns, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-    """The baseline `[N]` float64 of each token: the mean of `first` over the batch's rows that have
-    the token's turn. `all_sum` adds up a tensor over the parts of the batch."""
-    total, rows = all_sum(torch.stack([found.first.sum(0), found.present.sum(0)]))
-    return (total / rows.clamp(min=1)).expand_as(found.first).flatten()[found.place]
-
-
-@torch.no_grad()
-def group_baseline(
-    found: TurnReturns,
-    prompts: Tensor,
-    samples: int,
-    count: int,
-    all_sum: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The baseline `[N]` float64 of each token: the mean of `first` over the other rows of its
-    prompt; a turn that a row lacks counts 0.
-
-    `prompts`: `[B]` int64, each row's prompt, below `count`. `samples`: rows of a prompt, at least
-    2. `all_sum` adds up a tensor over the parts of the batch.
-    """
-    own = found.first.new_zeros(count, found.first.shape[1]).index_add_(0, prompts, found.first)
-    others = all_sum(own)[prompts] - found.first
-    return (others / (samples - 1)).flatten()[found.place]
+    has[place] = 1
+    by_row = first.view(-1, count)
+    if prompts is None:
+        total, rows = all_sum(torch.stack([by_row.sum(0), has.view(-1, count).sum(0)]))
+        return (total / rows.clamp(min=1))[turns]
+    total = all_sum(by_row.new_zeros(shape[0], count).index_add_(0, prompts, by_row))
+    return ((total[prompts] - by_row) / (shape[1] - 1)).flatten()[place]
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:

@@ -51,8 +51,7 @@ class Scored:
     @property
     def values(self) -> Tensor:
         """`[N]`: the value models' mean; 0 if there are none."""
-        nothing = torch.zeros(self.rollout.tokens)
-        return torch.stack(self.by_model).mean(0) if self.by_model else nothing
+        return torch.stack(self.by_model or [torch.zeros(self.rollout.tokens)]).mean(0)
 
 
 class Critic:
@@ -208,9 +207,7 @@ class Critic:
             "critic/advantages": plain,
             "critic/returns": returns,
         }
-        if self.learners:
-            scored.figures["value"] = values
-            figures |= {"critic/values": values, "error": returns - values}
+        figures |= {"critic/values": values, "error": returns - values} if self.learners else {}
         extra = {f"critic/{name}": torch.tensor(values) for name, values in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = (
@@ -219,6 +216,7 @@ class Critic:
             | self._failures(step, scored)
         )
         if self.learners:
+            scored.figures["value"] = values
             metrics |= quality(rollout, values, shaped, ppo.gamma, self.group)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         return white, returns, metrics | ({"critic/ref_kl": kl_sum / tokens} if refs else {})
@@ -230,7 +228,7 @@ class Critic:
         ppo = self.context.config.ppo
         lengths = rollout.lengths
         if not self.learners:
-            _, returns = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
+            returns, _ = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
             return returns - self._baseline(rollout, returns).to(returns.dtype), returns
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
@@ -242,18 +240,22 @@ class Critic:
         return advantages if same else estimate(values, lam=lam)[0], returns
 
     def _baseline(self, rollout: Rollout, returns: Tensor) -> Tensor:
-        """What stands for values where there are none, `[N]`."""
+        """What stands for values where there are none; `[N]`, and so are `returns`."""
         config = self.context.config
         samples = config.rollout.samples
         turns = rollout.turns()
-        (count,) = self.group.all_max([int(turns.max()) + 1 if len(turns) else 1])
-        found = algo.turn_returns(returns, turns, rollout.lengths, count)
-        if config.ppo.baseline == "batch":
-            return algo.batch_baseline(found, self.group.all_sum)
-        # without windows, the rows of a step are the slots of its prompts
+        (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
+        # without a window, a step's rows are those of its slots
         prompts = torch.tensor(rollout.rows).long() % config.rollout.batch_size // samples
-        of_step = config.rollout.batch_size // samples
-        return algo.group_baseline(found, prompts, samples, of_step, self.group.all_sum)
+        return algo.turn_baseline(
+            returns,
+            turns,
+            rollout.lengths,
+            count=count,
+            all_sum=self.group.all_sum,
+            prompts=prompts if config.ppo.baseline == "group" else None,
+            shape=(config.rollout.batch_size // samples, samples),
+        )
 
     def _deviation(self, scored: Scored) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""

@@ -239,11 +239,11 @@ class Rollout:
 
     def turns(self) -> Tensor:
         """`[N]` int64: the turn of each response token, from 0."""
-        parts = [
+        by_row = (
             torch.bucketize(torch.arange(tokens), torch.tensor(sample.turns).long(), right=True)
             for sample, tokens in zip(self.samples, self.lengths, strict=True)
-        ]
-        return torch.cat([torch.arange(0), *parts])
+        )
+        return torch.cat([torch.arange(0), *by_row])
 
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""

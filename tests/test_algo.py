@@ -269,11 +269,11 @@ def test_baselines_without_values_are_the_literal_means(kind, samples, cut):
         returns = torch.tensor([x for row in rows for x in togo[row]], dtype=torch.float64)
         of_tokens = torch.tensor([x for row in rows for x in turns[row]]).long()
         lengths = [len(turns[row]) for row in rows]
-        found = algo.turn_returns(returns, of_tokens, lengths, count)
-        if kind == "batch":
-            return algo.batch_baseline(found, all_sum)
-        prompts = torch.tensor(rows).long() // samples
-        return algo.group_baseline(found, prompts, samples, len(TURNS) // samples, all_sum)
+        prompts = torch.tensor(rows).long() // samples if kind == "group" else None
+        shape = (len(TURNS) // samples, samples)
+        return algo.turn_baseline(
+            returns, of_tokens, lengths, count=count, all_sum=all_sum, prompts=prompts, shape=shape
+        )
 
     sums: list[Tensor] = []
     for rows in parts:  # what a rank adds

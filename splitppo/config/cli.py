@@ -52,7 +52,6 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     path, settings = _preset(argv, recorded)
-    settings = _used(settings, argv)
     given = [*_flags(settings), *argv]
     try:
         config = _read(given)
@@ -107,21 +106,20 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
     """The file that `--config` names, and its settings; none without it."""
     preset = _value_of("--config", argv)
     path = "" if preset is None else find_preset(os.path.expanduser(preset))
-    return path, {} if preset is None else read_preset(path, recorded=recorded)
+    return path, {} if preset is None else _used(read_preset(path, recorded=recorded), argv)
 
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
-    tiny = _value_of("--policy.path", given) in (None, "tiny")
-    preset = _used(read_preset(TINY), given) if tiny else {}
-    return read_flags(Config, "splitppo.train", [*_flags(preset), *given])
+    if _value_of("--policy.path", given) in (None, "tiny"):
+        given = [*_flags(_used(read_preset(TINY), given)), *given]
+    return read_flags(Config, "splitppo.train", given)
 
 
 def _used(preset: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
     """A preset's settings, without those of values if the flags choose a baseline that has none."""
-    if _value_of("--ppo.baseline", argv) in (None, "value"):
-        return preset
-    return {name: value for name, value in preset.items() if not name.startswith(OF_VALUES)}
+    unused = () if _value_of("--ppo.baseline", argv) in (None, "value") else OF_VALUES
+    return {name: value for name, value in preset.items() if not name.startswith(unused)}
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:

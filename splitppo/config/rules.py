@@ -66,7 +66,7 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    parts = (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic, _of_baseline)
+    parts = (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic)
     for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
         raise UserError(message)
 
@@ -257,6 +257,7 @@ def _of_critic(config: Config) -> Contradictions:
     samples = config.rollout.samples
     rows = config.rollout.batch_size
     prompts = rows // samples
+    default = dict(leaves(asdict(Config())))
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
     return [
         (
@@ -283,39 +284,26 @@ def _of_critic(config: Config) -> Contradictions:
             f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
             f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
         ),
-    ]
-
-
-def _of_baseline(config: Config) -> Contradictions:
-    baseline = config.ppo.baseline
-    samples = config.rollout.samples
-    window = config.rollout.window
-    default = dict(leaves(asdict(Config())))
-    of_values = [
-        (name, value)
-        for name, value in leaves(asdict(config))
-        if name.startswith(OF_VALUES) and value != default[name]
-    ]
-    return [
         *(
             (
-                not config.value_models,
-                f"{name}={value}: ppo.baseline={baseline} has no value model; unset {name}",
+                not config.value_models and setting != default[name],
+                f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
             )
-            for name, value in of_values
+            for name, setting in leaves(asdict(config))
+            if name.startswith(OF_VALUES)
         ),
         (
-            not config.value_models and config.ppo.lam == "adaptive",
-            f"ppo.lam=adaptive: ppo.baseline={baseline} uses no values; use ppo.lam=1",
+            not config.value_models and ppo.lam == "adaptive",
+            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values; use ppo.lam=1",
         ),
         (
-            baseline == "group" and samples == 1,
+            ppo.baseline == "group" and samples == 1,
             "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
             "leaves none; use rollout.samples=8, or ppo.baseline=batch",
         ),
         (
-            baseline == "group" and window,
-            f"ppo.baseline=group with rollout.window={window}: a prompt's rows end in different "
+            ppo.baseline == "group" and config.rollout.window,
+            f"ppo.baseline=group with rollout.window={config.rollout.window}: a prompt's rows end in different "
             "steps; use ppo.baseline=batch, or rollout.window=0",
         ),
     ]

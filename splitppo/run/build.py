@@ -263,8 +263,9 @@ class Builder:
         ]
         reference = self._reference("critic", runner)
         save = functools.partial(self._save_value, *values[:1])
-        reward_model = self._reward_model(runner)
-        critic = Critic(self.context, runner.group, values, scorer, reward_model, reference, save)
+        critic = Critic(
+            self.context, runner.group, values, scorer, self._reward_model(runner), reference, save
+        )
         self._warm_up(critic)
         return critic
 

@@ -94,13 +94,10 @@ def _check_groups(resolved: Resolved) -> None:
                 f"placement.{name} is for two groups, and every rank plays both roles; "
                 "leave it unset"
             )
-    held = {resolved.role_of(name) for name in resolved.models}
-    if not resolved.placement.colocated and "critic" not in held:
-        ranks = len(resolved.placement.groups["critic"])
+    if not (resolved.placement.colocated or "critic" in map(resolved.role_of, resolved.models)):
         raise UserError(
             f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's critic "
-            f"ranks, {ranks} of {resolved.placement.world}, would hold no model; use "
-            "placement.mode=colocated, or give them a reward.model, or the reference of ppo.kl_coef "
+            "ranks would hold no model; use placement.mode=colocated, or give them a reward.model, or the reference of ppo.kl_coef "
             "(placement.reference=critic)"
         )
 

@@ -28,7 +28,7 @@ Answer = dict[str, list[Any]]  # `text` of each token, and its `value` if there 
 def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[Any]]:
     """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of
     the one before training, unless its weights are gone; then a line says so. They are on a GPU if
-    there is one. Without a value model it is None, and a line says so."""
+    there is one. Of a run without a value model, it is None."""
     import torch
 
     from splitppo.engine.hf import HFEngine
@@ -40,14 +40,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
     dtype = dtype_of(config, device)
     source = model_folder(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
-    value = None
-    if config.value_models:
-        value = load_model(config, run, "value", saved).to(device, dtype)
-    else:
-        print(
-            f"note: answers alone: the run has no value model (ppo.baseline={config.ppo.baseline})",
-            file=sys.stderr,
-        )
+    value = load_model(config, run, "value", saved) if config.value_models else None
     engines = []
     for folder in (saved, None):
         try:
@@ -65,7 +58,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
         )
         engine.load_weights(model.state_dict().items())
         engines.append(engine)
-    return tokenizer, value, engines
+    return tokenizer, value and value.to(device, dtype), engines
 
 
 def load(
@@ -93,8 +86,8 @@ def load(
         )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
-    held = filter(None, (value, engines[0].model))
-    positions = [most_positions(model.config)[0] for model in held]
+    models = (value, engines[0].model) if value else (engines[0].model,)
+    positions = [most_positions(model.config)[0] for model in models]
     room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()
@@ -113,10 +106,8 @@ def load(
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout([sample for part in parts for sample in part])
-            figures = {}
-            if value is not None:
-                batch = micro_batch(rollout.samples, engine.device)
-                figures["value"] = value_outputs(value, batch)[0].cpu()
+            batch = micro_batch(rollout.samples, engine.device)
+            figures = {"value": value_outputs(value, batch)[0].cpu()} if value else {}
             found += token_figures(
                 rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )
@@ -148,17 +139,15 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
 def show(run: Path, answers: list[Answer]) -> None:
     """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to
     the highest."""
-    if "value" not in answers[0]:
+    if not sys.stdout.isatty() or "value" not in answers[0]:
         for head, answer in zip(HEADS, answers, strict=False):
             print(f"{head}: {''.join(answer['text'])}")
-        return
-    if not sys.stdout.isatty():
-        for head, answer in zip(HEADS, answers, strict=False):
             figures = [
                 f"{json.dumps(t, ensure_ascii=False)} {v:.4g}"
-                for t, v in zip(*answer.values(), strict=True)
+                for t, v in zip(answer["text"], answer.get("value", ()), strict=False)
             ]
-            print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
+            told = "  ".join(figures) or "the run has no value model (ppo.baseline)"
+            print(f"{head}, values: {told}")
         return
     series = curves({}, read_columns(run)[1])
     low = min(series.get("critic/score/min", {0: 0.0}).values())

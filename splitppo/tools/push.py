@@ -33,11 +33,8 @@ def push(
 
     if not re.fullmatch(REPO, repo, re.ASCII):
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
-    config, step, _ = open_run(run, step)
-    if value and not config.value_models:
-        raise UserError(
-            f"--value: ppo.baseline={config.ppo.baseline} has no value model; leave it out"
-        )
+    if value and not open_run(run, step)[0].value_models:
+        raise UserError("--value: the run has no value model, by its ppo.baseline; leave it out")
     out = export(run, step, dtype=dtype)
     for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
         print(f"{kind}: {upload(out / kind, name, public=public)}")

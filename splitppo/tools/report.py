@@ -178,9 +178,10 @@ def draw_raster(ax: Axes, run: Run) -> None:
 def draw(run: Run, timeline: Timeline | None) -> Figure:
     """The whole figure, 2000 pixels wide."""
     actor, critic = run.columns
-    baseline = run.settings.get("ppo.baseline", "value")
-    none = f"no value model: ppo.baseline = {baseline}"
-    missing = "not recorded" if "value" in baseline else none
+    baseline = run.settings.get("ppo.baseline", '"value"')
+    missing = (
+        "not recorded" if baseline == '"value"' else f"no value model: ppo.baseline = {baseline}"
+    )
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 14.9), dpi=100)
         figure.text(0.055, 0.975, f"{run.name}: {max(actor)} steps", fontsize=17, weight="bold")

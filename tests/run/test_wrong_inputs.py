@@ -286,7 +286,7 @@ EARLY = [
     (
         ["--dry-run", "--world-size=4", "--ppo.baseline=batch"],
         [
-            "ppo.baseline=batch has no value model, so placement's critic ranks, 1 of 4, would hold",
+            "ppo.baseline=batch has no value model, so placement's critic ranks would hold no model",
             "use placement.mode=colocated, or give them a reward.model, or the reference of",
         ],
     ),
