@@ -209,8 +209,8 @@ def gae(
 
 @torch.no_grad()
 def turn_baseline(
-    returns: Tensor, turns: Tensor, lengths: Sequence[int], *,
-    count: int, all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None = None, shape: tuple[int, int] = (0, 0),
+    returns: Tensor, turns: Tensor, lengths: Sequence[int], *, count: int,
+    all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None, shape: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """What stands for values where there are none: a mean over rows of the reward-to-go with which
     the token's turn begins; `[N]` float64.
@@ -222,21 +222,20 @@ def turn_baseline(
         returns: `[N]`, rewards-to-go.
         turns: `[N]` int64, each token's turn, below `count`.
         all_sum: adds up a tensor over the parts of the batch.
-        prompts: `[B]` int64, each row's prompt.
-        shape: (prompts, rows of a prompt, at least 2) of the whole batch, if there are `prompts`.
+        prompts: `[B]` int64, each row's prompt; None: the mean is the batch's.
+        shape: (prompts, rows of a prompt, at least 2) of the whole batch, where `prompts` count.
     """
     sizes = _sizes(lengths, returns, turns)
-    place = torch.arange(len(sizes)).repeat_interleave(sizes) * count + turns
-    begins = place.diff(prepend=torch.tensor([-1])) > 0
-    first, has = torch.zeros(2, len(sizes) * count, dtype=torch.float64)
-    first[place[begins]] = returns[begins].double()
-    has[place] = 1
-    by_row = first.view(-1, count)
+    row = torch.arange(len(sizes)).repeat_interleave(sizes)
+    begins = (row * count + turns).diff(prepend=torch.tensor([-1])) > 0
+    first, has = torch.zeros(2, len(sizes), count, dtype=torch.float64)
+    first[row[begins], turns[begins]] = returns[begins].double()
+    has[row, turns] = 1
     if prompts is None:
-        total, rows = all_sum(torch.stack([by_row.sum(0), has.view(-1, count).sum(0)]))
+        total, rows = all_sum(torch.stack([first.sum(0), has.sum(0)]))
         return (total / rows.clamp(min=1))[turns]
-    total = all_sum(by_row.new_zeros(shape[0], count).index_add_(0, prompts, by_row))
-    return ((total[prompts] - by_row) / (shape[1] - 1)).flatten()[place]
+    total = all_sum(first.new_zeros(shape[0], count).index_add_(0, prompts, first))
+    return ((total[prompts] - first) / (shape[1] - 1))[row, turns]
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:

@@ -84,10 +84,9 @@ def preflight(resolved: Resolved) -> None:
 
 def _check_groups(resolved: Resolved) -> None:
     """Refuses settings of two groups where there is one, and a critic group without a model."""
-    placement = resolved.config.placement
     for name, given in (
-        ("reference", placement.reference == "critic"),
-        ("barrier", placement.barrier),
+        ("reference", resolved.config.placement.reference == "critic"),
+        ("barrier", resolved.config.placement.barrier),
     ):
         if given and resolved.placement.colocated:
             raise UserError(

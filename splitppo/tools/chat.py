@@ -86,8 +86,7 @@ def load(
         )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
-    models = (value, engines[0].model) if value else (engines[0].model,)
-    positions = [most_positions(model.config)[0] for model in models]
+    positions = [most_positions(m.config)[0] for m in (value, engines[0].model) if m]
     room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()

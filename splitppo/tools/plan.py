@@ -81,10 +81,7 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
         sets=(config.tensor_parallel("policy"), config.tensor_parallel("value")),
     )
-    if "critic" not in {
-        model["group"] for name, model in found["models"].items() if name != "reference"
-    }:
-        # the critic group would hold no model but the reference, which some splits leave out
+    if not (config.value_models or config.reward.model):  # the critic group would hold no model
         choices = [split for split in choices if not split.critic or split.reference == "critic"]
     return advice(work, split, choices) + (
         window_advice(work, split, lengths, choices) if lengths else []
