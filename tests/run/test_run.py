@@ -264,7 +264,7 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     assert any("reference with the critic" in line for line in told[1:])
     texts = []
     monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **how: texts.append(text))
-    report.draw(*read_runs([due]), None)
+    report.draw(read_runs([due])[0], None)
     assert texts.count('no value model: ppo.baseline = "group"') == 3
 
 
