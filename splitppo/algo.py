@@ -13,7 +13,7 @@ Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL di
 (joschu.net/blog/kl-approx.html).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -201,6 +201,37 @@ def gae(
         by_time[first : first + count] = carry[:count]
     advantages = torch.from_numpy(by_time)[place]
     return advantages, advantages + values
+
+
+@torch.no_grad()
+def turn_baseline(
+    returns: Tensor, turns: Tensor, lengths: Sequence[int], *, count: int,
+    all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None, shape: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What stands for values where there are none: a mean over rows of the reward-to-go with which
+    the token's turn begins; `[N]` float64.
+
+    Over the rows of the batch that have the turn. Or, with `prompts`, over the other rows of the
+    prompt, and a row that lacks the turn counts 0: its episode has ended.
+
+    Args:
+        returns: `[N]`, rewards-to-go.
+        turns: `[N]` int64, each token's turn, below `count`.
+        all_sum: adds up a tensor over the parts of the batch.
+        prompts: `[B]` int64, each row's prompt; None: the mean is the batch's.
+        shape: (prompts, rows of a prompt, at least 2) of the whole batch, where `prompts` count.
+    """
+    sizes = _sizes(lengths, returns, turns)
+    row = torch.arange(len(sizes)).repeat_interleave(sizes)
+    begins = (row * count + turns).diff(prepend=torch.tensor([-1])) > 0
+    first, has = torch.zeros(2, len(sizes), count, dtype=torch.float64)
+    first[row[begins], turns[begins]] = returns[begins].double()
+    has[row, turns] = 1
+    if prompts is None:
+        total, rows = all_sum(torch.stack([first.sum(0), has.sum(0)]))
+        return (total / rows.clamp(min=1))[turns]
+    total = all_sum(first.new_zeros(shape[0], count).index_add_(0, prompts, first))
+    return ((total[prompts] - first) / (shape[1] - 1))[row, turns]
 
 
 def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
 from splitppo.errors import UserError
+from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
@@ -43,8 +44,8 @@ class ScoredRows:
 
     @property
     def values(self) -> Tensor:
-        """`[N]`: the value models' mean."""
-        return torch.stack(self.by_model).mean(0)
+        """`[N]`: the value models' mean; 0 if there are none."""
+        return torch.stack(self.by_model or [torch.zeros(self.rollout.tokens)]).mean(0)
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,14 @@ class Estimate:
 
 
 class Critic:
-    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores,
-    values, KL rewards, GAE, whitening. `pretrained` is called after the last step of pretraining,
-    on all ranks of the group."""
+    """A rank of the critic group: value models (one, an ensemble, or none) and reward. It owns
+    scores, values, KL rewards, GAE or another baseline, whitening. `pretrained` is called after the
+    last step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
         context: Context,
+        group: Group,
         learners: Sequence[Learner],
         scorer: Scorer,
         reward_model: RewardModel | None,
@@ -87,7 +89,7 @@ class Critic:
         self.pretraining = Pretraining(context.config, pretrained)
         self.reward_model = reward_model
         self.reference = reference
-        self.group = learners[0].runner.group
+        self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         # what gave the scores, as this version says it and as earlier ones did
@@ -196,7 +198,7 @@ class Critic:
         if first and self.learners:
             self._start_at_mean(scored, rewards)
         values = scored.values
-        plain, returns = self._estimate(step, rewards, values, rollout.lengths)
+        plain, returns = self._estimate(step, rollout, rewards, values)
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
@@ -204,9 +206,8 @@ class Critic:
             "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
             "critic/returns": returns,
-            "critic/values": values,
-            "error": returns - values,
         }
+        figures |= {"critic/values": values, "error": returns - values} if self.learners else {}
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | self._summaries(extra | figures)
@@ -214,14 +215,17 @@ class Critic:
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
         )
+        metrics |= failed
+        kept = {"advantage": plain, "reward": rewards}
+        if self.learners:
+            kept["value"] = values
+            metrics |= quality(
+                rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+            )
         if bounds := self.context.config.value.range:
             _check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
-        metrics |= failed | quality(
-            rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
-        )
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
-        kept = {"value": values, "advantage": plain, "reward": rewards}
         return Estimate(white, returns, metrics, waits, kept)
 
     def _start_at_mean(self, scored: ScoredRows, rewards: Tensor) -> None:
@@ -248,27 +252,44 @@ class Critic:
                 values.fill_(algo.bounded_values(bias, bounds))
 
     def _estimate(
-        self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
+        self, step: int, rollout: Rollout, rewards: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and the value model's targets of packed rows; all but the lengths are
-        `[N]`."""
+        """Advantages, and the value model's targets or, without one, rewards-to-go; all `[N]`."""
         ppo = self.context.config.ppo
+        lengths = rollout.lengths
+        if not self.learners:
+            returns, _ = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
+            return returns - self._baseline(rollout, returns).to(returns.dtype), returns
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
         if self.pretraining.runs(step):
             lam_value = 1.0
         estimate = partial(algo.gae, rewards, lengths=lengths, gamma=ppo.gamma)
         advantages, returns = estimate(values, lam=lam_value)
-        if ppo.baseline == "value":
-            same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
-            return advantages if same else estimate(values, lam=lam)[0], returns
-        whole, _ = estimate(torch.zeros_like(values), lam=1.0)
-        (moments,) = self.group.all_moments([algo.moments(whole)])
-        return whole - moments.mean.to(whole.dtype), returns
+        same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
+        return advantages if same else estimate(values, lam=lam)[0], returns
+
+    def _baseline(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        """What stands for values where there are none; `[N]`, and so are `returns`."""
+        config = self.context.config
+        samples = config.rollout.samples
+        turns = rollout.turns()
+        (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
+        # without a window, a step's rows are those of its slots
+        prompts = torch.tensor(rollout.rows).long() % config.rollout.batch_size // samples
+        return algo.turn_baseline(
+            returns,
+            turns,
+            rollout.lengths,
+            count=count,
+            all_sum=self.group.all_sum,
+            prompts=prompts if config.ppo.baseline == "group" else None,
+            shape=(config.rollout.batch_size // samples, samples),
+        )
 
     def _deviation(self, scored: ScoredRows) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""
-        if len(scored.by_model) == 1:
+        if len(scored.by_model) < 2:
             return {}
         (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
         return {"critic/values/deviation": float(moments.mean)}
@@ -317,6 +338,8 @@ class Critic:
 
     def update(self, plan: StepPlan, scored: ScoredRows, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
+        if not self.learners:
+            return {"optimizer_steps": []}
         ppo = self.context.config.ppo
         step = plan.step
         rows = scored.rollout
@@ -390,9 +413,10 @@ class Critic:
                 f"{name}/min": float(parts[:, 3].min()),
                 f"{name}/max": float(parts[:, 4].max()),
             }
-        metrics["critic/vf_explained_var"] = algo.explained_variance(
-            whole["critic/returns"], whole["error"]
-        )
+        if "error" in whole:
+            metrics["critic/vf_explained_var"] = algo.explained_variance(
+                whole["critic/returns"], whole["error"]
+            )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 

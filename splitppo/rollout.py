@@ -247,6 +247,17 @@ class Rollout:
         wide = torch.zeros(len(self.rows), dtype=torch.float64)
         return wide.index_add_(0, row_of, packed.double()).to(packed.dtype)
 
+    def turns(self) -> Tensor:
+        """`[N]` int64: the turn of each response token, from 0. Between two turns stands what an
+        environment answered."""
+        parts: list[tuple[int, int]] = []
+        for episode in self.episodes:
+            kinds = groupby(episode.segments, key=lambda segment: segment.logprobs is None)
+            sizes = [sum(len(s.ids) for s in part) for observed, part in kinds if not observed]
+            parts += enumerate(sizes)
+        turns, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
+        return turns.repeat_interleave(tokens)
+
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""
         return tensor_of([episode.logprobs for episode in self.episodes], torch.float32)

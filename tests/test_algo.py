@@ -232,6 +232,58 @@ def test_gae_is_the_literal_sum(gamma, lam, lengths):
     same(returns, (advantages + values).tolist())
 
 
+def literal_baseline(
+    togo: list[list[float]], turns: list[list[int]], kind: str, samples: int
+) -> list[list[float]]:
+    """By loops over rows and tokens; `turns`: of each row, each token's turn."""
+    found: list[list[float]] = []
+    for row, of_tokens in enumerate(turns):
+        found.append([])
+        for turn in of_tokens:
+            means = []
+            for other, others_turns in enumerate(turns):
+                has = turn in others_turns
+                begin = togo[other][others_turns.index(turn)] if has else 0.0
+                peer = other // samples == row // samples and other != row
+                if (kind == "batch" and has) or (kind == "group" and peer):
+                    means.append(begin)
+            found[-1].append(sum(means) / len(means))
+    return found
+
+
+# tokens of each turn of each row; the last row has none
+TURNS = [[2, 1, 2], [3], [1, 1], [2, 2, 1], [4, 1], []]
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("kind", ["batch", "group"])
+@pytest.mark.parametrize("cut", [[6], [3, 3], [1, 0, 4, 1]], ids=str)
+def test_baselines_without_values_are_the_literal_means(kind, samples, cut):
+    """Over any cut of the rows into ranks."""
+    turns = [[turn for turn, size in enumerate(row) for _ in range(size)] for row in TURNS]
+    togo = [draw(1, len(row), seed=i)[0].tolist() for i, row in enumerate(turns)]
+    count = 4  # more than any row has
+    due = literal_baseline(togo, turns, kind, samples)
+    first = [0, *itertools.accumulate(cut)]
+    parts = [range(a, b) for a, b in itertools.pairwise(first)]
+
+    def of_rank(rows: range, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        returns = torch.tensor([x for row in rows for x in togo[row]], dtype=torch.float64)
+        of_tokens = torch.tensor([x for row in rows for x in turns[row]]).long()
+        lengths = [len(turns[row]) for row in rows]
+        prompts = torch.tensor(rows).long() // samples if kind == "group" else None
+        shape = (len(TURNS) // samples, samples)
+        return algo.turn_baseline(
+            returns, of_tokens, lengths, count=count, all_sum=all_sum, prompts=prompts, shape=shape
+        )
+
+    sums: list[Tensor] = []
+    for rows in parts:  # what a rank adds
+        of_rank(rows, lambda own: sums.append(own) or own)
+    got = [of_rank(rows, lambda _: torch.stack(sums).sum(0)) for rows in parts]
+    same(torch.cat(got), [x for row in due for x in row])
+
+
 def test_gae_without_discount_returns_the_rewards_to_go():
     _, returns = algo.gae(t(1, 2, 4), t(9, -3, 5), [3], gamma=1.0, lam=1.0)
     same(returns, [7, 6, 4])

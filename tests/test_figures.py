@@ -36,6 +36,7 @@ def make_critic(group: Group, config: Config) -> Critic:
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     return Critic(
         cast(Any, SimpleNamespace(config=config, configs=(config,))),
+        group,
         cast(Any, value),
         cast(Any, None),
         None,

@@ -89,9 +89,11 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         },
         **changes,
     }
+    valued = changes.get("ppo.baseline", "value") == "value"
     return [
         word
         for name, value in values.items()
+        if valued or not name.startswith("value.")
         for word in (f"--{name.replace('_', '-')}", *str(value).split())
         if word
     ]
@@ -548,7 +550,10 @@ CRITICS = {
         "gamma": 1.0,
         "kl_coef": 0.0,
     },
+    "batch": {"baseline": "batch", "ensemble": 0},
+    "group": {"baseline": "group", "ensemble": 0, "samples": 2},
 }  # fmt: skip
+AT_CRITIC = {"placement__reference": "critic"}
 OTHERS = {
     "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
     "pretraining that ends early": {
@@ -558,7 +563,6 @@ OTHERS = {
         "value_lr": 1e-6,
         "warmup_steps": 2,
     },
-    "no baseline": {"baseline": "none"},
     "one response for two models": {"ensemble": 2},
     "heads of zeros": {"ensemble": 2, "head": "zero"},
     "a bounded head of zeros": CRITICS["bounded"] | {"head": "zero"},
@@ -601,6 +605,10 @@ FLAGS = {
         ("bounded", 3, {"placement__actor": 1}),
         ("bounded", 2, {"placement__mode": "colocated"}),
         ("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
+        ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
+        ("batch", 2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+        ("group", 2, {"placement__actor": 1, **AT_CRITIC}),
+        ("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
 )
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):

@@ -282,9 +282,11 @@ class PPOConfig:
     """Weight of the entropy bonus."""
     whiten: bool = True
     """Whiten the advantages over the whole batch."""
-    baseline: Literal["value", "none"] = "value"
-    """`none`: advantages are returns minus their mean over the batch, without values. For
-    comparisons."""
+    baseline: Literal["value", "batch", "group"] = "value"
+    """What is subtracted from the rewards. `value`: values, by GAE. The others are to compare with,
+    and have no value model; they subtract from each token's reward-to-go a mean over rows of that
+    at the first token of the same turn. `batch`: over the step's rows that have the turn. `group`:
+    over the prompt's other rows, 0 for a row that lacks the turn."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

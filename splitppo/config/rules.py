@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from splitppo.config import Config
+from splitppo.config import OF_VALUES, Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
@@ -258,6 +258,7 @@ def _of_critic(config: Config) -> Contradictions:
     rows = config.rollout.batch_size
     prompts = rows // samples
     lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
+    default = dict(leaves(asdict(Config())))
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
     return [
         (
@@ -284,6 +285,14 @@ def _of_critic(config: Config) -> Contradictions:
             f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
             f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
         ),
+        *(
+            (
+                not config.value_models and setting != default[name],
+                f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
+            )
+            for name, setting in leaves(asdict(config))
+            if name.startswith(OF_VALUES)
+        ),
         (
             value.range and ppo.kl_coef > 0,
             f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
@@ -295,8 +304,18 @@ def _of_critic(config: Config) -> Contradictions:
             f"ppo.lam_value={lam_value}; set both to 1",
         ),
         (
-            ppo.baseline == "none" and ppo.lam == "adaptive",
-            "ppo.baseline=none uses no values; unset ppo.lam=adaptive",
+            not config.value_models and ppo.lam == "adaptive",
+            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values; use ppo.lam=1",
+        ),
+        (
+            ppo.baseline == "group" and samples == 1,
+            "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
+            "leaves none; use rollout.samples=8, or ppo.baseline=batch",
+        ),
+        (
+            ppo.baseline == "group" and config.rollout.window,
+            f"ppo.baseline=group with rollout.window={config.rollout.window}: "
+            "a prompt's rows end in different steps; use ppo.baseline=batch, or rollout.window=0",
         ),
     ]
 

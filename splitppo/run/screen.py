@@ -69,6 +69,11 @@ def opening(
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
+        **(
+            {}
+            if config.value_models
+            else {"value": f"no value model: ppo.baseline={config.ppo.baseline}"}
+        ),
         "placement": f"{placement.mode}: "
         f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
         "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new "

@@ -134,7 +134,10 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     x = split.actor
     y = split.critic or split.actor
     policy, rate = updates(actor)
-    value, value_rate = updates(critic)
+    # without a value model the critic has no update
+    value, value_rate = (
+        updates(critic) if any("perf/update_tflop" in line for line in critic) else (0.0, rate)
+    )
     slower = waiting(rate, value_rate)
     value_slower = waiting(value_rate, rate)
     shortened = policy * (1 - slower) * x

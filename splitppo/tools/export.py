@@ -31,7 +31,7 @@ def export(
     out: Path | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> Path:
-    """Write DIR/policy and DIR/value as Hugging Face folders.
+    """Write DIR/policy and, if the run has a value model, DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
     model's type, the value model (one label: the value of each position, or with `value.range` its
@@ -54,7 +54,7 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value.ensemble))]:
+    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value_models))]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
         save(
@@ -66,6 +66,8 @@ def export(
         )
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
+    if not config.value_models:
+        print(f"the run has no value model: ppo.baseline={config.ppo.baseline}")
     return out
 
 

@@ -84,6 +84,8 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
         sets=(config.tensor_parallel("policy"), config.tensor_parallel("value")),
     )
+    if not (config.value_models or config.reward.model):  # the critic group would hold no model
+        choices = [split for split in choices if not split.critic or split.reference == "critic"]
     windows = window_advice(work, split, lengths, choices) if lengths else []
     free = idle_line(critic, config)
     return [*advice(work, split, choices), *windows, *([free] if free else [])]

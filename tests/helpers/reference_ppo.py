@@ -278,6 +278,7 @@ def ppo_step(
         for value, rows in zip(value_models, by_model, strict=True):
             zero_head(value, rows, step, h, old, ref, kl_coef)
         old_values = [torch.stack(rows).mean(dim=0) for rows in zip(*by_model, strict=True)]
+        old_values = old_values or [torch.zeros_like(x) for x in old]
         adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
@@ -285,18 +286,21 @@ def ppo_step(
             rewards = -kl_coef * penalty
             rewards[-1] += row.score
             lam = lambda_of(row, h)
-            nothing = torch.zeros_like(old_values[i])
-            estimates = {"value": (old_values[i], lam), "none": (nothing, 1.0)}
-            adv.append(
-                advantages_of(rewards, estimates[h.baseline][0], h.gamma, estimates[h.baseline][1])
-            )
+            lam = lam if h.baseline == "value" else 1.0  # without values: the rewards-to-go
+            adv.append(advantages_of(rewards, old_values[i], h.gamma, lam))
             lam_value = lam if h.lam_value is None else h.lam_value
             lam_value = 1.0 if pretrains else lam_value
             returns.append(
                 advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i]
             )
-        if h.baseline == "none":
-            adv = [a - torch.cat(adv).mean() for a in adv]
+        firsts = [a[0] for a in adv]  # a row's reward-to-go at its start, where values are 0
+        if h.baseline == "batch":
+            adv = [a - sum(firsts) / len(firsts) for a in adv]
+        if h.baseline == "group":
+            prompts = [i // h.samples for i in range(len(adv))]
+            for i, prompt in enumerate(prompts):
+                others = [firsts[j] for j, p in enumerate(prompts) if p == prompt and j != i]
+                adv[i] = adv[i] - sum(others) / len(others)
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
