@@ -1,11 +1,11 @@
 """What a rank of the critic group holds, and its verbs in the loops of train.py."""
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
-from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
@@ -22,11 +21,11 @@ from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
-from splitppo.pretraining import Pretraining
+from splitppo.pretraining import Pretraining, start_at_mean
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
-from splitppo.rewards.shaping import AdaptiveKL, shape_scores
-from splitppo.rollout import Prompt, Rollout, digest
+from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores
+from splitppo.rollout import Rollout, digest
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,8 @@ class Critic:
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         # what gave the scores, as this version says it and as earlier ones did
-        self.scored_by = [
-            digest(
-                config.reward.function,
-                config.reward.weights,
-                config.reward.model,
-                config.reward.model_weight,
-                config.reward.model_chat,
-            )
-            for config in context.configs
-        ]
+        scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
+        self.scored_by = [digest(*scored_by(config.reward)) for config in context.configs]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         # reward function -> rows of each step, to the last, of which none got a score
         self.failing: dict[str, list[int]] = {}
@@ -132,38 +123,25 @@ class Critic:
         `pending`: what `submit` returned for them."""
         values = [value.forward(rollout, _outputs, fields=1)[0] for value in self.learners]
         ref = self.reference.logprobs(rollout) if self.reference else None
-        prompts = [self.context.prompt(row) for row in rollout.rows]
-        scores, extra, wrong = self._learned_scores(prompts, rollout)
+        scores = torch.zeros(len(rollout.rows))
+        extra: dict[str, list[float]] = {}
+        failures: list[tuple[int, Failure]] = []
+        if self.reward_model:
+            prompts = [self.context.prompt(row) for row in rollout.rows]
+            scores, extra, failures = self.reward_model.weighted(
+                prompts, rollout.episodes, self.context.config.reward
+            )
         results = self.group.of_first(pending)
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
-        failures = wrong + [
+        failures += [
             (row, failure)
             for row, one in zip(rollout.rows, results, strict=True)
             for failure in one.failures
         ]
         scores = scores + torch.tensor([one.score for one in results])
         return ScoredRows(rollout, values, scores, extra, failures, ref)
-
-    def _learned_scores(
-        self, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
-        """The reward model's part of the scores `[B]`, its figures, and the rows on which it
-        failed."""
-        if self.reward_model is None:
-            return torch.zeros(len(prompts)), {}, []
-        config = self.context.config.reward
-        scores, cut = self.reward_model.score(prompts, rollout.episodes)
-        wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
-        failures = [
-            (row, Failure("reward_model", "invalid", wrong.format(score)))
-            for row, score in zip(rollout.rows, scores.tolist(), strict=True)
-            if not math.isfinite(score)
-        ]
-        scores = torch.where(scores.isfinite(), scores, config.failed_score)
-        extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
-        return scores * config.model_weight, extra, failures
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
@@ -196,7 +174,9 @@ class Critic:
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
         if first and self.learners:
-            self._start_at_mean(scored, rewards)
+            start_at_mean(
+                self.learners, scored.by_model, rewards, rollout.lengths, self.context.config
+            )
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
         (moments,) = self.group.all_moments([algo.moments(plain)])
@@ -223,33 +203,10 @@ class Critic:
                 rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
             )
         if bounds := self.context.config.value.range:
-            _check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
+            check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         return Estimate(white, returns, metrics, waits, kept)
-
-    def _start_at_mean(self, scored: ScoredRows, rewards: Tensor) -> None:
-        """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and
-        so do the rows' values: with a rate that suits the body, to learn the mean takes many steps,
-        in which nothing else is learned. `rewards`: `[N]`."""
-        config = self.context.config
-        bounds = config.value.range
-        start = algo.bounded_values(torch.zeros(1), bounds)
-        own = torch.tensor([float((values != start).sum()) for values in scored.by_model])
-        to_go, _ = algo.gae(
-            rewards,
-            torch.zeros_like(rewards),
-            scored.rollout.lengths,
-            gamma=config.ppo.gamma,
-            lam=1.0,
-        )
-        (moments,) = self.group.all_moments([algo.moments(to_go)])
-        bias = algo.bounded_logits(moments.mean.float(), bounds)
-        differ = self.group.all_sum(own).tolist()
-        for learner, values, others in zip(self.learners, scored.by_model, differ, strict=True):
-            if not others:  # else the head was drawn, or read from a folder
-                learner.set_weight("score.bias", bias)
-                values.fill_(algo.bounded_values(bias, bounds))
 
     def _estimate(
         self, step: int, rollout: Rollout, rewards: Tensor, values: Tensor
@@ -422,17 +379,6 @@ class Critic:
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
     return [value_outputs(model, batch)]
-
-
-def _check_range(least: float, most: float, low: float, high: float) -> None:
-    """Raises UserError, on all ranks, if returns lie outside `value.range` by more than
-    rounding."""
-    slack = 1e-3 * (high - low)
-    if least < low - slack or most > high + slack:
-        raise UserError(
-            f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
-            f"{least:g} and {most:g}; widen the range until it holds them"
-        )
 
 
 def join(parts: Sequence[ScoredRows]) -> ScoredRows:

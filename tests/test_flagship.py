@@ -293,7 +293,7 @@ def reference(
     }
 
 
-def fresh_head(inputs: Path, number: int, head: str) -> dict:
+def fresh_head(inputs: Path, number: int, head: Any) -> dict:
     """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of
     device; the reference is to start from the same."""
     from splitppo.models.build import build, read_config

@@ -225,10 +225,10 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=4, samples=2))
     context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
     critic = Critic(context, group, [], cast(Any, None), None)
-    scored = Scored(rollout, [], torch.tensor([1.0 + row for row in rollout.rows]), {}, [])
+    scored = ScoredRows(rollout, [], torch.tensor([1.0 + row for row in rollout.rows]), {}, [])
     old = torch.full((rollout.tokens,), -1.0)
-    advantages, _, metrics = critic.advantages(1, scored, [old, old - 0.1])
-    return rollout.rows, advantages.tolist(), metrics
+    found = critic.advantages(1, scored, [old, old - 0.1])
+    return rollout.rows, found.advantages.tolist(), found.metrics
 
 
 @pytest.mark.parametrize("baseline", ["batch", "group"])

@@ -98,9 +98,9 @@ def _check_groups(resolved: Resolved) -> None:
             )
     if not (resolved.placement.colocated or "critic" in map(resolved.role_of, resolved.models)):
         raise UserError(
-            f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's critic "
-            "ranks would hold no model; use placement.mode=colocated, or give them a reward.model, or the reference of ppo.kl_coef "
-            "(placement.reference=critic)"
+            f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
+            "critic ranks would hold no model; use placement.mode=colocated, or give them a "
+            "reward.model, or the reference of ppo.kl_coef (placement.reference=critic)"
         )
 
 

@@ -196,12 +196,13 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     trainer = 2 * config.fsdp.tensor_parallel
     half = config.compute.micro_batch_tokens // 2
     other = "actor" if config.placement.reference == "critic" else "critic"
-    movable = not resolved.placement.colocated and (
-        # without another model the critic group would hold none
-        not resolved.models.keys().isdisjoint(("value", "reward"))
-        if other == "actor"
-        else config.ppo.kl_loss_coef == 0
+    # the KL loss needs it at the actor; without another model the critic group would hold none
+    stays = (
+        config.ppo.kl_loss_coef
+        if other == "critic"
+        else {"value", "reward"}.isdisjoint(resolved.models)
     )
+    movable = not (resolved.placement.colocated or stays)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
     found: list[tuple[str, str, Any, bool]] = [
         ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
@@ -216,10 +217,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
         flag = f"--{table}.{name}".replace("_", "-")
-        yield (
-            flag if setting is True else f"{flag} {setting}",
-            with_setting(resolved, table, name, setting),
-        )
+        flag = flag if setting is True else f"{flag} {setting}"
+        yield flag, with_setting(resolved, table, name, setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 

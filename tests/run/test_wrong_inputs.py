@@ -299,7 +299,7 @@ EARLY = [
     (
         ["--dry-run", "--world-size=4", "--ppo.baseline=batch"],
         [
-            "ppo.baseline=batch has no value model, so placement's critic ranks would hold no model",
+            "ppo.baseline=batch has no value model, so placement's critic ranks would hold no ",
             "use placement.mode=colocated, or give them a reward.model, or the reference of",
         ],
     ),
