@@ -247,8 +247,8 @@ class PPOConfig:
     """Discount."""
     lam: float | Literal["adaptive"] = 1.0
     """GAE's lambda. Below 1, a reward at the end hardly reaches the first of many tokens until the
-    value model knows the scores. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO,
-    arXiv:2504.05118)."""
+    value model knows the scores. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens
+    (VAPO, arXiv:2504.05118)."""
     lam_alpha: float = 0.05
     """Alpha of the adaptive lambda."""
     lam_value: float | None = None

@@ -34,8 +34,9 @@ def export(
     `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
     model's type, the value model (one label: the value of each position, or with `value.range` its
-    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type. Transformers 4.57 reads both, too, if it has models of the type. What
-    training did not change is as in the folder that it started from.
+    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
+    Transformers 4.57 reads both, too, if it has models of the type. What training did not change is
+    as in the folder that it started from.
 
     Args:
         run: The run's folder.

@@ -31,7 +31,8 @@ def plan(
     memory: float = 80.0,
 ) -> list[str]:
     """Predicts from a run which split is the fastest, what rollout.window would give and how many
-    value epochs cost nothing, or from a model's configuration which placements fit. Prints its lines, and returns them.
+    value epochs cost nothing, or from a model's configuration which placements fit. Prints its
+    lines, and returns them.
 
     Args:
         run: a run's folder; or a model's, or its hub name.
