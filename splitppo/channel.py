@@ -10,11 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitppo.errors import WireError
 from splitppo.job.collectives import Group
-from splitppo.job.wire import Hop, Wire
+from splitppo.job.wire import Hop, Wire, WireError
 from splitppo.placement import Placement, Role, StepPlan, chunk_sizes
-from splitppo.rollout import Episode, Rollout, exchange_rows, pack_rows, unpack_rows
+from splitppo.rollout import (
+    Episode,
+    Rollout,
+    exchange_rows,
+    exchange_tensors,
+    pack_rows,
+    unpack_rows,
+)
 
 
 class _Link:
@@ -249,19 +255,12 @@ class Exchange:
         rows `held`, this rank's as a sender."""
         if self.same:
             return list(packed)
-        # a token's values side by side, so that one row's part follows another's
-        values = torch.stack(list(packed)).float()
-        sent = self._sent(sender, receiver, plan, held)
-        parts = self.groups[sender].all_to_all(
-            [held.select(values, rows).T.flatten() for rows in sent]
-        )
+        group = self.groups[sender]
         rank = self.groups[receiver].dp_rank
-        slots = (plan.between(sender, peer, receiver, rank) for peer in range(len(parts)))
+        slots = (plan.between(sender, peer, receiver, rank) for peer in range(group.dp_size))
         rows = [row for part in slots for row in plan.rows_of(part, due.rows)]
-        tokens = torch.cat(parts).view(-1, len(packed))
-        pieces = tokens.split([due.lengths[due.index[row]] for row in rows])
-        by_row = dict(zip(rows, pieces, strict=True))
-        return list(torch.cat([values.T[:0], *(by_row[row] for row in due.rows)]).T.contiguous())
+        sent = self._sent(sender, receiver, plan, held)
+        return exchange_tensors(group, packed, held, sent, rows, due)
 
     def _sent(self, sender: Role, receiver: Role, plan: StepPlan, held: Rollout) -> list[list[int]]:
         """The rows that each rank on this rank's line gets from it."""

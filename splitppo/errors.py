@@ -19,10 +19,6 @@ class UserError(Exception):
     """Wrong input: its message says the value, the rule and the remedy."""
 
 
-class WireError(RuntimeError):
-    """A wait for another rank ran out of time, or a message is not what was due."""
-
-
 def say(line: str, *, error: bool = False) -> None:
     """Prints a line, an error to standard error; on a terminal in the place of a progress bar,
     which another rank may have drawn there."""

@@ -22,7 +22,7 @@ from splitppo.models.batching import (
     to_device,
 )
 from splitppo.models.names import buffers_of, weights_of
-from splitppo.models.offload import HostShards, HostState, state_of
+from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.rollout import Rollout
@@ -79,23 +79,17 @@ class Learner:
         # steps of the run before the model's first update: its schedule begins after them
         self.waited = 0
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
-        self.shards = HostShards(model, runner.device) if offload == "all" else None
+        self.shards = HostShards(model, runner.device) if offload == "all" else Offloaded()
         self.release_memory()
-
-    def fetch(self) -> None:
-        """Brings the weights to the device, unless they are there."""
-        if self.shards:
-            self.shards.fetch()
 
     def release_memory(self, *, changed: bool = True) -> None:
         """Gives back the weights' memory on the device if they are offloaded. `changed` is as in
         `HostShards`."""
-        if self.shards:
-            self.shards.release(changed=changed)
+        self.shards.release(changed=changed)
 
     def forward(self, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
         """`Runner.forward` of the model. Its weights stay on the device."""
-        self.fetch()
+        self.shards.fetch()
         return self.runner.forward(self.model, rollout, outputs, fields=fields)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -166,7 +160,7 @@ class Learner:
         work_metrics = self._work_metrics(rollout, plans, epochs)
         sums = []
         norms = []
-        self.fetch()
+        self.shards.fetch()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, by_row, objective, total))
@@ -186,7 +180,7 @@ class Learner:
 
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
-        self.fetch()
+        self.shards.fetch()
         # a forward without a backward leaves the root's weights gathered
         cast(FSDPModule, self.model).reshard()
         return weights_of(self.model)

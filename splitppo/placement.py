@@ -141,13 +141,14 @@ def replicas(
 def set_sizes(config: Config) -> dict[Role, list[int]]:
     """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows
     together, then of its frozen models."""
-    sizes: dict[Role, list[int]] = {role: [] for role in ROLES}
-    for model, role in _holders(config).items():
-        sizes[role].append(config.tensor_parallel(model))
-    return sizes
+    held = holders(config).items()
+    return {
+        role: [config.tensor_parallel(model) for model, holder in held if holder == role]
+        for role in ROLES
+    }
 
 
-def _holders(config: Config) -> dict[str, Role]:
+def holders(config: Config) -> dict[str, Role]:
     """Model -> the group that holds it, if the run has it; the models that are trained come
     first."""
     return {
@@ -168,7 +169,7 @@ def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
     """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a
     replica."""
-    for model, role in _holders(config).items():
+    for model, role in holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
         check_cut(
             f"the {model}'s",

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from splitppo.errors import WireError
 from splitppo.job.nodes import Peer, process_state
+from splitppo.job.wire import WireError
 from splitppo.placement import Placement
 
 

@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitppo.errors import WireError
+
+class WireError(RuntimeError):
+    """A wait for another rank ran out of time, or a message is not what was due."""
 
 
 @dataclass(frozen=True)

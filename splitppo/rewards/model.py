@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
-from splitppo.rollout import Episode, Prompt, Rollout, episode_of
+from splitppo.rollout import Episode, Prompt, episode_of
 
 
 class RewardText:
@@ -88,11 +88,8 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        whole = Rollout(self.with_peers(texts))
-        (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
-        return whole.select(scores, [episode.row for episode in episodes]), torch.tensor(
-            [float(cut) for _, cut in encoded]
-        )
+        scores = self.run(texts, self._outputs, fields=1)
+        return scores, torch.tensor([float(cut) for _, cut in encoded])
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
         """The scores `[B, 1]`. A decoder's score is read at the last token that is not

@@ -10,7 +10,7 @@ import torch
 
 from splitppo import data
 from splitppo.actor import Actor
-from splitppo.channel import Exchange, Links
+from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
@@ -50,17 +50,6 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
         limit=rollout.max_new_tokens,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
-    )
-
-
-def build_context(resolved: Resolved, sampler: Sampler, validation: data.PromptSet) -> Context:
-    """What both roles know of the run."""
-    return Context(
-        resolved.config,
-        sampler.prompt,
-        validation.prompts,
-        lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
-        resolved.vocabulary_size,
     )
 
 
@@ -118,7 +107,13 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        self.context = build_context(resolved, self.sampler, self.validation)
+        self.context = Context(
+            self.config,
+            self.sampler.prompt,
+            self.validation.prompts,
+            lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
+            resolved.vocabulary_size,
+        )
         self.outputs = PolicyOutputs(
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
@@ -249,10 +244,6 @@ class Builder:
         )
         rollout = self.config.rollout
         return Links(wire, runtime.placement, group, chunks=rollout.messages, window=rollout.window)
-
-    def exchange(self) -> Exchange:
-        """What stands in the place of the channels on a rank that plays both roles."""
-        return Exchange(self.runtime.groups)
 
     def _warm_up(self, column: Actor | Critic) -> None:
         if self.resolved.compiled:

@@ -95,6 +95,7 @@ def preflight(resolved: Resolved) -> None:
 
 def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
+    gpu = memory.gpu_memory(resolved)
     config = resolved.config
     ppo = config.ppo
     rows = config.rollout.batch_size
@@ -102,7 +103,9 @@ def warnings(resolved: Resolved) -> list[str]:
     unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
     return [
         *engine_warnings(config, resolved.device.type),
-        *_memory_warnings(resolved),
+        *filter(
+            None, [memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)] if gpu else []
+        ),
         *(
             f"rollout.batch_size={rows} is {rows // cuts[role]} rows for a mini-batch of {ranks} "
             f"{role} ranks: {ranks - rows // cuts[role]} of them have no work; "
@@ -133,14 +136,6 @@ def warnings(resolved: Resolved) -> list[str]:
             for name, optim in {"policy": config.policy.optim, "value": config.value.optim}.items()
             if optim.warmup_steps > config.steps
         ),
-    ]
-
-
-def _memory_warnings(resolved: Resolved) -> list[str]:
-    if not (gpu := memory.gpu_memory(resolved)):
-        return []
-    return [
-        line for line in (memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)) if line
     ]
 
 

@@ -16,7 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
-from splitppo.errors import UserError, say, to_user_error
+from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
@@ -41,6 +41,7 @@ class Rank:
     run: Run | None = None
 
 
+@command
 def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
     """Prepares the run of the command line that `flags` returns, has `play` train it, and returns
     the exit status: 0; 1 after a failure; 2 for wrong input; 75 after a stop that the run can

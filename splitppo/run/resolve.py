@@ -24,7 +24,7 @@ from splitppo.job.launch import Launch
 from splitppo.models import build, hub, tiny, weights
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
-from splitppo.placement import Placement, Role
+from splitppo.placement import Placement, Role, holders
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.sources import model_paths
 
@@ -92,9 +92,7 @@ class Resolved:
 
     def role_of(self, model: str) -> Role:
         """The group that holds a model."""
-        if model == "reference":
-            return self.config.placement.reference
-        return "actor" if model == "policy" else "critic"
+        return holders(self.config)[model]
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
