@@ -67,9 +67,8 @@ class Learner:
         trained = [p for p in model.parameters() if p.requires_grad]
         # some versions of torch run the fused kernel on one mesh only
         alike: dict[Any, list[nn.Parameter]] = {}
-        for parameter in sorted(trained, key=lambda p: p.ndim < 2):
-            kind = parameter.ndim < 2, getattr(parameter, "device_mesh", None)
-            alike.setdefault(kind, []).append(parameter)
+        for p in sorted(trained, key=lambda p: p.ndim < 2):
+            alike.setdefault((p.ndim < 2, getattr(p, "device_mesh", None)), []).append(p)
         decay = {True: 0.0, False: optim.weight_decay}  # True: biases and norms
         groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
         self.optimizer = torch.optim.AdamW(
@@ -120,8 +119,11 @@ class Learner:
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
         batch = micro_batch(rollout.episodes, self.runner.device, packed=is_packed(self.model))
-        zeros = torch.zeros(batch.mask.shape, device=self.runner.device)
-        loss, _ = objective(self.model, batch, dict.fromkeys(given, zeros))
+        loss, _ = objective(
+            self.model,
+            batch,
+            dict.fromkeys(given, torch.zeros(batch.mask.shape, device=self.runner.device)),
+        )
         loss.backward()
         self.optimizer.zero_grad()
         self.release_memory(changed=False)
@@ -173,8 +175,11 @@ class Learner:
         ]
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
-        sent = torch.tensor(parts, dtype=torch.float64)
-        totals = self.runner.group.all_sum(sent).tolist() if parts else []
+        totals = (
+            self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+            if parts
+            else []
+        )
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 

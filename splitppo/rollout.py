@@ -141,8 +141,9 @@ class Episode:
 
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
     """An ended row whose response was sampled at once; it has no log-probs."""
-    segment = Segment(array(IDS, response), array(LOGPROBS))
-    return Episode(row, array(IDS, prompt), (segment,), "eos")
+    return Episode(
+        row, array(IDS, prompt), (Segment(array(IDS, response), array(LOGPROBS)),), "eos"
+    )
 
 
 def tensor_of(parts: Iterable[Any], dtype: torch.dtype) -> Tensor:
@@ -156,9 +157,10 @@ def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
     ids and, if asked for, the bits of the log-probs."""
     parts: list[Any] = []
     for episode in episodes:
-        end = ENDS.index(episode.end)
         parts += [
-            ROW.pack(episode.row, end, len(episode.prompt), len(episode.segments)),
+            ROW.pack(
+                episode.row, ENDS.index(episode.end), len(episode.prompt), len(episode.segments)
+            ),
             episode.prompt,
         ]
         for ids, sampled, version, reward in episode.segments:

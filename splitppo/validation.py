@@ -43,13 +43,17 @@ class Validator:
         config = self.context.config
         prompts = self.context.held_out
         n = config.log.validate_samples
-        mine = range(self.group.dp_rank, len(prompts), self.group.dp_size)
-        rows = [prompt * n + j for prompt in mine for j in range(n)]
+        rows = [
+            prompt * n + j
+            for prompt in range(self.group.dp_rank, len(prompts), self.group.dp_size)
+            for j in range(n)
+        ]
         batches: list[tuple[list[Episode], list[str], Pending]] = []
         sampling = replace(config.rollout, temperature=config.log.validate_temperature)
         seed = row_seed(config.seed, NO_ROW, 0)
-        limit = config.rollout.max_new_tokens
-        sampler = Sampler(len(prompts) * n, lambda row: prompts[row // n], limit=limit)
+        sampler = Sampler(
+            len(prompts) * n, lambda row: prompts[row // n], limit=config.rollout.max_new_tokens
+        )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
                 texts = [self.context.decode(episode.response) for episode in finished]
@@ -66,8 +70,17 @@ class Validator:
             for episode, text, scored in zip(
                 episodes, texts, self.group.of_first(pending), strict=True
             ):
-                what = answer(text), len(episode.response), episode.truncated, bool(scored.failures)
-                found.append(Response(episode.row, scored.score, dict(scored.figures), *what))
+                found.append(
+                    Response(
+                        episode.row,
+                        scored.score,
+                        dict(scored.figures),
+                        answer(text),
+                        len(episode.response),
+                        cut=episode.truncated,
+                        failed=bool(scored.failures),
+                    )
+                )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
                     written.append((episode.row, text, scored.score, episode.end))
@@ -79,7 +92,9 @@ class Validator:
                 for row, text, score, end in rows
             ]
             self.write(step, [line | {"sample": line["row"] % n} for line in lines])
-            failed = [failure for *_, part in gathered for failure in part]
-            say_failures(f"[actor] step {step}, held-out rows, ", failed)
+            say_failures(
+                f"[actor] step {step}, held-out rows, ",
+                [failure for *_, part in gathered for failure in part],
+            )
         responses = sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row)
         return metrics(responses, [prompt.data_source for prompt in prompts])

@@ -88,8 +88,9 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        scores = self.run(texts, self._outputs, fields=1)
-        return scores, torch.tensor([float(cut) for _, cut in encoded])
+        return self.run(texts, self._outputs, fields=1), torch.tensor(
+            [float(cut) for _, cut in encoded]
+        )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
         """The scores `[B, 1]`. A decoder's score is read at the last token that is not

@@ -62,8 +62,9 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
     sizes = data_parallel(config, resolved.placement)
     contexts: list[int] = []
     if rollout.window and sizes["actor"] > 1:
-        found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
-        contexts = json.loads(found)
+        contexts = json.loads(
+            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+        )
         # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
         runtime.store.delete_key(f"contexts/{step - 3}")
     return own(

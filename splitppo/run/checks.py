@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from splitppo import data
 from splitppo.config import Config
-from splitppo.engine.build import check_engine, engine_kind, kv_cache, most_rows
-from splitppo.engine.build import warnings as engine_warnings
+from splitppo.engine import build
 from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
@@ -74,7 +73,7 @@ def preflight(resolved: Resolved) -> None:
             "tokenizer name no eos_token_id, so no response would end; name one there, or set "
             "--rollout.stop"
         )
-    check_engine(
+    build.check_engine(
         config,
         placement,
         resolved.device.type,
@@ -102,7 +101,7 @@ def warnings(resolved: Resolved) -> list[str]:
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
     return [
-        *engine_warnings(config, resolved.device.type),
+        *build.warnings(config, resolved.device.type),
         *filter(
             None, [memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)] if gpu else []
         ),
@@ -143,13 +142,13 @@ def _queue_warning(resolved: Resolved, gpu: float) -> str | None:
     """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row
     that queues leaves its slot empty. `gpu`: bytes of a GPU."""
     config = resolved.config
-    if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
+    if not config.rollout.window or build.engine_kind(config, "cuda") != "vllm":
         return None
     model = resolved.models["policy"].config
     size = config.engine.tensor_parallel
     tokens = config.rollout.max_row_tokens
-    slots = most_rows(config, len(resolved.placement.groups["actor"])) * size
-    held = kv_cache(config, model, resolved.dtype, rows=slots, tokens=tokens, total=int(gpu))
+    slots = build.most_rows(config, len(resolved.placement.groups["actor"])) * size
+    held = build.kv_cache(config, model, resolved.dtype, rows=slots, tokens=tokens, total=int(gpu))
     held //= kv_bytes_per_token(model, resolved.dtype, size)
     if held >= slots * tokens:
         return None

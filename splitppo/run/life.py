@@ -58,8 +58,9 @@ def _begin_folder(
         for warning in checks.warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs, resolved.given)
-        models = {name: model.path for name, model in resolved.models.items()}
-        sources.keep_copies(config, models, folder)
+        sources.keep_copies(
+            config, {name: model.path for name, model in resolved.models.items()}, folder
+        )
         files.write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(
             format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n"

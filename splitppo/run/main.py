@@ -150,19 +150,20 @@ def dry_run(config: Config, launch: Launch) -> str:
             build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
-    parts = [
-        toml.to_toml(resolved.config),
-        format_map(resolved.placement, hosts, [device.type] * len(hosts)),
-        *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
-        f"resolved: {resolved.to_json()}",
-        *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-        *(f"warning: {warning}" for warning in checks.warnings(resolved)),
-        f"data: {screen.counted(training, validation)}",
-        *training.notes,
-        *validation.notes,
-        *memory.table(resolved, gpu or memory.GPU),
-    ]
-    return "\n".join(parts)
+    return "\n".join(
+        [
+            toml.to_toml(resolved.config),
+            format_map(resolved.placement, hosts, [device.type] * len(hosts)),
+            *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
+            f"resolved: {resolved.to_json()}",
+            *filter(None, [folder.move_aside(config, dry=True), offloaded]),
+            *(f"warning: {warning}" for warning in checks.warnings(resolved)),
+            f"data: {screen.counted(training, validation)}",
+            *training.notes,
+            *validation.notes,
+            *memory.table(resolved, gpu or memory.GPU),
+        ]
+    )
 
 
 def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
@@ -201,8 +202,12 @@ def agree(
     """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its
     clock when the job first came here; and with what must be offloaded to fit the smallest GPU. And
     the data, read by that clock."""
-    own = json.dumps({name: model.packed for name, model in resolved.models.items()})
-    packed = json.loads(runtime.broadcast("packed", lambda: own))
+    packed = json.loads(
+        runtime.broadcast(
+            "packed",
+            lambda: json.dumps({name: model.packed for name, model in resolved.models.items()}),
+        )
+    )
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
     # the job's store outlives restarts: they render the same prompts
     now = runtime.broadcast(

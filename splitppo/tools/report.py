@@ -214,11 +214,14 @@ def draw(run: Run, timeline: Timeline | None) -> Figure:
         )
         for i, (panel, lines) in enumerate(PANELS.items()):
             found = [line for line in lines if line[1] in run.series]
-            own = [
-                (*line, colour, run.series[line[1]])
-                for line, colour in zip(found, COLOURS, strict=False)
-            ]
-            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
+            draw_panel(
+                figure.add_subplot(grid[i // 4, i % 4]),
+                panel,
+                [
+                    (*line, colour, run.series[line[1]])
+                    for line, colour in zip(found, COLOURS, strict=False)
+                ],
+            )
         draw_calibration(
             figure.add_subplot(grid[1, 3]), critic[max(critic)].calibration if critic else ()
         )
@@ -255,12 +258,15 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
             hspace=0.36,
         )
         for i, (title, metric) in enumerate(panels):
-            own = [
-                ("", metric, LEFT, run.colour, run.series[metric])
-                for run in runs
-                if metric in run.series
-            ]
-            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
+            draw_panel(
+                figure.add_subplot(grid[i // 4, i % 4]),
+                title,
+                [
+                    ("", metric, LEFT, run.colour, run.series[metric])
+                    for run in runs
+                    if metric in run.series
+                ],
+            )
         for i, line in enumerate(lines):
             figure.text(
                 0.04,
