@@ -85,7 +85,7 @@ class Wire:
         # thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
         # since the last `spent`: MB that crossed here, seconds of copying
-        self.crossed = dict.fromkeys(("perf/wire_mb", "perf/wire_s"), 0.0)
+        self.crossed: dict[str, float] = dict.fromkeys(("perf/wire_mb", "perf/wire_s"), 0.0)
 
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has given its clear-to-send. Doesn't wait."""
