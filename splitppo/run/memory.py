@@ -390,11 +390,8 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
 
 
 def _listed(parts: Parts) -> str:
-    texts = (
-        f"{part} {size / 2**30:.2f}"
-        for part, size in sorted(parts.items(), key=lambda item: -item[1])
-        if size >= 2**20
-    )
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    texts = (f"{part} {size / 2**30:.2f}" for part, size in ordered if size >= 2**20)
     return ", ".join(texts) or "less than 0.01"
 
 
