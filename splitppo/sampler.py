@@ -97,24 +97,22 @@ class Sampler:
 
     def row(self, step: int, slot: int) -> Episode:
         """The row that a slot begins a step with; this rank owns the slot."""
-        first = (step - 1) * self.slots + slot
-        return self.held[slot] if slot in self.open else self._fresh(first)
+        return self.held[slot] if slot in self.open else self._fresh((step - 1) * self.slots + slot)
 
     def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
         """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
         the slots of each rank, ascending. All ranks of the actor group call it before a rollout."""
-        here = owned[group.dp_rank]
         sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
-        self.held = {slot: self.held[slot] for slot in here if slot in self.held}
+        self.held = {slot: self.held[slot] for slot in owned[group.dp_rank] if slot in self.held}
         if self.window and not self._everywhere:
-            moved = exchange_rows(group, sent, logprobs=True)
-            self.held |= {row.row % self.slots: row for row in moved}
+            self.held |= {
+                row.row % self.slots: row for row in exchange_rows(group, sent, logprobs=True)
+            }
 
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        own = self.held.items()
-        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in own}
+        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in self.held.items()}
         decoded = {}
         for rows, part in group.all_gather((known, self._decoded)):
             self.open |= rows
@@ -212,8 +210,9 @@ class Sampler:
                 # first of all: its place is empty
                 engine.submit([ask(self._fresh(piece.row + self.slots))])
             segment = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), step)
-            end = None if goes_on else piece.end
-            return replace(row, segments=(*row.segments, segment), end=end)
+            return replace(
+                row, segments=(*row.segments, segment), end=None if goes_on else piece.end
+            )
 
         engine.begin(sampling, seed)
         try:

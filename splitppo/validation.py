@@ -3,14 +3,13 @@ RUN/validation. Row `p * n + j` is response j to held-out prompt p, both from 0.
 same in every validation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from splitppo.context import Context, record
 from splitppo.engine import RolloutEngine, row_seed
-from splitppo.errors import say
 from splitppo.job.collectives import Group
-from splitppo.rewards.scorer import Pending, Scorer, failure_line
+from splitppo.rewards.scorer import Pending, Scorer, say_failures
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode
 from splitppo.sampler import Sampler
@@ -19,52 +18,48 @@ NO_ROW = -1  # training's rows count from 0; the seed of this one is validation'
 FILE_ROWS = 256  # rows that a validation writes at most, the first
 
 
+@dataclass(frozen=True)
 class Validator:
     """Scores the held-out prompts; each rank of the actor group takes a part of them. `context`
     holds the held-out prompts, `group` are the actors, `write` writes a step's rows to the run's
     folder."""
 
-    def __init__(
-        self,
-        context: Context,
-        engine: RolloutEngine,
-        group: Group,
-        scorer: Scorer,
-        write: Callable[[int, Sequence[Mapping[str, Any]]], None],
-    ):
-        self.config = context.config
-        self.prompts = context.held_out
-        self.decode = context.decode
-        self.engine = engine
-        self.group = group
-        self.scorer = scorer
-        self.write = write
+    context: Context
+    engine: RolloutEngine
+    group: Group
+    scorer: Scorer
+    write: Callable[[int, Sequence[Mapping[str, Any]]], None]
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
-        every = self.config.log.validate_every
-        return bool(every and self.prompts) and (step % every == 0 or step == self.config.steps)
+        config = self.context.config
+        every = config.log.validate_every if self.context.held_out else 0
+        return every > 0 and (step % every == 0 or step == config.steps)
 
     def run(self, step: int) -> dict[str, float]:
         """Validates the weights that the engine holds; all ranks of the group call it. Returns the
         group's metrics, the same on every rank and under any number of ranks; see
         `summary.metrics`."""
-        n = self.config.log.validate_samples
-        mine = range(self.group.dp_rank, len(self.prompts), self.group.dp_size)
-        rows = [prompt * n + j for prompt in mine for j in range(n)]
+        config = self.context.config
+        prompts = self.context.held_out
+        n = config.log.validate_samples
+        rows = [
+            prompt * n + j
+            for prompt in range(self.group.dp_rank, len(prompts), self.group.dp_size)
+            for j in range(n)
+        ]
         batches: list[tuple[list[Episode], list[str], Pending]] = []
-        rollout = self.config.rollout
-        sampling = replace(rollout, temperature=self.config.log.validate_temperature)
-        seed = row_seed(self.config.seed, NO_ROW, 0)
+        sampling = replace(config.rollout, temperature=config.log.validate_temperature)
+        seed = row_seed(config.seed, NO_ROW, 0)
         sampler = Sampler(
-            len(self.prompts) * n, lambda row: self.prompts[row // n], limit=rollout.max_new_tokens
+            len(prompts) * n, lambda row: prompts[row // n], limit=config.rollout.max_new_tokens
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                texts = [self.decode(episode.response) for episode in finished]
+                texts = [self.context.decode(episode.response) for episode in finished]
                 # the scorer works while the engine generates
                 pairs = [
-                    (self.prompts[episode.row // n], text)
+                    (prompts[episode.row // n], text)
                     for episode, text in zip(finished, texts, strict=True)
                 ]
                 batches.append((finished, texts, self.scorer.submit(pairs)))
@@ -75,8 +70,17 @@ class Validator:
             for episode, text, scored in zip(
                 episodes, texts, self.group.of_first(pending), strict=True
             ):
-                what = answer(text), len(episode.response), episode.truncated, bool(scored.failures)
-                found.append(Response(episode.row, scored.score, dict(scored.figures), *what))
+                found.append(
+                    Response(
+                        episode.row,
+                        scored.score,
+                        dict(scored.figures),
+                        answer(text),
+                        len(episode.response),
+                        cut=episode.truncated,
+                        failed=bool(scored.failures),
+                    )
+                )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
                     written.append((episode.row, text, scored.score, episode.end))
@@ -84,11 +88,13 @@ class Validator:
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)
             lines = [
-                record(step, row, score, self.prompts[row // n], text, end)
+                record(step, row, score, prompts[row // n], text, end)
                 for row, text, score, end in rows
             ]
             self.write(step, [line | {"sample": line["row"] % n} for line in lines])
-            if failed := [failure for *_, part in gathered for failure in part]:
-                say(f"[actor] step {step}, held-out rows, {failure_line(failed)}")
+            say_failures(
+                f"[actor] step {step}, held-out rows, ",
+                [failure for *_, part in gathered for failure in part],
+            )
         responses = sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row)
-        return metrics(responses, [prompt.data_source for prompt in self.prompts])
+        return metrics(responses, [prompt.data_source for prompt in prompts])

@@ -12,9 +12,9 @@ from splitppo.placement import (
     StepPlan,
     check_sets,
     chunk_sizes,
-    cut_evenly,
     data_parallel,
     own,
+    piece,
     place,
     replicas,
     set_sizes,
@@ -352,7 +352,7 @@ def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
     # a scan finds what the heap finds
     for slots, order in zip(found.mini_batches, found.orders, strict=True):
         pieces: list[list[int]] = [[] for _ in range(actor)]
-        room = [len(part) for part in cut_evenly(slots, actor)]
+        room = [len(piece(slots, actor, rank)) for rank in range(actor)]
         for slot in sorted(slots, key=lambda slot: -contexts[slot]):
             rank = min((i for i in range(actor) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
             pieces[rank].append(slot)

@@ -169,8 +169,7 @@ class WorkerPool:
         # the thread ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-        opened = asyncio.run_coroutine_threadsafe(self._open(workers), self._loop)
-        self._workers = opened.result()
+        self._workers = asyncio.run_coroutine_threadsafe(self._open(workers), self._loop).result()
 
     async def _open(self, workers: int) -> list[Worker]:
         return [self._start() for _ in range(workers)]

@@ -125,7 +125,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
     model, runner = make(group, runtime.shards["actor"])
     found["whole"], frozen, logs = on_device(model), Frozen(model, runner, offload=True), []
     for _ in range(2):
-        logs.append(runner.forward(frozen.to_device(), rows, outputs, fields=1)[0])
+        logs.append(frozen.run(rows.episodes, outputs, fields=1))
         frozen.release_memory()
     found["frozen"] = (logs, on_device(model))
     return found

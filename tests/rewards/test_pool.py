@@ -17,7 +17,7 @@ from devices import needs
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
-from splitppo.rewards.scorer import Failure, Scored, Scorer, failure_line
+from splitppo.rewards.scorer import Failure, Scored, Scorer, say_failures
 from splitppo.rollout import Prompt
 
 pytestmark = pytest.mark.ranks  # its workers are processes
@@ -318,12 +318,16 @@ def test_a_row_that_fills_the_pipe_to_a_blocked_worker_does_not_stop_the_others(
     assert kinds(scored) == ["timeout", "2e+06", "2e+06", "1"]
 
 
-def test_a_line_of_failures_does_not_depend_on_the_ranks() -> None:
+def test_a_line_of_failures_does_not_depend_on_the_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     late, early = Failure("judge", "error", "late"), Failure("judge", "error", "early")
-    line = failure_line([(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])
+    say_failures("[critic] ", [(24, late), (4, early), (7, Failure("judge", "crash", "gone"))])
+    say_failures("[critic] ", [])
     assert (
-        line == "rewards that failed: judge: 1 x crash, first of row 7: gone; "
-        "judge: 2 x error, first of row 4: early"
+        capsys.readouterr().out
+        == "[critic] rewards that failed: judge: 1 x crash, first of row 7: gone; "
+        "judge: 2 x error, first of row 4: early\n"
     )
 
 

@@ -423,8 +423,8 @@ def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeyp
 
 def test_a_run_refuses_and_warns_by_the_memory_of_its_gpu(monkeypatch):
     found = resolved_of("--placement.actor=6", "--engine.kind=vllm")
-    monkeypatch.setattr(checks, "check_engine", lambda *_: None)
-    monkeypatch.setattr(checks, "engine_warnings", lambda *_: [])
+    monkeypatch.setattr(checks.build, "check_engine", lambda *_: None)
+    monkeypatch.setattr(checks.build, "warnings", lambda *_: [])
     for size, refused, warned in (
         (200, False, False),
         (80, False, True),
