@@ -137,13 +137,8 @@ MISTAKES = {
         f"{TWO} --config smollm2/adition",
         ["smollm2/adition", "smollm2/addition"],
     ),
-    "no step": (f"{TWO} --steps 0", ["steps=0", "at least 1"]),
-    "steps below 0": (f"{TWO} --steps -3", ["steps=-3", "at least 1"]),
     "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
-    "not a number": (f"{TWO} --policy.optim.lr nan", ["policy.optim.lr=nan", "finite"]),
-    "a bound of percents": (f"{TWO} --ppo.clip-low 20", ["ppo.clip_low=20", "below 1"]),
     "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
-    "no token to sample from": (f"{TWO} --rollout.top-p 0", ["rollout.top_p=0", "above 0"]),
     "a value for a switch": (f"{TWO} --force true", ["true", "--help"]),
     "no such placement": (
         f"{TWO} --placement.mode split",
@@ -159,11 +154,6 @@ MISTAKES = {
         f"{TWO} --rollout.samples 3 --rollout.batch-size 64",
         ["batch_size=64", "60 or 66"],
     ),
-    "a target without a penalty": (
-        f"{TWO} --ppo.kl-target 6",
-        ["ppo.kl_target=6", "ppo.kl_coef", "0.05"],
-    ),
-    "nothing scores": (f"{TWO} --reward.function none", ["reward.function=none", "reward.model"]),
     "a reward file without a function": (
         f"{TRAIN} --reward.function reward.py",
         ["reward.py", ":"],
@@ -209,12 +199,6 @@ MISTAKES = {
     ),
     "weights that are not there": (f"{TRAIN} --policy.freeze lm_haed", ["lm_haed"]),
     "no JSON": (f"{TWO} --data.chat-kwargs {{thinking:no}}", ["data.chat_kwargs", "JSON"]),
-    "no such tracker": (f"{TWO} --log.trackers mlflow", ["--log.trackers", "mlflow", "wandb"]),
-    "no such engine": (f"{TWO} --engine.kind sglang", ["--engine.kind", "sglang", "vllm"]),
-    "a dtype that has no place": (
-        f"{TWO} --compute.dtype float16",
-        ["--compute.dtype", "float16", "bfloat16"],
-    ),
 }
 
 # the same on a terminal, of what the ranks find: one of each kind
