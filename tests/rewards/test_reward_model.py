@@ -125,8 +125,9 @@ def scores_of_rank(
     return dict(zip(mine, scores.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize(("world", "offload"), [(1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("kind", "world", "offload"), [("encoder", 1, False), ("decoder", 3, True)]
+)
 def test_scores_are_the_librarys(
     folders: dict[str, Path], kind: str, world: int, offload: bool
 ) -> None:
