@@ -17,6 +17,7 @@ import pytest
 import torch
 import tyro
 from ranks import run_ranks
+from runs import main_rank, records
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -489,11 +490,6 @@ def test_verls_example_is_the_preset() -> None:
     assert ours["reward.function"] == ("my_reward.py:compute_score",)
 
 
-def main_rank(rank: int, argv: list[str]) -> None:
-    if status := train.main(argv):
-        raise RuntimeError(f"exit status {status}")
-
-
 def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     """The preset of from_trl.md, with small models and data: a reward model scores, the value model
     starts as it."""
@@ -512,22 +508,16 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     ]  # fmt: skip
     assert parse(argv).reward.missing_eos_penalty == 1
     run_ranks(2, main_rank, argv)
-    actors, records = (
-        [
-            json.loads(line)
-            for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()
-        ]
-        for role in ("actor", "critic")
-    )
+    actors, critics = (records(tmp_path / "run", role) for role in ("actor", "critic"))
     (table,) = re.findall(r"^## Metrics\n(.*?)^## ", page, re.M | re.S)
     ours = re.findall(r"`((?:actor|critic|response_length)/[a-z_/]+)`", table)
     assert len(ours) > 12
-    assert set(ours) <= actors[0].keys() | records[0].keys()
-    scores = [record["critic/reward_model/mean"] for record in records]
-    assert scores == [record["critic/score/mean"] for record in records]
+    assert set(ours) <= actors[0].keys() | critics[0].keys()
+    scores = [record["critic/reward_model/mean"] for record in critics]
+    assert scores == [record["critic/score/mean"] for record in critics]
     assert scores[0] != 0
     # its head is the reward model's: the first values aren't the 0 of a new head
-    assert records[0]["critic/values/max"] != 0
+    assert critics[0]["critic/values/max"] != 0
 
 
 def test_the_tokenizer_of_small_has_a_template(small: dict[str, Path]) -> None:
