@@ -213,16 +213,6 @@ def test_samples_of_a_prompt_stay_together():
     assert all(len(ranks) == 1 for ranks in owners)
 
 
-def test_few_pairs_talk():
-    own_ = ownership(5, 3, batch=60)
-    pairs = [
-        (a, c)
-        for a, c in itertools.product(range(5), range(3))
-        if own_.between("actor", a, "critic", c)
-    ]
-    assert len(pairs) <= 5 + 3 - 1
-
-
 @pytest.mark.parametrize("chunks", [1, 3, 40])
 def test_messages_hold_every_shared_row_once(chunks):
     own_ = ownership(3, 2, batch=23)
