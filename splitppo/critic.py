@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
 from splitppo.job.collectives import Group
-from splitppo.learner import Learner
+from splitppo.learner import Learner, start_at_mean
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
-from splitppo.pretraining import Pretraining, start_at_mean
+from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
 from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores
@@ -174,12 +174,10 @@ class Critic:
         shaped = self._shape(scored)
         rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
         if first and self.learners:
-            start_at_mean(
-                self.learners, scored.by_model, rewards, rollout.lengths, self.context.config
-            )
+            start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
-        (moments,) = self.group.all_moments([algo.moments(plain)])
+        (moments,) = algo.all_moments(self.group.all_gather, [plain])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
             "critic/score": scored.scores,
@@ -248,7 +246,8 @@ class Critic:
         """The mean deviation of an ensemble's values."""
         if len(scored.by_model) < 2:
             return {}
-        (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
+        spread = torch.stack(scored.by_model).std(0)
+        (moments,) = algo.all_moments(self.group.all_gather, [spread])
         return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: ScoredRows) -> Tensor:
@@ -258,7 +257,7 @@ class Critic:
         # their scores are no sample of the others' distribution
         failed = {row for row, _ in scored.failures}
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
-        (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
+        (batch,) = algo.all_moments(self.group.all_gather, [scored.scores[counted]])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
         truncated = [episode.truncated for episode in rollout.episodes]
@@ -313,8 +312,9 @@ class Critic:
             ]
             fields = {"old": values, "returns": returns}
             figures += learner.update(rows, own, fields, self._objective, step=step, epochs=epochs)
-        moments = [algo.moments(returns), algo.moments(returns - scored.values)]
-        self.pretraining.finish(step, *self.group.all_moments(moments))
+        figures_of = [returns, returns - scored.values]
+        moments = algo.all_moments(self.group.all_gather, figures_of)
+        self.pretraining.finish(step, *moments)
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)

@@ -47,8 +47,8 @@ def quality(
     if most > 1:
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
-    figures = [algo.moments(x[counted & at]) for at in masks.values() for x in (targets, errors)]
-    whole = group.all_moments(figures)
+    figures = [x[counted & at] for at in masks.values() for x in (targets, errors)]
+    whole = algo.all_moments(group.all_gather, figures)
     metrics: dict[str, Any] = {
         f"critic/explained/{place}": algo.explained_variance(target, error)
         for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
