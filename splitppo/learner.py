@@ -358,8 +358,9 @@ def start_at_mean(
     bounds = config.value.range
     start = algo.bounded_values(torch.zeros(1), bounds)
     own = torch.tensor([float((values != start).sum()) for values in by_model])
-    nothing = torch.zeros_like(rewards)
-    to_go, _ = algo.gae(rewards, nothing, rollout.lengths, gamma=config.ppo.gamma, lam=1.0)
+    to_go, _ = algo.gae(
+        rewards, torch.zeros_like(rewards), rollout.lengths, gamma=config.ppo.gamma, lam=1.0
+    )
     (moments,) = algo.all_moments(group.all_gather, [to_go])
     bias = algo.bounded_logits(moments.mean.float(), bounds)
     differ = group.all_sum(own).tolist()
