@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from splitppo.actor import Actor
 from splitppo.channel import Exchange, Links
@@ -154,10 +154,10 @@ def train(run: Run) -> None:
     run.begin(actor=actor, critic=critic)
     if actor and critic:
         colocated_loop(run, actor, critic, Exchange(run.runtime.groups))
-    elif actor and run.links:
-        actor_loop(run, actor, run.links)
-    elif critic and run.links:
-        critic_loop(run, critic, run.links)
+    elif actor:
+        actor_loop(run, actor, cast(Links, run.links))
+    elif critic:
+        critic_loop(run, critic, cast(Links, run.links))
     for part in filter(None, (actor, critic)):
         part.close()
 
