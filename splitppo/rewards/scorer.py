@@ -12,6 +12,7 @@ from typing import Any
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
+from splitppo.job.loading import is_async
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
@@ -20,7 +21,6 @@ from splitppo.rewards.functions import (
     Outcome,
     display_names,
     find_function,
-    is_async,
     scored_by,
     takes_prompt,
 )
