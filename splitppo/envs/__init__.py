@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from splitppo.errors import UserError, one_line
@@ -79,15 +79,12 @@ class Env(Protocol):
 
     def reset(self) -> list[Message] | None:
         """The prompt; None: the row's own."""
-        ...
 
     def step(self, message: Message) -> Turn | Awaitable[Turn]:
         """Answers an assistant's message. May be `async def`."""
-        ...
 
     def close(self) -> None:
         """Frees what the episode holds. Called once, also after a failure."""
-        ...
 
 
 # makes the environment of a data row: its columns, and the seed
@@ -139,6 +136,5 @@ def read_turn(result: Any) -> Turn:
     found = {str(name): float(number) for name, number in numbers.items()}
     if bad := [name for name, number in found.items() if not math.isfinite(number)]:
         raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
-    reward = found.pop("reward")
     messages = read_messages(result.messages)
-    return Turn(messages, reward, bool(result.done), bool(result.truncated), found)
+    return replace(result, messages=messages, reward=found.pop("reward"), metrics=found)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST = 1000  # characters of an expression
-BITS = 4096  # of the largest integer
+BITS = 4096  # of the largest number
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -50,15 +50,12 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             first = _value(left)
             second = _value(right)
-            if isinstance(op, ast.Pow) and _bits(first) * abs(second) > BITS:
+            # before the power is worked out
+            if isinstance(op, ast.Pow) and math.log2(abs(first) + 1) * abs(second) > BITS:
                 raise ValueError(f"the power has more than {BITS} bits")
             value = _BINARY[type(op)](first, second)
         case _:
             raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; use + - * / // % **")
-    if isinstance(value, complex) or _bits(value) > BITS or not math.isfinite(value):
+    if isinstance(value, complex) or abs(value) >= 1 << BITS:
         raise ValueError("the result is no real number, or too large")
     return value
-
-
-def _bits(value: int | float) -> int:
-    return value.bit_length() if isinstance(value, int) else 1

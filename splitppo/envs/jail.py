@@ -16,18 +16,15 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 REFUSED = 125  # the status if the kernel allows no jail; standard output says why
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (  # of unshare(2)
     0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 NOSUID, NODEV, BIND, REC = 2, 4, 0x1000, 0x4000  # of mount(2)
-DETACH = 2  # of umount2(2)
-READ_ONLY = 1 | NOSUID  # of mount_setattr(2): MOUNT_ATTR_RDONLY and MOUNT_ATTR_NOSUID
-MOUNT_SETATTR = 442  # its number on every architecture
 ROOT = "/sys"  # where the new root folder is put together: a folder that every machine has
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
@@ -64,20 +61,21 @@ def new_root(readable: list[str], folder: int) -> None:
             os.close(os.open(inside, os.O_CREAT, 0o644))
         call("mount", path, inside, None, BIND | REC, None)
     os.mkdir(f"{ROOT}/tmp")
-    attributes = (ctypes.c_uint64 * 4)(READ_ONLY)
-    call("syscall", MOUNT_SETATTR, -100, ROOT, 0x8000, attributes, ctypes.sizeof(attributes))
+    # mount_setattr(2) by its number on every architecture: AT_FDCWD, ..., AT_RECURSIVE
+    read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
+    call("syscall", 442, -100, ROOT, 0x8000, read_only, ctypes.sizeof(read_only))
     call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", NOSUID | NODEV, f"size={folder},mode=700")
     os.chdir(ROOT)
     call("pivot_root", ".", ".")
-    call("umount2", ".", DETACH)
+    call("umount2", ".", 2)  # MNT_DETACH
     os.chdir("/tmp")
 
 
 def main(
     program: bytes, *, network: bool, memory: int, seconds: int, processes: int, folder: int,
     readable: list[str], path: str,
-) -> Callable[[], None]:  # fmt: skip
-    """Goes into the jail. Returns what starts the program."""
+) -> NoReturn:  # fmt: skip
+    """Goes into the jail and becomes the program."""
     # process 1 of a namespace gets no signal of the others there that it does not handle
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     call("prctl", 1, signal.SIGKILL)
@@ -114,14 +112,13 @@ def main(
     environment = {"PYTHONPATH": path, "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
     # libraries that start a thread for each core would come to the limit
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return lambda: os.execve(sys.executable, [sys.executable, "-s", "main.py"], environment)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.execve(sys.executable, [sys.executable, "-s", "main.py"], environment)
 
 
 if __name__ == "__main__":
     try:
-        start = main(sys.stdin.buffer.read(), **json.loads(sys.argv[1]))
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        start()
+        main(sys.stdin.buffer.read(), **json.loads(sys.argv[1]))
     except Exception as error:
         print(error, flush=True)
         os._exit(REFUSED)

@@ -21,7 +21,6 @@ from splitppo.errors import UserError, one_line
 from splitppo.job.loading import awaited, find_in_file, is_async
 
 Tool = Callable[..., Any]
-BUILT_IN = ("calculator", "python")
 # How models write a call: the group is JSON, one call or a list. The first format is also that of
 # the instructions for models whose template knows no tools.
 FORMATS = {
@@ -47,15 +46,12 @@ def load_tools(
     """The functions by the names under which the policy calls them. `network`: `python` may use it.
     Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
     apart from the machine here."""
+    built_in = {"calculator": lambda: calculator, "python": lambda: python_tool(network=network)}
+    known = f"tool; use {', '.join(built_in)}"
     found: dict[str, Tool] = {}
     for named in names:
-        if named == "python":
-            tool = python_tool(network=network)
-        elif named == "calculator":
-            tool = calculator
-        else:
-            known = f"tool; use {', '.join(BUILT_IN)}"
-            tool = find_in_file(named, setting, what="tool", known=known)
+        make = built_in.get(named)
+        tool = make() if make else find_in_file(named, setting, what="tool", known=known)
         name = getattr(tool, "__name__", named)
         if name in found:
             raise UserError(f"{setting}={named}: another tool is called {name}, too; rename one")
@@ -108,11 +104,12 @@ class CallReader:
     ):
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
-        template = str(tokenizer.chat_template or "")
-        marked = [name for name, mark in _MARKS.items() if mark in template]
-        own = getattr(tokenizer, "response_template", None) is not None
-        self.by_template = call_format == "auto" and own
-        chosen = (marked or ["hermes"])[0] if call_format == "auto" else call_format
+        chosen = call_format
+        self.by_template = False
+        if call_format == "auto":
+            self.by_template = getattr(tokenizer, "response_template", None) is not None
+            marks = str(tokenizer.chat_template)
+            chosen = next((name for name, mark in _MARKS.items() if mark in marks), "hermes")
         try:
             self.pattern = re.compile(FORMATS.get(chosen, chosen), re.DOTALL)
         except re.error as error:

@@ -69,12 +69,13 @@ class Turns:
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
-        answered = [ASKED, SAID]
         self._takes_system = self._shows([], "system", [ASKED])
-        self._takes_tool = self._shows(answered, "tool", [])
+        self._takes_tool = self._shows([ASKED, SAID], "tool", [])
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
-        before, _, after = self._render(answered, add_generation_prompt=False).partition(SPOKEN)
+        before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
+            SPOKEN
+        )
         lead = before.removeprefix(self._render([ASKED]))
         self._lead = lead if lead.isspace() else ""
         ids = self._ids(after)
@@ -155,7 +156,7 @@ class Turns:
     def _tail(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
         text = self._render([ASKED, SAID, *self._answers(messages)])
-        _, found, tail = text.rpartition(SPOKEN)
+        _, found, tail = text.partition(SPOKEN)
         if not found:
             raise UserError(
                 "the chat template does not show what the assistant said before others answered; "

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,3 +333,12 @@ def test_the_best_score_of_guess(turns: int):
     for _ in range(50):
         table = {(a, b): str(draw.randrange(a, b)) for a in range(7) for b in range(a + 1, 8)}
         assert mean(lambda left, table=table: table[left.start, left.stop]) <= best + 1e-9
+
+
+def test_a_worker_needs_no_torch():
+    """A process that runs environments starts in a moment."""
+    code = "import sys, splitppo.envs.tools, splitppo.envs.guess; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert {"torch", "numpy", "transformers"}.isdisjoint(loaded.stdout.split())
