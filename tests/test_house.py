@@ -15,7 +15,7 @@ FLOORS = [
     {"run"},
     {"actor", "critic", "validation"},
     {"pretraining", "sampler"},
-    {"learner", "engine", "rewards"},
+    {"learner", "engine", "rewards", "envs"},
     {"models"},
     {"channel"},
     {"job"},

@@ -109,7 +109,7 @@ def load_prompts(
     if (
         split == "train"
         and any(prompt.messages is None for prompt in prompts.values())
-        and _ends_texts(tokenizer)
+        and ends_texts(tokenizer)
     ):
         notes.append(
             f"the tokenizer ends each text in {tokenizer.eos_token}: "
@@ -177,11 +177,10 @@ def tokenize(
         chosen = {
             index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
         }
-        ids = tokenizer(
-            [prompt.text for prompt in chosen.values()], add_special_tokens=plain, verbose=False
-        )["input_ids"]
+        texts = [prompt.text for prompt in chosen.values()]
+        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
         # a policy has nothing to say behind the end
-        end = -1 if plain and _ends_texts(tokenizer) else None
+        end = -1 if plain and ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     wrong |= {
@@ -232,7 +231,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
         )
 
 
-def _ends_texts(tokenizer: Any) -> bool:
+def ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
     ids, bare = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)

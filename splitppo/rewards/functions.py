@@ -4,21 +4,19 @@ may return.
 Reward workers import this module: no torch, no numpy.
 """
 
-import functools
 import importlib.util
 import inspect
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from splitppo.errors import UserError, one_line
+from splitppo.job.loading import find_in_file
 from splitppo.rewards import rules
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -46,8 +44,6 @@ BY_DATA_SOURCE = {
     "HuggingFaceH4/MATH-500": "math",
     "EleutherAI/hendrycks_math": "math",
 }
-# how the names of modules begin that are imported as the file of a reward
-IMPORTED = "splitppo_reward_"
 
 
 @dataclass(frozen=True)
@@ -87,22 +83,8 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         )
     if function in BY_NAME:
         return BY_NAME[function]
-    path, _, name = function.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise UserError(
-            f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
-    file = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
-    if not file.is_file():
-        raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
-    module = _import_file(file)
-    if not hasattr(module, name):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; "
-            f"functions there: {', '.join(defined) or 'none'}"
-        )
-    found = getattr(module, name)
+    known = f"rule; use auto, {', '.join(BY_NAME)}"
+    found = find_in_file(function, setting, what="reward", known=known)
     names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
     try:
         inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
@@ -131,40 +113,6 @@ def name_function(function: RewardFunction) -> str:
     return f"{os.path.abspath(file)}:{name}"
 
 
-@functools.cache  # imports a file once: its top level may load a model
-def _import_file(file: Path) -> ModuleType:
-    # the file may import modules beside it; last, so that they hide no library
-    sys.path += {str(file.parent)} - {*sys.path}
-    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be
-    # called reward.py
-    name = f"{IMPORTED}{file.stem}_{hash(file)}"
-    spec: Any = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"importing the reward file {file} failed: {describe(error, str(file))}; fix the file"
-        ) from error
-    return module
-
-
-def describe(error: BaseException, file: str) -> str:
-    """The error in one line, with the last line of `file` that led to it; if none did, the last
-    line of all."""
-    if isinstance(error, SyntaxError):  # its text names the place
-        return one_line(f"{type(error).__name__}: {error}")[:300]
-    text = one_line("".join(traceback.format_exception_only(error)))[:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether the function, or the `__call__` of an object, is defined with `async def`."""
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
 def takes_prompt(function: RewardFunction) -> bool:
     """Whether the function has a parameter `prompt`. One that functools.partial has filled does not
     count."""
@@ -172,14 +120,6 @@ def takes_prompt(function: RewardFunction) -> bool:
         parameters = inspect.signature(function).parameters
         return "prompt" in parameters.keys() - getattr(function, "keywords", {}).keys()
     return False
-
-
-async def awaited(result: Any) -> Any:
-    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async
-    function."""
-    while inspect.isawaitable(result):
-        result = await result
-    return result
 
 
 def display_names(functions: Sequence[str]) -> list[str]:

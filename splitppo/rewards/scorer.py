@@ -14,6 +14,7 @@ from typing import Any
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError, say
 from splitppo.job.collectives import Group
+from splitppo.job.loading import is_async
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
@@ -22,7 +23,6 @@ from splitppo.rewards.functions import (
     Outcome,
     display_names,
     find_function,
-    is_async,
     scored_by,
     takes_prompt,
 )

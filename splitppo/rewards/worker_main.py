@@ -23,11 +23,10 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import end_with_parent
+from splitppo.job.loading import awaited, describe
 from splitppo.rewards.functions import (
     Failure,
     RewardFunction,
-    awaited,
-    describe,
     find_function,
     read_result,
     timeout_failure,
