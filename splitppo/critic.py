@@ -23,7 +23,7 @@ from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
-from splitppo.rewards.shaping import AdaptiveKL, shape_scores
+from splitppo.rewards.shaping import AdaptiveKL, shape_scores, spread_of
 from splitppo.rollout import Prompt, Rollout, digest
 
 
@@ -39,6 +39,11 @@ class ScoredRows:
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
     ref: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """`[B]`: the scores with the rewards of the turns."""
+        return self.scores + self.rollout.sums(self.rollout.turn_rewards())
 
     @property
     def values(self) -> Tensor:
@@ -118,7 +123,7 @@ class Critic:
 
         def start() -> Pending:
             decode = self.context.decode
-            rows = [(self.context.prompt(s.row), decode(s.response)) for s in rollout.episodes]
+            rows = [(self.context.prompt(s.row), decode(s.said)) for s in rollout.episodes]
             return self.scorer.submit(rows)
 
         started = self.decoder.submit(start)
@@ -189,14 +194,15 @@ class Critic:
         waits = self.pretraining.policy_waits(step)
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
-        shaped = self._shape(scored)
-        rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
+        shaped, turns = self._shape(scored)
+        last = shaped - rollout.sums(turns)  # what is left for the row's last token
+        rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
         values = scored.values
         plain, returns = self._estimate(step, rewards, values, rollout.lengths)
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
-            "critic/score": scored.scores,
+            "critic/score": scored.totals,
             "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
             "critic/returns": returns,
@@ -242,21 +248,31 @@ class Critic:
         (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
         return {"critic/values/deviation": float(moments.mean)}
 
-    def _shape(self, scored: ScoredRows) -> Tensor:
-        """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
+    def _shape(self, scored: ScoredRows) -> tuple[Tensor, Tensor]:
+        """The rows' whole scores that become rewards: normalised, clipped, less penalties; `[B]`.
+        And what of them are turns' rewards, each at its turn's last token; `[N]`."""
         config = self.context.config
         rollout = scored.rollout
         # their scores are no sample of the others' distribution
         failed = {row for row, _ in scored.failures}
+        failed |= {episode.row for episode in rollout.episodes if episode.end == "failed"}
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
-        (batch,) = self.group.all_moments([algo.moments(scored.scores[counted])])
+        (batch,) = self.group.all_moments([algo.moments(scored.totals[counted])])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
         truncated = [episode.truncated for episode in rollout.episodes]
         limit = config.rollout.max_new_tokens
-        return shape_scores(
-            scored.scores, rollout.lengths, truncated, moments, config.reward, max_new_tokens=limit
+        shaped = shape_scores(
+            scored.totals,
+            rollout.lengths,
+            truncated,
+            moments,
+            config.reward,
+            max_new_tokens=limit,
+            centered=not config.has_env,
         )
+        scale = 1.0 if config.reward.normalize == "off" else float(spread_of(moments))
+        return shaped, rollout.turn_rewards() / scale
 
     def close(self) -> None:
         """Ends the rewards' processes."""
@@ -316,7 +332,7 @@ class Critic:
         decode = self.context.decode
         rollout = scored.rollout
         tokens = token_figures(rollout, found.figures, decode)
-        rows = zip(rollout.episodes, scored.scores.tolist(), tokens, strict=True)
+        rows = zip(rollout.episodes, scored.totals.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
         return [
             record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, groupby, zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-End = Literal["eos", "stop", "limit", "environment"]
+End = Literal["eos", "stop", "limit", "environment", "failed"]
 ENDS: tuple[End | None, ...] = (*get_args(End), None)
 IDS = "i"  # the kind of an array of token ids: int32
 LOGPROBS = "f"  # of log-probs: float32
@@ -58,7 +58,7 @@ class Prompt:
 
 class Segment(NamedTuple):
     """Tokens of a row that came at once: sampled by the policy, or observed, which is what an
-    environment answered.
+    environment answered. An observation ends the turn before it, also one without tokens.
 
     Attributes:
         ids: the token ids, int32.
@@ -83,8 +83,8 @@ class Episode:
         prompt: token ids, int32.
         segments: what came after the prompt. The last one holds the end-of-sequence token or stop
             string, if the row ended by one.
-        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the
-            environment. None: it is open.
+        end: what ended the row: the end-of-sequence token, a stop string, a limit (of tokens or
+            turns), the environment, its failure. None: it is open.
     """
 
     row: int
@@ -94,7 +94,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether the row was cut at max_new_tokens."""
+        """Whether the row was cut at a limit."""
         return self.end == "limit"
 
     @cached_property
@@ -111,6 +111,33 @@ class Episode:
     def fresh(self) -> int:
         """The response tokens of the last step that sampled some."""
         return sum(tokens for step, tokens in self.stretches if step == self.stretches[-1][0])
+
+    @property
+    def turns(self) -> list[tuple[array, array]]:
+        """Of each turn, the ids that were sampled, and those that were observed then."""
+        groups = groupby(self.segments, key=lambda segment: segment.logprobs is None)
+        parts = [array(IDS, b"".join(segment.ids for segment in part)) for _, part in groups]
+        return list(zip_longest(parts[::2], parts[1::2], fillvalue=array(IDS)))
+
+    @property
+    def said(self) -> array:
+        """The ids that the policy sampled in the last turn."""
+        return self.turns[-1][0]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each segment that was sampled; a turn's is its last segment's."""
+        return [segment.reward for segment in self.segments if segment.logprobs is not None]
+
+    @property
+    def awaits(self) -> bool:
+        """Of an open row between two steps, whether its last turn waits for its answer."""
+        return bool(self.segments) and self.segments[-1].logprobs is None
+
+    @property
+    def total(self) -> int:
+        """The number of all tokens: prompt, response tokens, observations."""
+        return len(self.prompt) + sum(len(segment.ids) for segment in self.segments)
 
     @property
     def response(self) -> array:
@@ -209,10 +236,7 @@ class Rollout:
         self.episodes = sorted(episodes, key=lambda episode: episode.row)
         self.rows = [episode.row for episode in self.episodes]
         self.lengths = [episode.tokens for episode in self.episodes]
-        self.totals = [
-            len(episode.prompt) + sum(len(segment.ids) for segment in episode.segments)
-            for episode in self.episodes
-        ]
+        self.totals = [episode.total for episode in self.episodes]
         self.index = {row: i for i, row in enumerate(self.rows)}
 
     @property
@@ -240,6 +264,14 @@ class Rollout:
         row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths).long())
         wide = torch.zeros(len(self.rows), dtype=torch.float64)
         return wide.index_add_(0, row_of, packed.double()).to(packed.dtype)
+
+    def turn_rewards(self) -> Tensor:
+        """`[N]` float32: what environments gave, at the last token of each turn."""
+        found = torch.zeros(self.tokens)
+        sizes = [tokens for episode in self.episodes for _, tokens in episode.stretches]
+        rewards = [reward for episode in self.episodes for reward in episode.rewards]
+        found[torch.tensor(sizes).cumsum(0) - 1] = torch.tensor(rewards)
+        return found
 
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""

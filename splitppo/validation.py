@@ -8,6 +8,7 @@ from typing import Any
 
 from splitppo.context import Context, record
 from splitppo.engine import RolloutEngine, row_seed
+from splitppo.envs.player import Player
 from splitppo.errors import say
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, failure_line
@@ -22,7 +23,7 @@ FILE_ROWS = 256  # rows that a validation writes at most, the first
 class Validator:
     """Scores the held-out prompts; each rank of the actor group takes a part of them. `context`
     holds the held-out prompts, `group` are the actors, `write` writes a step's rows to the run's
-    folder."""
+    folder, `player` plays their environments, if they have some."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Validator:
         group: Group,
         scorer: Scorer,
         write: Callable[[int, Sequence[Mapping[str, Any]]], None],
+        player: Player | None = None,
     ):
         self.config = context.config
         self.prompts = context.held_out
@@ -39,6 +41,7 @@ class Validator:
         self.group = group
         self.scorer = scorer
         self.write = write
+        self.player = player
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -57,11 +60,15 @@ class Validator:
         sampling = replace(rollout, temperature=self.config.log.validate_temperature)
         seed = row_seed(self.config.seed, NO_ROW, 0)
         sampler = Sampler(
-            len(self.prompts) * n, lambda row: self.prompts[row // n], limit=rollout.max_new_tokens
+            len(self.prompts) * n,
+            lambda row: self.prompts[row // n],
+            limit=rollout.max_new_tokens,
+            context=rollout.max_context,
+            player=self.player,
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                texts = [self.decode(episode.response) for episode in finished]
+                texts = [self.decode(episode.said) for episode in finished]
                 # the scorer works while the engine generates
                 pairs = [
                     (self.prompts[episode.row // n], text)
@@ -75,11 +82,12 @@ class Validator:
             for episode, text, scored in zip(
                 episodes, texts, self.group.of_first(pending), strict=True
             ):
-                what = answer(text), len(episode.response), episode.truncated, bool(scored.failures)
-                found.append(Response(episode.row, scored.score, dict(scored.figures), *what))
+                what = answer(text), episode.tokens, episode.truncated, bool(scored.failures)
+                score = scored.score + sum(episode.rewards)
+                found.append(Response(episode.row, score, dict(scored.figures), *what))
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
-                    written.append((episode.row, text, scored.score, episode.end))
+                    written.append((episode.row, self.decode(episode.response), score, episode.end))
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)

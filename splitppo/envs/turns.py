@@ -84,7 +84,7 @@ class Turns:
 
     def prompt(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         """The ids of a row's prompt, up to where the policy speaks."""
-        text = self._render(self._instructed(messages))
+        text = self._render(self.instructed(messages))
         plain = not self.tokenizer.chat_template
         ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
         return list(ids[:-1] if plain and ends_texts(self.tokenizer) else ids)
@@ -122,7 +122,7 @@ class Turns:
         allows that: the row goes on behind what was sampled."""
         if not self.tokenizer.chat_template:
             return
-        dialogue = self._instructed(messages)
+        dialogue = self.instructed(messages)
         parts = [self._render(dialogue)]
         roles = [str(message["role"]) for message in dialogue]
         for number in (1, 2):
@@ -201,7 +201,7 @@ class Turns:
             return [_plain(message) for message in messages]
         return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
 
-    def _instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with the instructions in the first system message, or a new one; in the
         first message if the template knows no system."""
         found = [_plain(message) for message in messages]

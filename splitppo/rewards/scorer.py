@@ -157,13 +157,13 @@ class Scorer:
             pool.close()
 
 
-def failure_line(failures: Sequence[tuple[int, Failure]]) -> str:
+def failure_line(failures: Sequence[tuple[int, Failure]], what: str = "rewards") -> str:
     """A step's failures in one line: the number of each function and kind, and the first of
     them."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    return "rewards that failed: " + "; ".join(
+    return f"{what} that failed: " + "; ".join(
         f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
         for (name, kind), rows in sorted(found.items())
     )

@@ -20,6 +20,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
+from splitppo.envs.player import Player, players_of
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
@@ -38,7 +39,9 @@ from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 
-def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
+def build_sampler(
+    resolved: Resolved, training: data.PromptSet, player: Player | None = None
+) -> Sampler:
     """The rows of all slots, from the training prompts."""
     config = resolved.config
     rollout = config.rollout
@@ -48,8 +51,10 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
         rollout.batch_size,
         lambda row: prompts[index(row // rollout.samples)],
         limit=rollout.max_new_tokens,
+        context=rollout.max_context,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
+        player=player,
     )
 
 
@@ -128,6 +133,7 @@ class Builder:
         `connect_engine` waits for it."""
         runner = self._runner("actor")
         engine = self._engine()
+        self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
             actor = Actor(
                 self.context,
@@ -137,7 +143,7 @@ class Builder:
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
-                validator=self._validator(engine, runner),
+                validator=self._validator(engine, runner, held_out),
             )
             self._warm_up(actor)
         except BaseException:
@@ -189,7 +195,8 @@ class Builder:
         launch = self.runtime.launch
         rows = min(config.engine.max_rows, most_rows(config, ranks)) * config.engine.tensor_parallel
         prompts = self.training.prompts + self.validation.prompts
-        tokens = max(len(prompt.tokens) for prompt in prompts) + config.rollout.max_new_tokens
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        tokens = config.rollout.max_context or longest + config.rollout.max_new_tokens
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         total = int(memory.gpu_memory(resolved) or host)
         return Plan(
@@ -329,7 +336,7 @@ class Builder:
             reward = replace(reward, function=("none",), weights=())
         return Scorer(reward, {prompt.data_source for prompt in split.prompts})
 
-    def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
+    def _validator(self, engine: RolloutEngine, runner: Runner, player: Player | None) -> Validator:
         reward = self.config.reward
         if held_out := reward.validation if self.config.log.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
@@ -339,6 +346,7 @@ class Builder:
             runner.group,
             self._scorer(reward, self.validation, runner),
             functools.partial(write_rows, self.folder / "validation"),
+            player,
         )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:

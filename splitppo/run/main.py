@@ -16,6 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
+from splitppo.envs.player import language_of
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -166,31 +167,48 @@ def dry_run(config: Config, launch: Launch) -> str:
 
 def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
     """The run, in which the longest prompt of the data stands for an unset
-    `rollout.max_prompt_tokens`; training prompts and held-out prompts, checked against what scores
-    them."""
+    `rollout.max_prompt_tokens`, and what the models can read for an unset `rollout.max_context`;
+    training prompts and held-out prompts, checked against what scores them, and against the chat
+    template if rows have turns."""
     config = resolved.config
     reward = config.reward
-
+    known = resolved.data
+    turns = None
+    if config.has_env:
+        turns = language_of(config, resolved.tokenizer).turns
+        known = replace(known, chat_kwargs=json.dumps(turns.arguments))
     scored: dict[data.Split, str] = {
         "train": "function",
         "validation": "validation" if reward.validation else "function",
     }
     training, validation = (
         data.load_prompts(
-            resolved.data,
+            known,
             resolved.tokenizer,
             seed=config.seed,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             now=resolved.now,
             split=split,
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
+            instruct=turns.instructed if turns else list,
         )
         for split, name in scored.items()
     )
+    longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
     if config.rollout.max_prompt_tokens is None:
-        longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
+    if turns:
+        training.notes.extend(turns.notes)
+        if asked := training.prompts[0].messages:
+            turns.check(asked, "tool" if config.env.tools else "user", config.env.rewritten)
+        context = config.rollout.max_context or resolved.longest
+        if longest >= context:
+            raise UserError(
+                f"rollout.max_context={context} leaves no room behind the longest prompt of "
+                f"{longest} tokens; raise it, or set rollout.max_prompt_tokens and data.overlong"
+            )
+        resolved = memory.with_setting(resolved, "rollout", "max_context", context)
     return resolved, (training, validation)
 
 

@@ -1,0 +1,243 @@
+"""Plays the environments of a rank's rows: begins them, passes each turn's message on, and turns
+what they answer into tokens. The sampler says when, and appends."""
+
+import itertools
+import json
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Container, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from splitppo.config import Config
+from splitppo.envs import Turn, load_env
+from splitppo.envs.local import Began, LocalPool
+from splitppo.envs.tools import CallReader, instructions, load_tools, tool_env, tool_schemas
+from splitppo.envs.turns import Turns
+from splitppo.rewards.functions import Failure
+from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
+
+
+@dataclass(frozen=True)
+class Language:
+    """Between messages and tokens: `turns` makes tokens of an environment's, `read` makes a message
+    of the policy's tokens."""
+
+    turns: Turns
+    read: CallReader
+
+
+def language_of(config: Config, tokenizer: Any) -> Language:
+    """Reads the tools. Raises UserError if they or the chat template can't be used."""
+    env = config.env
+    schemas = tool_schemas(load_tools(env.tools, network=env.network))
+    turns = Turns(
+        tokenizer,
+        tools=schemas,
+        instructions=instructions(schemas, env.call_format),
+        arguments=json.loads(config.data.chat_kwargs),
+    )
+    return Language(turns, CallReader(tokenizer, schemas, env.call_format))
+
+
+def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
+    """What plays the environments of a rank's rows, and of its held-out rows; they share the
+    workers. None without environments."""
+    if not config.has_env:
+        return None, None
+    tools = load_tools(config.env.tools, network=config.env.network)
+    path = config.env_path
+    pool = LocalPool(load_env(path) if path else tool_env(tools, config.env.format_reward))
+    language = language_of(config, tokenizer)
+    return [Player(pool, language, config, number) for number in range(2)]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment said.
+
+    Attributes:
+        row: its number.
+        begins: whether `ids` are the prompt; else they answer a turn.
+        reward: of that turn; of the whole row if the environment failed.
+        end: what has ended the row, if something has.
+    """
+
+    row: int
+    ids: array
+    begins: bool = False
+    reward: float = 0.0
+    end: End | None = None
+
+
+class Player:
+    """The environments of a rank's rows.
+
+    One that fails at its beginning fails at the end of the row's first turn: a row without a token
+    can't be trained on.
+
+    Args:
+        number: 0, or 1 for the second player of a pool.
+
+    Attributes:
+        failures: (row, failure) of the rows that failed.
+        metrics: sums over the turns that were answered, by name; `turns` is their number, `seconds`
+            what environments took.
+    """
+
+    def __init__(self, pool: LocalPool, language: Language, config: Config, number: int = 0):
+        self.failures: list[tuple[int, Failure]] = []
+        self.metrics: Counter[str] = Counter()
+        self._numbers = itertools.count(number, 2)
+        self._pool = pool
+        self._language = language
+        self._max_turns = config.env.max_turns
+        self._limit = config.env.max_observation_tokens
+        self._room = config.rollout.max_context or math.inf
+        self._failed_score = config.reward.failed_score
+        self._keys: dict[int, int] = {}  # the pool's, of the rows whose environments are here
+        self._broken: dict[int, Failure] = {}  # the rows whose environment did not begin
+        self._waiting: dict[int, Future[Any]] = {}  # the rows that want a reply
+        # the rows whose futures are done, and what makes their replies
+        self._arrived: SimpleQueue[tuple[int, Callable[[], Reply | None]]] = SimpleQueue()
+        self._early: dict[
+            int, Callable[[], Reply | None]
+        ] = {}  # of rows that go on in a later step
+
+    def enter(self, row: Episode, prompt: Prompt, seed: int) -> bool:
+        """Begins a row's environment, unless it is here, and plays the row's turns again. Returns
+        whether the row waits for a reply."""
+        if row.row not in self._keys:
+            key = self._keys[row.row] = next(self._numbers)
+            given = {
+                "prompt": prompt.column,
+                "data_source": prompt.data_source,
+                "ground_truth": prompt.ground_truth,
+                "extra_info": prompt.extra_info,
+            }
+            played = []
+            before = [*row.prompt]
+            for said, answered in row.turns[:-1]:
+                played.append(self._language.read(before, said))
+                before += [*said, *answered]
+            self._wait(row, self._pool.begin(key, given, seed, played), self._begin)
+        if early := self._early.pop(row.row, None):
+            self._arrived.put((row.row, early))
+        return row.row in self._waiting
+
+    def step(self, row: Episode) -> None:
+        """Passes on the turn that has ended."""
+        if broken := self._broken.get(row.row):
+            future: Future[Any] = Future()
+            future.set_result(broken)
+        else:
+            said = row.said
+            message = self._language.read([*row.prompt, *row.response][: -len(said)], said)
+            future = self._pool.step(self._keys[row.row], message)
+        self._wait(row, future, self._answer)
+
+    def poll(self, rows: Container[int], timeout: float) -> list[Reply]:
+        """What has been said to these rows since the last call. Waits so many seconds for the first
+        reply."""
+        found: list[Reply] = []
+        with suppress(Empty):
+            while True:
+                row, make = self._arrived.get(timeout=0 if found else timeout)
+                if row not in rows:
+                    self._early[row] = make
+                elif reply := make():
+                    found.append(reply)
+        return found
+
+    def end(self, row: int) -> None:
+        """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
+        key = self._keys.pop(row)
+        self._broken.pop(row, None)
+        self._early.pop(row, None)
+        if future := self._waiting.pop(row, None):
+            future.add_done_callback(lambda _: self._pool.end(key))
+        else:
+            self._pool.end(key)
+
+    def keep(self, rows: Set[int]) -> None:
+        """Ends the environments of all other rows."""
+        for row in self._keys.keys() - rows:
+            self.end(row)
+
+    def take(self) -> tuple[Counter[str], list[tuple[int, Failure]]]:
+        """Metrics and failures since the last call."""
+        found = self.metrics, self.failures
+        self.metrics = Counter()
+        self.failures = []
+        return found
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.close()
+
+    def _wait(
+        self, row: Episode, future: Future[Any], make: Callable[[Episode, Any], Reply]
+    ) -> None:
+        started = time.monotonic()
+
+        def done(future: Future[Any]) -> None:
+            seconds = time.monotonic() - started
+
+            def reply() -> Reply | None:
+                if self._waiting.get(row.row) is not future:  # the environment has been ended
+                    return None
+                del self._waiting[row.row]
+                self.metrics["seconds"] += seconds
+                return make(row, future.result())
+
+            self._arrived.put((row.row, reply))
+
+        self._waiting[row.row] = future
+        future.add_done_callback(done)
+
+    def _begin(self, row: Episode, said: Began | Failure) -> Reply:
+        """The reply to `enter`."""
+        if isinstance(said, Began):
+            ids = row.prompt
+            if said.messages is not None:
+                ids = array(IDS, self._language.turns.prompt(said.messages))
+            if not (wrong := self._wrong(row, ids, said.turns)):
+                return Reply(row.row, ids, begins=True)
+            said = Failure("", "invalid", wrong)
+        self._broken[row.row] = said
+        return Reply(row.row, row.prompt, begins=True)
+
+    def _wrong(self, row: Episode, ids: array, turns: Sequence[Turn]) -> str:
+        """Why a row can't go on from a prompt and turns that were played again; "": it can."""
+        if not 0 < len(ids) < self._room:
+            return f"its prompt has {len(ids)} tokens; use 1 to rollout.max_context - 1"
+        if row.segments and ids != row.prompt:
+            return "played again, it began with another prompt; let it follow from row and seed"
+        for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns, strict=False)):
+            if turn.done or self._observe(turn, said) != answered:
+                return (
+                    f"played again, it answered turn {number + 1} otherwise; "
+                    "let it follow from row, seed and messages"
+                )
+        return ""
+
+    def _answer(self, row: Episode, said: Turn | Failure) -> Reply:
+        """The reply to `step`."""
+        if isinstance(said, Failure):
+            self.failures.append((row.row, said))
+            return Reply(row.row, array(IDS), reward=self._failed_score, end="failed")
+        self.metrics.update({"turns": 1, **said.metrics})
+        reward = array(LOGPROBS, [said.reward])[0]  # as a message holds it
+        if said.done and not said.truncated:
+            return Reply(row.row, array(IDS), reward=reward, end="environment")
+        if said.truncated or len(row.turns) == self._max_turns:
+            return Reply(row.row, array(IDS), reward=reward, end="limit")
+        return Reply(row.row, self._observe(said, row.said), reward=reward)
+
+    def _observe(self, turn: Turn, said: array) -> array:
+        return array(IDS, self._language.turns.observation(turn.messages, said, self._limit).ids)
