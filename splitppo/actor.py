@@ -255,9 +255,8 @@ class Actor:
             say(f"[actor]  {failure_line(failed, 'environments')}")
         self.failing = self.failing + 1 if failed and not turns else 0
         if self.failing == FAILING_STEPS:
-            raise UserError(
-                f"no environment has answered for {FAILING_STEPS} steps: {failed[0][1].text}; fix it"
-            )
+            cause = failed[0][1].text
+            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
         return {
             "env/turns": turns,
             "env/failures": len(failed),

@@ -1,11 +1,11 @@
 """What a rank of the critic group holds, and its verbs in the loops of train.py."""
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
+from splitppo.job.collectives import Group
 from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality
-from splitppo.models.heads import value_outputs
+from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
-from splitppo.pretraining import Pretraining
+from splitppo.pretraining import Pretraining, start_at_mean
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
-from splitppo.rewards.shaping import AdaptiveKL, shape_scores, spread_of
-from splitppo.rollout import Prompt, Rollout, digest
+from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores, spread_of
+from splitppo.rollout import Rollout, digest
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class ScoredRows:
 
     @property
     def values(self) -> Tensor:
-        """`[N]`: the value models' mean."""
-        return torch.stack(self.by_model).mean(0)
+        """`[N]`: the value models' mean; 0 if there are none."""
+        return torch.stack(self.by_model or [torch.zeros(self.rollout.tokens)]).mean(0)
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ class Estimate:
 
 
 class Critic:
-    """A rank of the critic group: value models (one, or an ensemble) and reward. It owns scores,
-    values, KL rewards, GAE, whitening. `pretrained` is called after the last step of pretraining,
-    on all ranks of the group."""
+    """A rank of the critic group: value models (one, an ensemble, or none) and reward. It owns
+    scores, values, KL rewards, GAE or another baseline, whitening. `pretrained` is called after the
+    last step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
         context: Context,
+        group: Group,
         learners: Sequence[Learner],
         scorer: Scorer,
         reward_model: RewardModel | None,
@@ -91,20 +93,12 @@ class Critic:
         self.pretraining = Pretraining(context.config, pretrained)
         self.reward_model = reward_model
         self.reference = reference
-        self.group = learners[0].runner.group
+        self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         # what gave the scores, as this version says it and as earlier ones did
-        self.scored_by = [
-            digest(
-                config.reward.function,
-                config.reward.weights,
-                config.reward.model,
-                config.reward.model_weight,
-                config.reward.model_chat,
-            )
-            for config in context.configs
-        ]
+        scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
+        self.scored_by = [digest(*scored_by(config.reward)) for config in context.configs]
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         # reward function -> rows of each step, to the last, of which none got a score
         self.failing: dict[str, list[int]] = {}
@@ -134,38 +128,25 @@ class Critic:
         `pending`: what `submit` returned for them."""
         values = [value.forward(rollout, _outputs, fields=1)[0] for value in self.learners]
         ref = self.reference.logprobs(rollout) if self.reference else None
-        prompts = [self.context.prompt(row) for row in rollout.rows]
-        scores, extra, wrong = self._learned_scores(prompts, rollout)
+        scores = torch.zeros(len(rollout.rows))
+        extra: dict[str, list[float]] = {}
+        failures: list[tuple[int, Failure]] = []
+        if self.reward_model:
+            prompts = [self.context.prompt(row) for row in rollout.rows]
+            scores, extra, failures = self.reward_model.weighted(
+                prompts, rollout.episodes, self.context.config.reward
+            )
         results = self.group.of_first(pending)
         for result in results:
             for name, figure in result.figures.items():
                 extra.setdefault(name, []).append(figure)
-        failures = wrong + [
+        failures += [
             (row, failure)
             for row, one in zip(rollout.rows, results, strict=True)
             for failure in one.failures
         ]
         scores = scores + torch.tensor([one.score for one in results])
         return ScoredRows(rollout, values, scores, extra, failures, ref)
-
-    def _learned_scores(
-        self, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
-        """The reward model's part of the scores `[B]`, its figures, and the rows on which it
-        failed."""
-        if self.reward_model is None:
-            return torch.zeros(len(prompts)), {}, []
-        config = self.context.config.reward
-        scores, cut = self.reward_model.score(prompts, rollout.episodes)
-        wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
-        failures = [
-            (row, Failure("reward_model", "invalid", wrong.format(score)))
-            for row, score in zip(rollout.rows, scores.tolist(), strict=True)
-            if not math.isfinite(score)
-        ]
-        scores = torch.where(scores.isfinite(), scores, config.failed_score)
-        extra = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
-        return scores * config.model_weight, extra, failures
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
@@ -194,11 +175,16 @@ class Critic:
         waits = self.pretraining.policy_waits(step)
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        first = not self.past_scores.count
         shaped, turns = self._shape(scored)
         last = shaped - rollout.sums(turns)  # what is left for the row's last token
         rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
+        if first and self.learners:
+            start_at_mean(
+                self.learners, scored.by_model, rewards, rollout.lengths, self.context.config
+            )
         values = scored.values
-        plain, returns = self._estimate(step, rewards, values, rollout.lengths)
+        plain, returns = self._estimate(step, rollout, rewards, values)
         (moments,) = self.group.all_moments([algo.moments(plain)])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
@@ -206,9 +192,8 @@ class Critic:
             "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
             "critic/returns": returns,
-            "critic/values": values,
-            "error": returns - values,
         }
+        figures |= {"critic/values": values, "error": returns - values} if self.learners else {}
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | self._summaries(extra | figures)
@@ -216,34 +201,58 @@ class Critic:
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
         )
-        metrics |= failed | quality(rollout, values, shaped, ppo.gamma, self.group)
+        metrics |= failed
+        kept = {"advantage": plain, "reward": rewards}
+        if self.learners:
+            kept["value"] = values
+            metrics |= quality(
+                rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+            )
+        if bounds := self.context.config.value.range:
+            check_range(metrics["critic/returns/min"], metrics["critic/returns/max"], *bounds)
         metrics |= {"critic/kl_coef": kl_coef, "critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
-        kept = {"value": values, "advantage": plain, "reward": rewards}
         return Estimate(white, returns, metrics, waits, kept)
 
     def _estimate(
-        self, step: int, rewards: Tensor, values: Tensor, lengths: Sequence[int]
+        self, step: int, rollout: Rollout, rewards: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and the value model's targets of packed rows; all but the lengths are
-        `[N]`."""
+        """Advantages, and the value model's targets or, without one, rewards-to-go; all `[N]`."""
         ppo = self.context.config.ppo
+        lengths = rollout.lengths
+        if not self.learners:
+            returns, _ = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
+            return returns - self._baseline(rollout, returns).to(returns.dtype), returns
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
         lam_value = lam if ppo.lam_value is None else ppo.lam_value
         if self.pretraining.runs(step):
             lam_value = 1.0
         estimate = partial(algo.gae, rewards, lengths=lengths, gamma=ppo.gamma)
         advantages, returns = estimate(values, lam=lam_value)
-        if ppo.baseline == "value":
-            same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
-            return advantages if same else estimate(values, lam=lam)[0], returns
-        whole, _ = estimate(torch.zeros_like(values), lam=1.0)
-        (moments,) = self.group.all_moments([algo.moments(whole)])
-        return whole - moments.mean.to(whole.dtype), returns
+        same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
+        return advantages if same else estimate(values, lam=lam)[0], returns
+
+    def _baseline(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        """What stands for values where there are none; `[N]`, and so are `returns`."""
+        config = self.context.config
+        samples = config.rollout.samples
+        turns = rollout.turns()
+        (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
+        # without a window, a step's rows are those of its slots
+        prompts = torch.tensor(rollout.rows).long() % config.rollout.batch_size // samples
+        return algo.turn_baseline(
+            returns,
+            turns,
+            rollout.lengths,
+            count=count,
+            all_sum=self.group.all_sum,
+            prompts=prompts if config.ppo.baseline == "group" else None,
+            shape=(config.rollout.batch_size // samples, samples),
+        )
 
     def _deviation(self, scored: ScoredRows) -> dict[str, float]:
         """The mean deviation of an ensemble's values."""
-        if len(scored.by_model) == 1:
+        if len(scored.by_model) < 2:
             return {}
         (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
         return {"critic/values/deviation": float(moments.mean)}
@@ -302,6 +311,8 @@ class Critic:
 
     def update(self, plan: StepPlan, scored: ScoredRows, returns: Tensor) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
+        if not self.learners:
+            return {"optimizer_steps": []}
         ppo = self.context.config.ppo
         step = plan.step
         rows = scored.rollout
@@ -343,9 +354,14 @@ class Critic:
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        values = value_outputs(model, batch)
         old = fields["old"]
         returns = fields["returns"]
+        if bounds := self.context.config.value.range:
+            logits = head_outputs(model, batch)
+            return algo.bounded_value_loss(
+                logits, returns, batch.mask, bounds=bounds, aggregate=ppo.aggregate
+            )
+        values = value_outputs(model, batch)
         return algo.value_loss(
             values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate
         )
@@ -370,9 +386,10 @@ class Critic:
                 f"{name}/min": float(parts[:, 3].min()),
                 f"{name}/max": float(parts[:, 4].max()),
             }
-        metrics["critic/vf_explained_var"] = algo.explained_variance(
-            whole["critic/returns"], whole["error"]
-        )
+        if "error" in whole:
+            metrics["critic/vf_explained_var"] = algo.explained_variance(
+                whole["critic/returns"], whole["error"]
+            )
         return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 

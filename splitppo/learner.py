@@ -191,6 +191,11 @@ class Learner:
         cast(FSDPModule, self.model).reshard()
         return weights_of(self.model)
 
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """Fills a weight, by Hugging Face name, with a number `[]`."""
+        local(self.sharded()[name]).fill_(value)
+        self.release_memory()
+
     def check_finite(self) -> None:
         """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is
         not finite."""

@@ -270,8 +270,19 @@ class Rollout:
         found = torch.zeros(self.tokens)
         sizes = [tokens for episode in self.episodes for _, tokens in episode.stretches]
         rewards = [reward for episode in self.episodes for reward in episode.rewards]
-        found[torch.tensor(sizes).cumsum(0) - 1] = torch.tensor(rewards)
+        found[torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1] = torch.tensor(rewards)
         return found
+
+    def turns(self) -> Tensor:
+        """`[N]` int64: the turn of each response token, from 0. Between two turns stands what an
+        environment answered."""
+        parts = [
+            (number, len(said))
+            for episode in self.episodes
+            for number, (said, _) in enumerate(episode.turns)
+        ]
+        turns, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
+        return turns.repeat_interleave(tokens)
 
     def logprobs(self) -> Tensor:
         """`[N]` float32, the engine's log-probs of the response tokens."""

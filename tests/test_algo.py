@@ -232,6 +232,58 @@ def test_gae_is_the_literal_sum(gamma, lam, lengths):
     same(returns, (advantages + values).tolist())
 
 
+def literal_baseline(
+    togo: list[list[float]], turns: list[list[int]], kind: str, samples: int
+) -> list[list[float]]:
+    """By loops over rows and tokens; `turns`: of each row, each token's turn."""
+    found: list[list[float]] = []
+    for row, of_tokens in enumerate(turns):
+        found.append([])
+        for turn in of_tokens:
+            means = []
+            for other, others_turns in enumerate(turns):
+                has = turn in others_turns
+                begin = togo[other][others_turns.index(turn)] if has else 0.0
+                peer = other // samples == row // samples and other != row
+                if (kind == "batch" and has) or (kind == "group" and peer):
+                    means.append(begin)
+            found[-1].append(sum(means) / len(means))
+    return found
+
+
+# tokens of each turn of each row; the last row has none
+TURNS = [[2, 1, 2], [3], [1, 1], [2, 2, 1], [4, 1], []]
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("kind", ["batch", "group"])
+@pytest.mark.parametrize("cut", [[6], [3, 3], [1, 0, 4, 1]], ids=str)
+def test_baselines_without_values_are_the_literal_means(kind, samples, cut):
+    """Over any cut of the rows into ranks."""
+    turns = [[turn for turn, size in enumerate(row) for _ in range(size)] for row in TURNS]
+    togo = [draw(1, len(row), seed=i)[0].tolist() for i, row in enumerate(turns)]
+    count = 4  # more than any row has
+    due = literal_baseline(togo, turns, kind, samples)
+    first = [0, *itertools.accumulate(cut)]
+    parts = [range(a, b) for a, b in itertools.pairwise(first)]
+
+    def of_rank(rows: range, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        returns = torch.tensor([x for row in rows for x in togo[row]], dtype=torch.float64)
+        of_tokens = torch.tensor([x for row in rows for x in turns[row]]).long()
+        lengths = [len(turns[row]) for row in rows]
+        prompts = torch.tensor(rows).long() // samples if kind == "group" else None
+        shape = (len(TURNS) // samples, samples)
+        return algo.turn_baseline(
+            returns, of_tokens, lengths, count=count, all_sum=all_sum, prompts=prompts, shape=shape
+        )
+
+    sums: list[Tensor] = []
+    for rows in parts:  # what a rank adds
+        of_rank(rows, lambda own: sums.append(own) or own)
+    got = [of_rank(rows, lambda _: torch.stack(sums).sum(0)) for rows in parts]
+    same(torch.cat(got), [x for row in due for x in row])
+
+
 def test_gae_without_discount_returns_the_rewards_to_go():
     _, returns = algo.gae(t(1, 2, 4), t(9, -3, 5), [3], gamma=1.0, lam=1.0)
     same(returns, [7, 6, 4])
@@ -285,12 +337,11 @@ def test_aggregate_of_nothing_is_zero_and_can_go_backward(aggregate):
 
 
 def test_aggregate_refuses_an_unknown_name():
-    for call in (
-        lambda: algo.aggregate_loss(t([1.0]), t([1]), "sum"),
-        lambda: algo.aggregate_weight(t(1), "sum"),
-    ):  # pyright: ignore
-        with pytest.raises(ValueError, match="'sum'"):
-            call()
+    unknown: Any = "sum"
+    with pytest.raises(ValueError, match="'sum'"):
+        algo.aggregate_loss(t([1.0]), t([1]), unknown)
+    with pytest.raises(ValueError, match="'sum'"):
+        algo.aggregate_weight(t(1), unknown)
 
 
 # Losses
@@ -540,6 +591,40 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
         algo.value_loss(values, old, returns, t([1, 0], [1, 1]), clip=-0.5, aggregate="token_mean")
 
 
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum"])
+def test_the_loss_of_bounded_values_is_a_loop_over_tokens(aggregate: Aggregate):
+    low, high = -1.0, 3.0
+    logits = t([0.3, -2.0], [1.5, NAN]).requires_grad_()
+    returns, mask = t([-1.0, 3.0], [0.5, NAN]), t([1, 1], [1, 0])
+    losses, slopes, values = [], [], []
+    for x, target in ((0.3, -1.0), (-2.0, 3.0), (1.5, 0.5)):
+        p, y = 1 / (1 + math.exp(-x)), (target - low) / (high - low)
+        losses.append(-y * math.log(p) - (1 - y) * math.log(1 - p))
+        slopes.append(p - y)
+        values.append(low + (high - low) * p)
+    count = 3 if aggregate == "token_mean" else 2
+    loss, metrics = algo.bounded_value_loss(
+        logits, returns, mask, bounds=(low, high), aggregate=aggregate
+    )
+    same(loss, sum(losses) / count)
+    same(gradient(loss, logits), [x / count for x in slopes[:2]], [slopes[2] / count, 0.0])
+    same(metrics["vpred_mean"], sum(values) / 3)
+    same(metrics["vf_clipfrac"], 0.0)
+    same(algo.bounded_values(t(0.3, -2.0, 1.5), (low, high)), *values)
+    same(algo.bounded_logits(t(*values), (low, high)), 0.3, -2.0, 1.5)
+    same(algo.bounded_logits(t(low, high), (low, high)), -math.log(99), math.log(99))
+    assert algo.bounded_values(logits, None) is algo.bounded_logits(logits, None) is logits
+
+
+def test_bounded_values_that_are_sure_and_wrong_lose_no_infinity():
+    logits = t([-200.0, 200.0]).requires_grad_()
+    loss, _ = algo.bounded_value_loss(
+        logits, t([1, 0]), t([1, 1]), bounds=(0.0, 1.0), aggregate="token_mean"
+    )
+    same(loss, 200.0)
+    same(gradient(loss, logits), [[-0.5, 0.5]])
+
+
 def test_entropy_by_hand():
     logits = t(
         [0, 0, 0, 0],
@@ -705,6 +790,10 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
     "weighted policy_loss": (lambda *x: policy_loss(x[0], x[1], x[2], x[3], weights=x[4]), 5),
     "staleness": (lambda *x: algo.staleness(*x, clip_low=0.2, clip_high=0.2), 4),
     "value_loss": (lambda *x: algo.value_loss(*x, clip=None, aggregate="token_mean"), 4),
+    "bounded_value_loss": (
+        lambda *x: algo.bounded_value_loss(*x, bounds=(0.0, 1.0), aggregate="token_mean"),
+        3,
+    ),
 }
 
 

@@ -289,8 +289,8 @@ def test_random_sizes_never_dead_lock():
 
 
 def pair(batch, *, chunks, window=0, timeout=20.0):
-    """The links of an actor and a critic rank that share all rows, the record of posts, and a step's
-    plan."""
+    """The links of an actor and a critic rank that share all rows, the record of posts, and a
+    step's plan."""
     placement, store, record = (
         Placement("per_node", {"actor": (0,), "critic": (1,)}),
         dist.HashStore(),

@@ -89,10 +89,12 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         },
         **changes,
     }
+    valued = changes.get("ppo.baseline", "value") == "value"
     return [
         word
         for name, value in values.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        if valued or not name.startswith("value.")
+        for word in (f"--{name.replace('_', '-')}", *str(value).split())
         if word
     ]
 
@@ -219,6 +221,7 @@ def reference(
     value_layers: int | None = None,
     samples: int = 1,
     value_lr: float = VALUE_LR,
+    head: str = "normal",
     window: int = 0,
     **changes,
 ) -> dict:
@@ -236,7 +239,7 @@ def reference(
         value = AutoModelForTokenClassification.from_pretrained(
             inputs / "value", config=config, dtype=torch.float32
         )
-        value.load_state_dict(fresh_head(inputs, number), strict=False)
+        value.load_state_dict(fresh_head(inputs, number, head), strict=False)
         values.append(value.eval())
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
@@ -290,7 +293,7 @@ def reference(
     }
 
 
-def fresh_head(inputs: Path, number: int) -> dict:
+def fresh_head(inputs: Path, number: int, head: Any) -> dict:
     """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of
     device; the reference is to start from the same."""
     from splitppo.models.build import build, read_config
@@ -298,9 +301,7 @@ def fresh_head(inputs: Path, number: int) -> dict:
 
     device = "cuda" if gpus() else "cpu"
     model = build(read_config(str(inputs / "value")), "value")
-    fill(
-        model, str(inputs / "value"), device=torch.device(device), head="normal", seed=SEED + number
-    )
+    fill(model, str(inputs / "value"), device=torch.device(device), head=head, seed=SEED + number)
     return {
         name: tensor.cpu()
         for name, tensor in model.state_dict().items()
@@ -542,7 +543,17 @@ CRITICS = {
     },
     "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
     "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},
+    "bounded": {
+        "value_range": (-0.5, 4.0),
+        "value_epochs": 4,
+        "lam_value": 1.0,
+        "gamma": 1.0,
+        "kl_coef": 0.0,
+    },
+    "batch": {"baseline": "batch", "ensemble": 0},
+    "group": {"baseline": "group", "ensemble": 0, "samples": 2},
 }  # fmt: skip
+AT_CRITIC = {"placement__reference": "critic"}
 OTHERS = {
     "all layers frozen": {"value_frozen": "model", "gather": "mini_batch"},
     "pretraining that ends early": {
@@ -552,8 +563,9 @@ OTHERS = {
         "value_lr": 1e-6,
         "warmup_steps": 2,
     },
-    "no baseline": {"baseline": "none"},
     "one response for two models": {"ensemble": 2},
+    "heads of zeros": {"ensemble": 2, "head": "zero"},
+    "a bounded head of zeros": CRITICS["bounded"] | {"head": "zero"},
 }
 FLAGS = {
     "value_frozen": (
@@ -564,6 +576,8 @@ FLAGS = {
     "value_layers": ("value__layers", {}),
     "ensemble": ("value__ensemble", {}),
     "samples": ("rollout__samples", {}),
+    "head": ("value__head", {}),
+    "value_range": ("value__range", {(-0.5, 4.0): "-0.5 4.0"}),
     "gather": ("compute__gather", {}),
     "value_lr": ("value__optim__lr", {}),
     **{
@@ -586,6 +600,15 @@ FLAGS = {
         ("pretraining", 2, {"placement__mode": "colocated"}),
         ("ensemble", 3, {"placement__actor": 1}),
         ("ensemble", 2, {"placement__mode": "colocated"}),
+        ("bounded", 2, {"placement__actor": 1}),
+        ("bounded", 3, {"placement__actor": 2}),
+        ("bounded", 3, {"placement__actor": 1}),
+        ("bounded", 2, {"placement__mode": "colocated"}),
+        ("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
+        ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
+        ("batch", 2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+        ("group", 2, {"placement__actor": 1, **AT_CRITIC}),
+        ("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
 )
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):

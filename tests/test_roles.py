@@ -80,7 +80,7 @@ def advantages_rank(group: Group) -> list:
         ]
         context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
         value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
-        critic = Critic(context, value, cast(Any, None), None)
+        critic = Critic(context, group, value, cast(Any, None), None)
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
@@ -154,12 +154,12 @@ def failing_rank(group: Group) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step
     3. The run is resumed before step 6."""
     rank, value = group.dp_rank, cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))])
-    critic, said = Critic(context_of(), value, cast(Any, None), None), []
+    critic, said = Critic(context_of(), group, value, cast(Any, None), None), []
     for step in range(1, 8):
         if step == 6:
             saved, critic = (
                 json.dumps(critic.state()),
-                Critic(critic.context, value, cast(Any, None), None),
+                Critic(critic.context, group, value, cast(Any, None), None),
             )
             critic.load_state(json.loads(saved))
         failed = [
@@ -400,7 +400,7 @@ def test_the_critics_state_goes_through_json():
             ["--ppo.kl-coef=0.2", "--reward.timeout=9"],
         )
         before, after, other = (
-            Critic(context_of(*ppo), value, cast(Any, None), None)
+            Critic(context_of(*ppo), group, value, cast(Any, None), None)
             for ppo in (adaptive, adaptive, fixed)
         )
         fresh = {"ended": False, "best": None, "stale": 0}
@@ -415,7 +415,7 @@ def test_the_critics_state_goes_through_json():
         other.load_state(state)
         assert other.kl.coef == 0.2  # it does not adapt: what is configured now
         elsewhere = Critic(
-            context_of("--reward.function=exact_match"), value, cast(Any, None), None
+            context_of("--reward.function=exact_match"), group, value, cast(Any, None), None
         )
         elsewhere.load_state(state)  # what another reward scored says nothing of this one's scores
         assert (elsewhere.past_scores.count, other.past_scores.count) == (0, 4)

@@ -199,6 +199,7 @@ def advantages_of(
     value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
     critic = Critic(
         cast(Any, SimpleNamespace(config=config, configs=(config,))),
+        group,
         cast(Any, value),
         cast(Any, None),
         None,
@@ -211,6 +212,53 @@ def advantages_of(
     ref = torch.cat([torch.full((4,), -1.1), padded])
     found = critic.advantages(1, scored, [old, ref])
     return found.advantages[:4].tolist(), found.returns[:4].tolist()
+
+
+HELD = [[0, 2, 3], [1]]  # rows of each rank; rows 0 and 1 have one prompt, 2 and 3 another
+
+
+def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float], dict[str, Any]]:
+    """What a critic without a value model makes of rows with a KL of 0.1 a token."""
+    every = with_turns()
+    rollout = Rollout([every[row] for row in HELD[group.dp_rank]])
+    ppo = PPOConfig(gamma=GAMMA, kl_coef=KL_COEF, kl_kind="k1", whiten=False, baseline=baseline)
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=4, samples=2))
+    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    critic = Critic(context, group, [], cast(Any, None), None)
+    scored = ScoredRows(rollout, [], torch.tensor([1.0 + row for row in rollout.rows]), {}, [])
+    old = torch.full((rollout.tokens,), -1.0)
+    found = critic.advantages(1, scored, [old, old - 0.1])
+    return rollout.rows, found.advantages.tolist(), found.metrics
+
+
+@pytest.mark.parametrize("baseline", ["batch", "group"])
+def test_baselines_without_values_go_by_turns(baseline):
+    """Rewards-to-go by hand; of other rows what they have as the same turn begins."""
+    togo, begins = [], []
+    for row, (_, turns) in enumerate(EPISODES):
+        rewards = [-0.05] * sum(said for said, _ in turns)
+        rewards[-1] += 1.0 + row
+        line = [
+            sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+            for t in range(len(rewards))
+        ]
+        first = [sum(said for said, _ in turns[:turn]) for turn in range(len(turns))]
+        togo.append(line)
+        begins.append([line[t] for t in first])
+    due = {}
+    for row, (_, turns) in enumerate(EPISODES):
+        means = []
+        for turn, (said, _) in enumerate(turns):
+            if baseline == "batch":
+                among = [begin[turn] for begin in begins if turn < len(begin)]
+            else:
+                among = (begins[row ^ 1] + [0.0] * 3)[turn : turn + 1]
+            means += [sum(among) / len(among)] * said
+        due[row] = [g - mean for g, mean in zip(togo[row], means, strict=True)]
+    for rows, advantages, metrics in run_threads(2, without_values, baseline):
+        assert advantages == pytest.approx([x for row in rows for x in due[row]], abs=1e-6)
+        assert not [name for name in metrics if "value" in name or "explained" in name]
+        assert metrics["critic/returns/max"] == pytest.approx(max(map(max, togo)), abs=1e-6)
 
 
 def samples_of(group: Group) -> list[dict[str, Any]]:
@@ -229,6 +277,7 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
     )
     critic = Critic(
         cast(Any, context),
+        group,
         cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]),
         cast(Any, None),
         None,

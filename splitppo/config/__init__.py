@@ -22,6 +22,14 @@ from splitppo.config.algorithm import Offload as Offload
 from splitppo.config.algorithm import OptimConfig as OptimConfig
 
 ShardSize = int | Literal["node"] | None
+# how the settings begin that are of the value model, and of no use without one
+OF_VALUES = (
+    "value.",
+    "ppo.value_epochs",
+    "ppo.value_mini_batches",
+    "ppo.lam_value",
+    "ppo.critic_warmup",
+)
 
 
 @dataclass(frozen=True)
@@ -205,10 +213,16 @@ class Config:
         """Whether rows have turns: an environment or tools answer them."""
         return bool(self.env_path or self.env.tools)
 
+    @property
+    def value_models(self) -> int:
+        """How many value models the run has."""
+        return self.value.ensemble if self.ppo.baseline == "value" else 0
+
     def tensor_parallel(self, model: str) -> int:
-        """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`."""
+        """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`.
+        Without a value model the critic's rows belong to one rank each."""
         policy = self.fsdp.tensor_parallel
-        value = self.value.tensor_parallel or policy
+        value = self.value.tensor_parallel or (policy if self.value_models else 1)
         group = policy if self.placement.reference == "actor" else value
         own = {
             "reference": self.reference.tensor_parallel or group,

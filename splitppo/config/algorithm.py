@@ -79,8 +79,12 @@ class ValueConfig:
     random_init: bool = False
     """Draw the body at random from the seed instead of reading it."""
     head: Literal["zero", "normal"] = "zero"
-    """Initial scalar head if `path` holds none: all zero (the first values are 0) or N(0, 1/hidden
-    size)."""
+    """Initial scalar head if `path` holds none: all zero, with the first rollout's mean return as
+    its bias, or N(0, 1/hidden size)."""
+    range: tuple[float, float] | None = None
+    """Lowest and highest return, after shaping: values lie between them, by a sigmoid, and learn by
+    cross-entropy on the whole rewards-to-go, without `ppo.value_clip`. Needs `ppo.gamma` and
+    `ppo.lam_value` 1, `ppo.kl_coef` 0. Unset: any value, by squared error."""
     layers: int | None = None
     """Use the first so many layers of the body, with its final norm. Unset: all."""
     tensor_parallel: int | None = None
@@ -100,7 +104,7 @@ class ValueConfig:
     fresh rows. 0: never."""
     offload: Offload = "auto"
     """As `policy.offload`."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-5))
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ class DataConfig:
     """The prompts."""
 
     task: Literal["echo", "addition", "guess"] = "echo"
-    """Generated task, if there are no `files`. `guess`: a game of several turns, with the environment
-    of this name."""
+    """Generated task, if there are no `files`. `guess`: a game of several turns, with the
+    environment of this name."""
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
@@ -277,9 +281,10 @@ class PPOConfig:
 
     gamma: float = 1.0
     """Discount."""
-    lam: float | Literal["adaptive"] = 0.95
-    """GAE's lambda. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens (VAPO,
-    arXiv:2504.05118)."""
+    lam: float | Literal["adaptive"] = 1.0
+    """GAE's lambda. Below 1, a reward at the end hardly reaches the first of many tokens until the
+    value model knows the scores. `adaptive`: max(0, 1 - 1 / (`lam_alpha` * l)) in a row of l tokens
+    (VAPO, arXiv:2504.05118)."""
     lam_alpha: float = 0.05
     """Alpha of the adaptive lambda."""
     lam_value: float | None = None
@@ -313,9 +318,11 @@ class PPOConfig:
     """Weight of the entropy bonus."""
     whiten: bool = True
     """Whiten the advantages over the whole batch."""
-    baseline: Literal["value", "none"] = "value"
-    """`none`: advantages are returns minus their mean over the batch, without values. For
-    comparisons."""
+    baseline: Literal["value", "batch", "group"] = "value"
+    """What is subtracted from the rewards. `value`: values, by GAE. The others are to compare with,
+    and have no value model; they subtract from each token's reward-to-go a mean over rows of that
+    at the first token of the same turn. `batch`: over the step's rows that have the turn. `group`:
+    over the prompt's other rows, 0 for a row that lacks the turn."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from splitppo.config import Config, toml
+from splitppo.config import OF_VALUES, Config, toml
 from splitppo.errors import UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
@@ -96,14 +96,21 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
     """The file that `--config` names, and its settings; none without it."""
     preset = _value_of("--config", argv)
     path = "" if preset is None else toml.find_preset(os.path.expanduser(preset))
-    return path, {} if preset is None else toml.read_preset(path, recorded=recorded)
+    found = {} if preset is None else toml.read_preset(path, recorded=recorded)
+    return path, _used(found, argv)
 
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
     if _value_of("--policy.path", given) in (None, "tiny"):
-        given = [*_flags(toml.read_preset(TINY)), *given]
+        given = [*_flags(_used(toml.read_preset(TINY), given)), *given]
     return read_flags(Config, "splitppo.train", given)
+
+
+def _used(preset: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """A preset's settings, without those of values if the flags choose a baseline that has none."""
+    unused = () if _value_of("--ppo.baseline", argv) in (None, "value") else OF_VALUES
+    return {name: value for name, value in preset.items() if not name.startswith(unused)}
 
 
 def map_paths(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:

@@ -7,50 +7,88 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from splitppo.config import Config
+from splitppo.config import OF_VALUES, Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
 # Test of a value, the rule in words, the settings that must pass. None (off) always passes.
 RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda v: v >= 1, "must be at least 1", """compute.micro_batch_tokens data.max_rows data.validation_rows
-        engine.max_rows engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel log.validate_samples nodes ppo.epochs ppo.kl_horizon
-        ppo.mini_batches ppo.value_epochs ppo.value_mini_batches reference.tensor_parallel reward.tensor_parallel
-        reward.workers rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
-        rollout.samples steps value.ensemble value.layers value.pretrain_epochs value.tensor_parallel"""),
+    (
+        lambda v: v >= 1,
+        "must be at least 1",
+        """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
+        engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
+         log.validate_samples nodes ppo.epochs
+        ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
+        reference.tensor_parallel reward.tensor_parallel reward.workers rollout.batch_size
+        rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
+        rollout.samples steps value.ensemble value.layers value.pretrain_epochs
+        value.tensor_parallel""",
+    ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
-    (lambda v: v >= 0, "must be at least 0; it is subtracted", "reward.missing_eos_penalty reward.overlong_penalty"),
+    (
+        lambda v: v >= 0,
+        "must be at least 0; it is subtracted",
+        "reward.missing_eos_penalty reward.overlong_penalty",
+    ),
     (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
-    (lambda v: v > 0, "must be above 0", """env.timeout policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap ppo.kl_target
-        ppo.lam_alpha ppo.value_clip reward.timeout timeout value.optim.eps"""),
+    (
+        lambda v: v > 0,
+        "must be above 0",
+        """env.timeout policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap
+        ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout value.optim.eps""",
+    ),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
-    (lambda v: v == 0 or v >= 1e-3, "must be 0 or at least 0.001, or logits overflow", "log.validate_temperature"),
+    (
+        lambda v: v == 0 or v >= 1e-3,
+        "must be 0 or at least 0.001, or logits overflow",
+        "log.validate_temperature",
+    ),
     (lambda v: v <= 10**6, "must be at most 1000000", "rollout.batch_size world_size nodes"),
     (lambda v: v <= 1024, "must be at most 1024", "reward.workers"),
     (lambda v: 1 <= v <= 9, "must lie between 1 and 9", "data.digits"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "ppo.gamma ppo.lam_value"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "policy.optim.min_lr_ratio value.optim.min_lr_ratio"),
-    (lambda v: v == "adaptive" or 0 <= v <= 1, "must lie between 0 and 1, or be adaptive", "ppo.lam"),
+    (
+        lambda v: 0 <= v <= 1,
+        "must lie between 0 and 1",
+        "policy.optim.min_lr_ratio value.optim.min_lr_ratio",
+    ),
+    (
+        lambda v: v == "adaptive" or 0 <= v <= 1,
+        "must lie between 0 and 1, or be adaptive",
+        "ppo.lam",
+    ),
     (lambda v: 0 < v < 1, "must lie between 0 and 1", "engine.memory_fraction"),
     (lambda v: 0 < v <= 1, "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
-    (lambda v: all(0 <= b < 1 for b in v), "must lie in [0, 1); use 0.9 0.999", "policy.optim.betas value.optim.betas"),
+    (
+        lambda v: all(0 <= b < 1 for b in v),
+        "must lie in [0, 1); use 0.9 0.999",
+        "policy.optim.betas value.optim.betas",
+    ),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators need", "seed"),
-    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
-    (lambda v: "" not in v, "holds an empty string, which would end every response at once; drop it", "rollout.stop"),
-    (lambda v: len({*v}) == len(v), "names a function twice; name it once", "reward.function reward.validation"),
-    (lambda v: _is_object(v), """must be a JSON object, as '{"enable_thinking": false}'""", "data.chat_kwargs"),
-)  # fmt: skip
-Contradictions = list[
-    tuple[object, str]
-]  # whether two settings contradict each other, and what is said then
-SIGNED = (
-    "seed",
-    "env.format_reward",
-    "reward.failed_score",
-    "reward.model_weight",
-)  # no other setting may be a number below 0
+    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip value.range"),
+    (
+        lambda v: "" not in v,
+        "holds an empty string, which would end every response at once; drop it",
+        "rollout.stop",
+    ),
+    (
+        lambda v: len({*v}) == len(v),
+        "names a function twice; name it once",
+        "reward.function reward.validation env.tools",
+    ),
+    (
+        lambda v: _is_object(v),
+        """must be a JSON object, as '{"enable_thinking": false}'""",
+        "data.chat_kwargs",
+    ),
+)
+# whether two settings contradict each other, and what is said then
+Contradictions = list[tuple[object, str]]
+# no other setting may be a number below 0
+SIGNED = ("seed", "env.format_reward", "reward.failed_score", "reward.model_weight")
 
 
 def check(config: Config) -> None:
@@ -97,28 +135,33 @@ def _of_job(config: Config) -> Contradictions:
     return [
         (
             config.world_size is not None and not config.dry_run,
-            f"world_size={config.world_size} is for --dry-run; in a run, torchrun's --nproc_per_node sets the ranks",
+            f"world_size={config.world_size} is for --dry-run; in a run, torchrun's "
+            "--nproc_per_node sets the ranks",
         ),
         (
             config.placement.reference == "critic" and (ppo.kl_loss_coef > 0 or ppo.kl_coef == 0),
             f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, "
-            f"ppo.kl_loss_coef={ppo.kl_loss_coef:g}: the critic group only uses the KL in the reward; "
+            f"ppo.kl_loss_coef={ppo.kl_loss_coef:g}: the critic group only uses the KL in the "
+            "reward; "
             "set kl_coef above 0 alone, or use actor",
         ),
         (
             log.validate_samples > 1 and log.validate_temperature == 0,
-            f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise log.validate_temperature",
+            f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise "
+            "log.validate_temperature",
         ),
         *(
             (
                 cut(model) % cut(group),
-                f"{model}.tensor_parallel={cut(model)} is no multiple of the {group}'s, {cut(group)}; leave it unset",
+                f"{model}.tensor_parallel={cut(model)} is no multiple of the {group}'s, "
+                f"{cut(group)}; leave it unset",
             )
             for model, group in groups.items()
         ),
         (
             config.reward.tensor_parallel and config.reward.model is None,
-            f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none is set; unset it",
+            f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none "
+            "is set; unset it",
         ),
     ]
 
@@ -132,7 +175,8 @@ def _of_rollout(config: Config) -> Contradictions:
     return [
         (
             rows % rollout.samples,
-            f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; {use}",
+            f"rollout.batch_size={rows} is not a multiple of rollout.samples={rollout.samples}; "
+            f"{use}",
         ),
         (
             rows % ppo.mini_batches,
@@ -140,7 +184,8 @@ def _of_rollout(config: Config) -> Contradictions:
         ),
         (
             config.data.overlong != "refuse" and rollout.max_prompt_tokens is None,
-            f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too long? set it",
+            f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too "
+            "long? set it",
         ),
         (
             rollout.lengths and rollout.stop,
@@ -152,29 +197,33 @@ def _of_rollout(config: Config) -> Contradictions:
         ),
         (
             config.env.path and config.env.tools,
-            f"env.path={config.env.path} with env.tools: an environment runs its own tools; unset one",
+            f"env.path={config.env.path} with env.tools: an environment runs its own tools; "
+            "unset one",
         ),
         (
             config.env.format_reward and not config.env.tools,
-            f"env.format_reward={config.env.format_reward:g} rewards calls of env.tools, and there are none; name some",
+            f"env.format_reward={config.env.format_reward:g} rewards calls of env.tools, and there "
+            "are none; name some",
         ),
         (
             rollout.max_context and not config.has_env,
-            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools answer; "
-            "set rollout.max_new_tokens",
+            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
+            "answer; set rollout.max_new_tokens",
         ),
         (
             rollout.lengths and config.has_env,
-            "rollout.lengths fixes the length of responses, and an environment (env.path, env.tools, "
-            "data.task=guess) ends them; unset one",
+            "rollout.lengths fixes the length of responses, and an environment (env.path, "
+            "env.tools, data.task=guess) ends them; unset one",
         ),
         (
             window and rollout.stop,
-            f"rollout.window={window} with rollout.stop: no engine finds a string across two windows; unset one",
+            f"rollout.window={window} with rollout.stop: no engine finds a string across two "
+            "windows; unset one",
         ),
         (
             window and ppo.importance == "sequence",
-            f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly noise; use token",
+            f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly "
+            "noise; use token",
         ),
         (
             window and config.old_logprobs == "trainer" and ppo.importance == "off",
@@ -194,16 +243,19 @@ def _of_reward(config: Config) -> Contradictions:
     return [
         (
             functions == ("none",) and reward.model is None and not config.has_env,
-            "reward.function=none needs a reward.model or an environment, or nothing scores the rows",
+            "reward.function=none needs a reward.model or an environment, or nothing scores the "
+            "rows",
         ),
         (
             functions == ("none",) and every and not reward.validation and not config.has_env,
-            f"log.validate_every={every}: functions score held-out rows, and reward.function is none; "
+            f"log.validate_every={every}: functions score held-out rows, and reward.function is "
+            "none; "
             "name one in --reward.validation",
         ),
         (
             functions != ("none",) and ("none" in functions or not functions),
-            f"reward.function={' '.join(functions)}: name functions, or none alone beside a reward.model",
+            f"reward.function={' '.join(functions)}: name functions, or none alone beside a "
+            "reward.model",
         ),
         (
             "none" in reward.validation,
@@ -211,7 +263,8 @@ def _of_reward(config: Config) -> Contradictions:
         ),
         (
             reward.weights and len(reward.weights) != len(functions),
-            f"reward.weights={reward.weights} for {len(functions)} functions; give one weight each, in their order",
+            f"reward.weights={reward.weights} for {len(functions)} functions; give one weight "
+            "each, in their order",
         ),
         (
             reward.normalize == "batch" and rollout.window,
@@ -220,7 +273,8 @@ def _of_reward(config: Config) -> Contradictions:
         ),
         (
             reward.overlong_tokens >= limit,
-            f"reward.overlong_tokens={reward.overlong_tokens} must be below rollout.max_new_tokens={limit}; lower it",
+            f"reward.overlong_tokens={reward.overlong_tokens} must be below "
+            f"rollout.max_new_tokens={limit}; lower it",
         ),
     ]
 
@@ -234,16 +288,19 @@ def _of_ppo(config: Config) -> Contradictions:
     return [
         (
             max(count, steps) % min(count, steps),
-            f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple of it",
+            f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple "
+            "of it",
         ),
         (
             rows % count,
-            f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; {_use(rows, count)}",
+            f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; "
+            f"{_use(rows, count)}",
         ),
         (
             config.old_logprobs == "engine" and ppo.importance != "off",
             f"ppo.importance={ppo.importance} needs the trainer's old log-probs, "
-            "which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them back",
+            "which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them "
+            "back",
         ),
         (
             config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0),
@@ -257,15 +314,18 @@ def _of_ppo(config: Config) -> Contradictions:
         ),
         (
             ppo.clip_mode == "clip" and ppo.clip_low >= 1,
-            f"ppo.clip_low={ppo.clip_low} must be below 1: the ratio's lower bound is 1 - clip_low; lower it",
+            f"ppo.clip_low={ppo.clip_low} must be below 1: the ratio's lower bound is 1 - "
+            "clip_low; lower it",
         ),
         (
             ppo.clip_mode == "mask" and ppo.dual_clip is not None,
-            f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; unset one",
+            f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; "
+            "unset one",
         ),
         (
             ppo.critic_warmup >= config.steps,
-            f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the policy; raise steps",
+            f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the "
+            "policy; raise steps",
         ),
     ]
 
@@ -276,16 +336,20 @@ def _of_critic(config: Config) -> Contradictions:
     samples = config.rollout.samples
     rows = config.rollout.batch_size
     prompts = rows // samples
+    lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
+    default = dict(leaves(asdict(Config())))
     parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
     return [
         (
             value.pretrain_steps and ppo.critic_warmup,
-            f"value.pretrain_steps={value.pretrain_steps} and ppo.critic_warmup={ppo.critic_warmup} "
+            f"value.pretrain_steps={value.pretrain_steps} and "
+            f"ppo.critic_warmup={ppo.critic_warmup} "
             "are both for the first steps; unset one",
         ),
         (
             value.pretrain_steps > config.steps,
-            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; raise steps",
+            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; "
+            "raise steps",
         ),
         (
             value.pretrain_steps and value.ensemble > 1,
@@ -302,9 +366,37 @@ def _of_critic(config: Config) -> Contradictions:
             f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
             f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
         ),
+        *(
+            (
+                not config.value_models and setting != default[name],
+                f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
+            )
+            for name, setting in leaves(asdict(config))
+            if name.startswith(OF_VALUES)
+        ),
         (
-            ppo.baseline == "none" and ppo.lam == "adaptive",
-            "ppo.baseline=none uses no values; unset ppo.lam=adaptive",
+            value.range and ppo.kl_coef > 0,
+            f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
+            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
+        ),
+        (
+            value.range and (ppo.gamma != 1 or lam_value != 1),
+            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
+            f"ppo.lam_value={lam_value}; set both to 1",
+        ),
+        (
+            not config.value_models and ppo.lam == "adaptive",
+            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values; use ppo.lam=1",
+        ),
+        (
+            ppo.baseline == "group" and samples == 1,
+            "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
+            "leaves none; use rollout.samples=8, or ppo.baseline=batch",
+        ),
+        (
+            ppo.baseline == "group" and config.rollout.window,
+            f"ppo.baseline=group with rollout.window={config.rollout.window}: "
+            "a prompt's rows end in different steps; use ppo.baseline=batch, or rollout.window=0",
         ),
     ]
 

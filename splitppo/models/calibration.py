@@ -1,5 +1,5 @@
-"""How good the value model is, measured against what happened: the scores of rows that ended by
-themselves.
+"""How good the value model is, measured against what happened: the rewards-to-go of rows, before it
+was trained on them.
 
 Explained variance against the value model's own targets flatters it: with a small lambda the
 targets are mostly its own values. docs/critic.md says how to read these figures.
@@ -15,49 +15,46 @@ from splitppo.job.collectives import Group
 from splitppo.rollout import Rollout
 
 BINS = 10
-PLACES = ("first", "third_1", "third_2", "third_3")  # the first token, and thirds of the response
-
-
-def outcomes(rollout: Rollout, scores: Tensor, gamma: float) -> Tensor:
-    """`[N]` the score of each token's row, discounted to the token; NaN in rows that were cut.
-    `scores`: `[B]`."""
-    sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
-    cut = torch.tensor([episode.truncated for episode in rollout.episodes], dtype=torch.bool)
-    left = (
-        sizes.cumsum(0).repeat_interleave(sizes) - 1 - torch.arange(rollout.tokens)
-    )  # tokens after each
-    return scores.masked_fill(cut, torch.nan).repeat_interleave(sizes) * gamma**left
+TURNS = 8  # with figures of their own
 
 
 def quality(
-    rollout: Rollout, values: Tensor, scores: Tensor, gamma: float, group: Group
+    rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group, *, cut: bool
 ) -> dict[str, Any]:
-    """Metrics of the whole batch; all ranks of the group call it. `values`: `[N]`. `scores`: `[B]`,
-    as they become rewards.
+    """Metrics of the whole batch; all ranks of the group call it. `values`, `rewards`: `[N]`.
+    `cut`: rows that were cut count, too: the value model learns from them.
 
     Returns:
-        `critic/explained/PLACE` for the first token and each third of the response: 1 - var(score -
-        value) / var(score) over the tokens there; 0 where scores don't vary.
-        `critic/first_value_error`: mean of value less score at the first token.
-        `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean value, mean
-        score.
+        `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
+        there; 0 where these rewards don't vary. Places: `first`, a row's first token; `token_K` for
+        K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
+        turn K, up to the 8th. A place counts from a row's beginning, since a part of its length
+        would tell how it ends. `critic/first_value_error`: mean of value less reward-to-go at the
+        first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
+        value, mean reward-to-go (`score`).
     """
-    targets = outcomes(rollout, scores, gamma)
-    ended = ~targets.isnan() & values.isfinite()  # an update will say what is wrong
+    targets, _ = algo.gae(rewards, torch.zeros_like(rewards), rollout.lengths, gamma=gamma, lam=1.0)
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
-    begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    where = (torch.arange(rollout.tokens) - begins) / sizes.repeat_interleave(sizes)
-    masks = [ended & (where == 0), *(ended & ((where * 3).long() == i) for i in range(3))]
+    rows = torch.tensor([cut or not e.truncated for e in rollout.episodes], dtype=torch.bool)
+    # an update will say what is wrong with values that are not finite
+    counted = rows.repeat_interleave(sizes) & values.isfinite()
+    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.lengths)])
+    octave = (position + 1).double().log2().long()
+    turn = rollout.turns()
+    longest = [int(place.max()) + 1 if len(place) else 0 for place in (octave, turn)]
+    octaves, most = group.all_max(longest)
+    masks = {f"token_{2**k}" if k else "first": octave == k for k in range(octaves)}
+    if most > 1:
+        masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
-    whole = group.all_moments([algo.moments(x[mask]) for mask in masks for x in (targets, errors)])
-    explained = {
+    figures = [algo.moments(x[counted & at]) for at in masks.values() for x in (targets, errors)]
+    whole = group.all_moments(figures)
+    metrics: dict[str, Any] = {
         f"critic/explained/{place}": algo.explained_variance(target, error)
-        for place, target, error in zip(PLACES, whole[::2], whole[1::2], strict=True)
+        for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
     }
-    return explained | {
-        "critic/first_value_error": -float(whole[1].mean),
-        "critic/calibration": _calibration(values[ended], targets[ended], group),
-    }
+    metrics["critic/first_value_error"] = -float(whole[1].mean)
+    return metrics | {"critic/calibration": _calibration(values[counted], targets[counted], group)}
 
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
-from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.heads import PolicyOutputs, head_outputs
 from splitppo.rollout import Episode, episode_of
 
 # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
@@ -82,7 +82,7 @@ def _error(
     """The largest difference between a micro-batch's outputs and the expected ones."""
     batch = micro_batch(episodes, torch.device("cpu"), packed=packed)
     policy = PolicyOutputs(1.0, VOCABULARY)
-    out = value_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
+    out = head_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
     errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
     return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
 

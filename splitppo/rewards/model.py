@@ -1,14 +1,17 @@
 """A learned reward: a sequence-classification checkpoint with one label, sharded over the critic
 ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from splitppo.config import RewardConfig
 from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
+from splitppo.rewards.functions import Failure
 from splitppo.rollout import Episode, Prompt, Rollout, episode_of
 
 
@@ -93,6 +96,22 @@ class RewardModel(Frozen):
         return whole.select(scores, [episode.row for episode in episodes]), torch.tensor(
             [float(cut) for _, cut in encoded]
         )
+
+    def weighted(
+        self, prompts: Sequence[Prompt], episodes: Sequence[Episode], config: RewardConfig
+    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
+        """The model's part of the rows' scores `[B]`, its figures, and the rows on which it
+        failed. All ranks of the group call it."""
+        scores, cut = self.score(prompts, episodes)
+        wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
+        failures = [
+            (episode.row, Failure("reward_model", "invalid", wrong.format(score)))
+            for episode, score in zip(episodes, scores.tolist(), strict=True)
+            if not math.isfinite(score)
+        ]
+        scores = torch.where(scores.isfinite(), scores, config.failed_score)
+        figures = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
+        return scores * config.model_weight, figures, failures
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
         """The scores `[B, 1]`. A decoder's score is read at the last token that is not

@@ -229,15 +229,16 @@ class Builder:
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training, runner)
         values = [
-            self._learner("value", runner, number) for number in range(self.config.value.ensemble)
+            self._learner("value", runner, number) for number in range(self.config.value_models)
         ]
         critic = Critic(
             self.context,
+            runner.group,
             values,
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
-            pretrained=functools.partial(self._save_value, values[0]),
+            pretrained=functools.partial(self._save_value, *values[:1]),
         )
         self._warm_up(critic)
         return critic

@@ -57,15 +57,7 @@ def preflight(resolved: Resolved) -> None:
     """The other checks that need no process group; the first that fails is a UserError."""
     config = resolved.config
     placement = resolved.placement
-    for name, given in (
-        ("reference", config.placement.reference == "critic"),
-        ("barrier", config.placement.barrier),
-    ):
-        if given and placement.colocated:
-            raise UserError(
-                f"placement.{name} is for two groups, and every rank plays both roles; "
-                "leave it unset"
-            )
+    _check_groups(resolved)
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         if (size := config.tensor_parallel(name)) > 1:
@@ -95,6 +87,25 @@ def preflight(resolved: Resolved) -> None:
         raise UserError(
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
             "--run-dir: each restart would begin in a folder of its own"
+        )
+
+
+def _check_groups(resolved: Resolved) -> None:
+    """Refuses settings of two groups where there is one, and a critic group without a model."""
+    for name, given in (
+        ("reference", resolved.config.placement.reference == "critic"),
+        ("barrier", resolved.config.placement.barrier),
+    ):
+        if given and resolved.placement.colocated:
+            raise UserError(
+                f"placement.{name} is for two groups, and every rank plays both roles; "
+                "leave it unset"
+            )
+    if not (resolved.placement.colocated or "critic" in map(resolved.role_of, resolved.models)):
+        raise UserError(
+            f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
+            "critic ranks would hold no model; use placement.mode=colocated, or give them a "
+            "reward.model, or the reference of ppo.kl_coef (placement.reference=critic)"
         )
 
 

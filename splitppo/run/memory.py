@@ -164,7 +164,11 @@ def fitted(
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
     """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line
     that says so."""
-    automatic = [name for name in ("policy", "value") if resolved.offload(name) == "auto"]
+    automatic = [
+        name
+        for name in ("policy", "value")
+        if name in resolved.models and resolved.offload(name) == "auto"
+    ]
     for name in automatic:
         resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
@@ -192,8 +196,13 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     trainer = 2 * config.fsdp.tensor_parallel
     half = config.compute.micro_batch_tokens // 2
     other = "actor" if config.placement.reference == "critic" else "critic"
-    # the KL loss needs the reference at the actor
-    movable = not resolved.placement.colocated and (other == "actor" or not config.ppo.kl_loss_coef)
+    # the KL loss needs it at the actor; without another model the critic group would hold none
+    stays = (
+        config.ppo.kl_loss_coef
+        if other == "critic"
+        else {"value", "reward"}.isdisjoint(resolved.models)
+    )
+    movable = not (resolved.placement.colocated or stays)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
     found: list[tuple[str, str, Any, bool]] = [
         ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
@@ -208,10 +217,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
         flag = f"--{table}.{name}".replace("_", "-")
-        yield (
-            flag if setting is True else f"{flag} {setting}",
-            with_setting(resolved, table, name, setting),
-        )
+        flag = flag if setting is True else f"{flag} {setting}"
+        yield flag, with_setting(resolved, table, name, setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
@@ -269,21 +276,18 @@ def _turns(
     resolved: Resolved, role: Role, memory: float
 ) -> Iterator[tuple[str, Sequence[str], Parts]]:
     """A role's phases: name, the models whose turn it is, and what is held beside the models."""
-    others = [
-        name
-        for name in ("reference", "reward")
-        if name in resolved.models and resolved.role_of(name) == role
-    ]
-    own, phase = ("policy", "logprobs") if role == "actor" else ("value", "score")
+    held = [name for name in resolved.models if resolved.role_of(name) == role]
     engine = {}
     if role == "actor" or resolved.placement.colocated:
         engine, sync, rollout = _engine(resolved, memory)
         if role == "actor":
             yield "sync", ("policy",), engine | sync
             yield "rollout", (), engine | rollout
-    for name in (own, *others):  # all of them are released when the last one has run
-        yield phase, (own, *others), engine | _forward(resolved, name, role)
-    yield "update", (own,), engine | _update(resolved, own, role)
+    for name in held:  # all of them are released when the last one has run
+        phase = "logprobs" if role == "actor" else "score"
+        yield phase, held, engine | _forward(resolved, name, role)
+    for name in {"policy", "value"} & {*held}:
+        yield "update", (name,), engine | _update(resolved, name, role)
 
 
 def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:

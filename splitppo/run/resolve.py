@@ -211,11 +211,14 @@ def _read_model(
     is_value = name == "value"
     own_code = config.policy.trust_remote_code
     found = tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
+    if is_value:
+        found = build.shorten(found, config.value.layers, given)
+        found = build.bound(found, config.value.range, given)
     model = Model(
         kind=KINDS[name],
         name=given,
         path=path,
-        config=build.shorten(found, config.value.layers, given) if is_value else found,
+        config=found,
         random_init=_is_drawn(config, name),
         packed=wanted and name != "reward",
         frozen=getattr(config, name).freeze if name in ("policy", "value") else (),

@@ -113,9 +113,9 @@ class Saver:
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
-        if self.learners[0].runner.device.type == "cuda":
-            torch.cuda.synchronize(self.learners[0].runner.device)
         for learner in self.learners:
+            if learner.runner.device.type == "cuda":
+                torch.cuda.synchronize(learner.runner.device)
             learner.release_memory(changed=False)
         self.step = step
         self.may_commit = threading.Event()

@@ -20,6 +20,7 @@ from splitppo.errors import one_line, say
 from splitppo.job.nodes import installed
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import parse_record, read_lines
+from splitppo.run.idle import idle_line
 from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
@@ -68,6 +69,11 @@ def opening(
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
+        **(
+            {}
+            if config.value_models
+            else {"value": f"no value model: ppo.baseline={config.ppo.baseline}"}
+        ),
         "placement": f"{placement.mode}: "
         f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
         "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new "
@@ -215,6 +221,8 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
     lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
+    if free := idle_line(steps["critic"], config):
+        lines.append(("value epochs", free))
     run = shlex.quote(str(folder))
     # paths and commands are not wrapped: they are to be copied
     parts = [

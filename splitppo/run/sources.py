@@ -52,7 +52,9 @@ def reward_copy(run: Path, file: str) -> Path:
 
 def model_paths(config: Config) -> dict[str, str]:
     """The models that the run loads, as the configuration names them."""
-    paths = {"policy": config.policy.path, "value": config.value.path or config.policy.path}
+    paths = {"policy": config.policy.path}
+    if config.value_models:
+        paths["value"] = config.value.path or config.policy.path
     if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
         paths["reference"] = config.reference.path or config.policy.path
     if config.reward.model:

@@ -12,7 +12,6 @@ import random
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.tools.cost import WARM_UP, Split, Work, may_move, mean, measured, predict
+from splitppo.run.idle import WARM_UP, free_value_epochs
+from splitppo.tools.cost import Split, Work, may_move, mean, measured, predict
 from splitppo.tools.runs import as_text, read_columns
 
 # dense bfloat16, without sparsity, of the makers' data sheets
@@ -66,6 +66,7 @@ class Result:
     metrics: dict[str, dict[str, float]]
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
+    value_epochs: int  # passes of the value model that cost no time
 
     def seconds(self, role: str, *spans: str) -> float:
         """Seconds of a step in these spans."""
@@ -173,7 +174,7 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
         role: [step.metrics for step in column.values()]
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
-    batch = tomllib.loads((folder / "config.toml").read_text())["rollout"]["batch_size"]
+    config = parse(["--config", str(folder / "config.toml")], recorded=True)
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {
         role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()
@@ -181,10 +182,17 @@ def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
     return Result(
         job,
         split,
-        measured(*(steps[role][warmup - WARM_UP :] for role in ROLES), split=split, batch=batch),
+        measured(
+            *(steps[role][warmup - WARM_UP :] for role in ROLES),
+            split=split,
+            batch=config.rollout.batch_size,
+        ),
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
+        value_epochs=free_value_epochs(
+            last["critic"], config.ppo.value_epochs or config.ppo.epochs
+        )[1],
     )
 
 
@@ -219,6 +227,7 @@ def table(results: list[Result], gpu: str | None) -> str:
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
+            "free epochs": "-" if r.job.endswith("/barrier") else str(r.value_epochs),
             # 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
             "MFU a/c": "/".join(
                 f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update') / peak:.0%}"

@@ -22,13 +22,13 @@ from splitppo.tools.runs import curves, read_columns
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HEADS = ("trained", "before training")
-Answer = dict[str, list[Any]]  # `text` and `value` of each token
+Answer = dict[str, list[Any]]  # `text` of each token, and its `value` if there is a value model
 
 
 def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[Any]]:
     """The tokenizer, a checkpoint's value model, and two engines: of the checkpoint's policy and of
     the one before training, unless its weights are gone; then a line says so. They are on a GPU if
-    there is one."""
+    there is one. Of a run without a value model, it is None."""
     import torch
 
     from splitppo.engine.hf import HFEngine
@@ -40,7 +40,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
     dtype = dtype_of(config, device)
     source = model_folder(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
-    value = load_model(config, run, "value", saved).to(device, dtype)
+    value = load_model(config, run, "value", saved) if config.value_models else None
     engines = []
     for folder in (saved, None):
         try:
@@ -58,7 +58,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
         )
         engine.load_weights(model.state_dict().items())
         engines.append(engine)
-    return tokenizer, value, engines
+    return tokenizer, value and value.to(device, dtype), engines
 
 
 def load(
@@ -86,7 +86,7 @@ def load(
         )
     sampling = replace(config.rollout, temperature=temperature, max_new_tokens=most)
     tokenizer, value, engines = load_models(config, run, saved)
-    positions = (most_positions(model.config)[0] for model in (value, engines[0].model))
+    positions = [most_positions(m.config)[0] for m in (value, engines[0].model) if m]
     room = min(filter(None, positions), default=2**31) - most
 
     @torch.no_grad()
@@ -105,9 +105,10 @@ def load(
             sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout(episode for part in parts for episode in part)
-            values = value_outputs(value, micro_batch(rollout.episodes, engine.device))[0].cpu()
+            batch = micro_batch(rollout.episodes, engine.device)
+            figures = {"value": value_outputs(value, batch)[0].cpu()} if value else {}
             found += token_figures(
-                rollout, {"value": values}, lambda i: tokenizer.decode(i, skip_special_tokens=True)
+                rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )
         return found
 
@@ -137,13 +138,15 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
 def show(run: Path, answers: list[Answer]) -> None:
     """Prints the answers: on a terminal with curves that span the run's scores, from the lowest to
     the highest."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or "value" not in answers[0]:
         for head, answer in zip(HEADS, answers, strict=False):
+            print(f"{head}: {''.join(answer['text'])}")
             figures = [
                 f"{json.dumps(t, ensure_ascii=False)} {v:.4g}"
-                for t, v in zip(*answer.values(), strict=True)
+                for t, v in zip(answer["text"], answer.get("value", ()), strict=False)
             ]
-            print(f"{head}: {''.join(answer['text'])}\n{head}, values: {'  '.join(figures)}")
+            told = "  ".join(figures) or "the run has no value model (ppo.baseline)"
+            print(f"{head}, values: {told}")
         return
     series = curves({}, read_columns(run)[1])
     low = min(series.get("critic/score/min", {0: 0.0}).values())

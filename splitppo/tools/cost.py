@@ -31,12 +31,12 @@ from typing import Any, Literal
 
 from splitppo.errors import UserError
 from splitppo.run.files import read_lines
+from splitppo.run.idle import WARM_UP
 
 # a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # share of the other model's FLOPs a second below which an update waits for the host
 WINDOWS = (256, 512, 1024, 2048, 4096, 8192)  # that `window_advice` tries
-WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
 Side = Literal["actor", "critic"]
 Lines = Sequence[Mapping[str, Any]]  # a role's metrics, step by step
 
@@ -134,7 +134,10 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     x = split.actor
     y = split.critic or split.actor
     policy, rate = updates(actor)
-    value, value_rate = updates(critic)
+    # without a value model the critic has no update
+    value, value_rate = (
+        updates(critic) if any("perf/update_tflop" in line for line in critic) else (0.0, rate)
+    )
     slower = waiting(rate, value_rate)
     value_slower = waiting(value_rate, rate)
     shortened = policy * (1 - slower) * x

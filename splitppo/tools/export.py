@@ -31,12 +31,13 @@ def export(
     out: Path | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> Path:
-    """Write DIR/policy and DIR/value as Hugging Face folders.
+    """Write DIR/policy and, if the run has a value model, DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
-    model's type, the value model (one label: the value of each position). `value.path` takes
-    DIR/value of any type. Transformers 4.57 reads both, too, if it has models of the type. What
-    training did not change is as in the folder that it started from.
+    model's type, the value model (one label: the value of each position, or with `value.range` its
+    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
+    Transformers 4.57 reads both, too, if it has models of the type. What training did not change is
+    as in the folder that it started from.
 
     Args:
         run: The run's folder.
@@ -53,7 +54,7 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value.ensemble))]:
+    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value_models))]:
         folder = out / (f"{kind}_{number}" if number else kind)
         model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
         save(
@@ -65,6 +66,8 @@ def export(
         )
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
+    if not config.value_models:
+        print(f"the run has no value model: ppo.baseline={config.ppo.baseline}")
     return out
 
 
@@ -101,7 +104,9 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
-    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
+    logit = "the logit x of each position's value, low + (high - low) * sigmoid(x) of value_range"
+    label = logit if config.value.range else "the value of each position"
+    what = "Policy" if kind == "policy" else f"Value model (one label: {label})"
     return f"""\
 ---
 library_name: transformers
@@ -138,10 +143,11 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
 
     source = str(model_folder(config, run, kind))
     cpu = torch.device("cpu")
-    whole = models.read_config(source, own_code=config.policy.trust_remote_code)
-    model: Any = models.build(
-        models.shorten(whole, config.value.layers if kind == "value" else None, source), kind
-    )
+    found = models.read_config(source, own_code=config.policy.trust_remote_code)
+    if kind == "value":
+        found = models.shorten(found, config.value.layers, source)
+        found = models.bound(found, config.value.range, source)
+    model: Any = models.build(found, kind)
     if saved is None:
         base = model_folder(config, run, kind, weights=not config.policy.random_init)
         fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)

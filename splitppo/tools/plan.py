@@ -10,6 +10,7 @@ import tyro
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
+from splitppo.run.idle import idle_line
 from splitppo.tools.cost import (
     Split,
     advice,
@@ -29,8 +30,9 @@ def plan(
     length: int | None = None,
     memory: float = 80.0,
 ) -> list[str]:
-    """Predicts from a run which split is the fastest and what rollout.window would give, or from a
-    model's configuration which placements fit. Prints its lines, and returns them.
+    """Predicts from a run which split is the fastest, what rollout.window would give and how many
+    value epochs cost nothing, or from a model's configuration which placements fit. Prints its
+    lines, and returns them.
 
     Args:
         run: a run's folder; or a model's, or its hub name.
@@ -82,6 +84,8 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
         sets=(config.tensor_parallel("policy"), config.tensor_parallel("value")),
     )
-    return advice(work, split, choices) + (
-        window_advice(work, split, lengths, choices) if lengths else []
-    )
+    if not (config.value_models or config.reward.model):  # the critic group would hold no model
+        choices = [split for split in choices if not split.critic or split.reference == "critic"]
+    windows = window_advice(work, split, lengths, choices) if lengths else []
+    free = idle_line(critic, config)
+    return [*advice(work, split, choices), *windows, *([free] if free else [])]

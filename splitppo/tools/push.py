@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from splitppo.errors import UserError
-from splitppo.tools.export import export
+from splitppo.tools.export import export, open_run
 
 
 def push(
@@ -33,6 +33,8 @@ def push(
 
     if not re.fullmatch(REPO, repo, re.ASCII):
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
+    if value and not open_run(run, step)[0].value_models:
+        raise UserError("--value: the run has no value model, by its ppo.baseline; leave it out")
     out = export(run, step, dtype=dtype)
     for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
         print(f"{kind}: {upload(out / kind, name, public=public)}")

@@ -72,9 +72,11 @@ PANELS = {  # title: (label, metric, axis)
         ("value loss", "critic/vf_loss", LEFT),
         ("explained variance", "critic/vf_explained_var", RIGHT),
     ],
-    "Critic": [  # explained variance against scores
+    "Critic": [  # explained variance against rewards-to-go
         ("first token", "critic/explained/first", LEFT),
-        ("last third", "critic/explained/third_3", LEFT),
+        ("tokens 8 to 15", "critic/explained/token_8", LEFT),
+        ("64 to 127", "critic/explained/token_64", LEFT),
+        ("512 to 1023", "critic/explained/token_512", LEFT),
         ("first value - score", "critic/first_value_error", RIGHT),
     ],
     "Response length": [
@@ -88,9 +90,11 @@ SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
 
-def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
+def draw_panel(
+    ax: Axes, title: str, curves: Sequence[Curve], missing: str = "not recorded"
+) -> None:
     """One panel of curves, named by a coloured axis label, or by a legend where lines share an
-    axis; or unnamed."""
+    axis; or unnamed. `missing`: what it says without curves."""
     ax.set_title(title)
     ax.grid(True)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -111,7 +115,7 @@ def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
         )
         sides[right].set_ylabel(label, color=colour)
     if not curves:
-        ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", color=GREY)
+        ax.text(0.5, 0.5, missing, transform=ax.transAxes, ha="center", color=GREY)
     if LEFT not in sides:
         ax.set_yticks([])
     for side in (ax, *sides.values()):
@@ -121,10 +125,10 @@ def draw_panel(ax: Axes, title: str, curves: Sequence[Curve]) -> None:
             side.legend(labelcolor="linecolor", **LEGEND)
 
 
-def draw_calibration(ax: Axes, bins: Sequence[Any]) -> None:
+def draw_calibration(ax: Axes, bins: Sequence[Any], missing: str) -> None:
     """Mean score against mean value, a dot for each range of the values; its area goes with the
     tokens in it."""
-    draw_panel(ax, "Calibration, last step", [])
+    draw_panel(ax, "Calibration, last step", [], missing)
     if bins:
         ax.texts[0].remove()
         values, scores, tokens = (
@@ -206,6 +210,10 @@ def draw_raster(ax: Axes, run: Run) -> None:
 def draw(run: Run, timeline: Timeline | None) -> Figure:
     """The whole figure, 2000 pixels wide."""
     actor, critic = run.columns
+    baseline = run.settings.get("ppo.baseline", '"value"')
+    missing = (
+        "not recorded" if baseline == '"value"' else f"no value model: ppo.baseline = {baseline}"
+    )
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(20, 14.9), dpi=100)
         figure.text(0.055, 0.975, f"{run.name}: {max(actor)} steps", fontsize=17, weight="bold")
@@ -218,9 +226,11 @@ def draw(run: Run, timeline: Timeline | None) -> Figure:
                 (*line, colour, run.series[line[1]])
                 for line, colour in zip(found, COLOURS, strict=False)
             ]
-            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own)
+            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), panel, own, missing)
         draw_calibration(
-            figure.add_subplot(grid[1, 3]), critic[max(critic)].calibration if critic else ()
+            figure.add_subplot(grid[1, 3]),
+            critic[max(critic)].calibration if critic else (),
+            missing,
         )
         if timeline:
             draw_timeline(figure.add_axes((0.055, 0.2745, 0.89, 0.235)), timeline)

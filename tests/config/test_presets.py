@@ -191,6 +191,16 @@ def test_presets_keep_the_rules(preset: str) -> None:
     check(parse([f"--config={CONFIGS / preset}"]))
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_serve_both_sides_of_a_comparison(preset: str) -> None:
+    """The flag `--ppo.baseline` leaves out what a preset sets of the value model."""
+    argv = ["--config", str(CONFIGS / preset), "--rollout.window=0", "--ppo.lam=1"]
+    config = parse([*argv, "--ppo.baseline=batch", "--placement.reference=actor"])
+    check(config)
+    assert config.value == Config().value
+    assert config.policy == parse(argv).policy
+
+
 def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) -> None:
     """In a folder without configs/; a file of one's own goes first."""
     due = settings(parse(["--config", str(CONFIGS / "smollm2" / "addition.toml")]))

@@ -170,7 +170,7 @@ def test_a_long_answer_is_cut():
 
 
 def run(moves: bool, window: int, *, restarts: bool = False, delay: float = 0.0) -> list[Episode]:
-    """Twelve steps, or one without windows; a player's objects are lost after each if it `moves`."""
+    """Twelve steps, or two without windows; after each, the objects are lost if it `moves`."""
     Env.delay = delay
     sampler = sampler_of({"turns": 4, "asks": 1}, window=window)
     rows = []

@@ -1,31 +1,77 @@
-"""Which critic is worth its GPU: sizes of the value model, and what the papers add to it, on one
-task at equal GPUs.
+"""Which critic is worth its GPU: runs with several critics on one task, and their table.
 
-    python tests/gpu/critic_study.py OUT [--jobs 4] [--gpus 2] [--layers 30] -- FLAGS OF THE TRAINER
+    python tests/gpu/critic_study.py OUT [--study mixed] [--jobs 18] [--gpus 2] -- TRAINER FLAGS
+
+Studies:
+
+* `mixed`: SmolLM2-135M adds numbers of one to four digits, one response a prompt. The value model
+  with the old settings, with a better rate, with four value epochs, bounded; the batch's mean;
+  groups of 8 responses, as many rows.
+* `frozen`: the same value models alone, on rollouts of a policy that is not trained.
+* `size`: layers of the value model, an ensemble, and what papers add. FLAGS name preset and steps.
 
 Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time. A
-run that has ended is left as it is. One that was stopped goes on from its checkpoint, or begins
-again. So the same command resumes the study. Prints the table and writes OUT/study.md,
-OUT/study.json and OUT/study.png.
+run that has ended is left as it is; so the same command makes what is missing, and prints the
+table. `--arms rate --seeds 0` makes one run. When one fails, or after `--limit` seconds, all end at
+once. OUT/runs.jsonl has a line for each run that has ended, OUT/study.md the table, OUT/study.png
+the curves.
 """
 
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from queue import Queue
-from statistics import mean
+from statistics import fmean
+from typing import Any
 
+ROWS = (1_000, 4_000, 10_000)  # after which the explained variance is told
+PLACES = ("first", "token_2", "token_4", "token_8")
+TRAINING, HELD_OUT = 20_000, 256  # sums in the files
 PRETRAINED = ["--value.pretrain-steps", "5"]
 ADAPTIVE = ["--ppo.lam", "adaptive", "--ppo.lam-value", "1.0"]
 MASKED = ["--ppo.clip-mode", "mask", "--ppo.old-logprobs", "engine"]
+RATE = ["--value.optim.lr", "1e-4", "--ppo.lam", "1"]
+RANGE = ["--value.range", "0", "1"]
 
 
-def arms(layers: int) -> dict[str, list[str]]:
+def mixed() -> dict[str, list[str]]:
+    """The flags of each arm."""
+    return {
+        "old": ["--value.optim.lr", "2e-5", "--ppo.lam", "0.95"],
+        "rate": RATE,
+        "epochs": [*RATE, "--ppo.value-epochs", "4"],
+        "bounded": [*RATE, "--ppo.value-epochs", "4", *RANGE],
+        "batch": ["--ppo.baseline", "batch"],
+        "groups": ["--ppo.baseline", "group", "--rollout.samples", "8"],
+    }
+
+
+def frozen(steps: int) -> dict[str, list[str]]:
+    """The flags of each arm; the value model alone is trained in all steps."""
+    alone = ["--value.pretrain-steps", str(steps), "--value.pretrain-patience", "0"]
+    once = [*alone, "--value.pretrain-epochs", "1", "--value.optim.lr"]
+    four = [*alone, "--value.pretrain-epochs", "4", "--value.optim.lr"]
+    return {
+        "old": [*once, "2e-5"],
+        "rate": [*once, "1e-4"],
+        "rate_5e-5": [*once, "5e-5"],
+        "rate_3e-4": [*once, "3e-4"],
+        "epochs": [*four, "1e-4"],
+        "bounded_once": [*once, "1e-4", *RANGE],
+        "bounded": [*four, "1e-4", *RANGE],
+    }
+
+
+def size(layers: int) -> dict[str, list[str]]:
     """The flags of each arm, for a value model that has so many layers."""
     half, quarter, eighth = layers // 2, max(1, round(layers / 3.75)), max(1, layers // 7)
     small = ["--value.layers", str(quarter)]
@@ -35,7 +81,7 @@ def arms(layers: int) -> dict[str, list[str]]:
         f"layers_{quarter}": small,
         f"layers_{eighth}": ["--value.layers", str(eighth)],
         f"two_of_{quarter}": [*small, "--value.ensemble", "2"],
-        "none": ["--ppo.baseline", "none"],
+        "batch": ["--ppo.baseline", "batch"],
         "whole_pretrained": PRETRAINED,
         f"layers_{quarter}_pretrained": [*small, *PRETRAINED],
         "whole_adaptive": ADAPTIVE,
@@ -45,152 +91,258 @@ def arms(layers: int) -> dict[str, list[str]]:
     }
 
 
-def train(out: Path, name: str, flags: list[str], seed: int, gpu: str | None) -> None:
-    """One run, in a process of its own; its output goes to a file."""
-    folder = out / f"{name}_{seed}"
-    if read(folder):
-        return
-    own = [
-        "--run-dir",
-        str(folder),
-        "--seed",
-        str(seed),
-        "--placement.mode",
-        "colocated",
-        "--checkpoint.keep",
-        "1",
-    ]
-    own += [] if any(folder.glob("checkpoints/step_*")) else ["--force"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-    with (out / f"{name}_{seed}.log").open("ab") as log:
-        command = [sys.executable, "-m", "splitppo.train", *flags, *own]
-        done = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT).returncode
-    print(
-        f"{name}, seed {seed}: {'ended' if done == 0 else f'failed ({done}), see {log.name}'}",
-        flush=True,
-    )
+def write_sums(out: Path, digits: list[int]) -> list[str]:
+    """Writes sums whose numbers have one of these counts of digits, as many of each; returns the
+    flags that read them. No sum is in both files, in this order of its numbers."""
+    drawn = random.Random(0)
+
+    def draw(count: int) -> tuple[int, int]:
+        low = 10 ** (count - 1) if count > 1 else 0
+        return drawn.randrange(low, 10**count), drawn.randrange(low, 10**count)
+
+    # one digit has 100 pairs: a quarter of them at most is held out
+    quota = {count: min(HELD_OUT // len(digits), 10 ** (2 * count) // 4) for count in digits}
+    held_out: set[tuple[int, int]] = set()
+    for count, most in quota.items():
+        mine: set[tuple[int, int]] = set()
+        while len(mine) < most:
+            mine.add(draw(count))
+        held_out |= mine
+    training = []
+    while len(training) < TRAINING:
+        if (pair := draw(digits[len(training) % len(digits)])) not in held_out:
+            training.append(pair)
+    flags = []
+    for flag, name, pairs in (
+        ("--data.files", "training", training),
+        ("--data.validation-files", "held_out", sorted(held_out)),
+    ):
+        rows = [
+            {
+                "prompt": f"What is {a}+{b}?",
+                "data_source": "addition",
+                "reward_model": {"ground_truth": str(a + b)},
+            }
+            for a, b in pairs
+        ]
+        file = out / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags += [flag, str(file)]
+    return flags
 
 
-def read(folder: Path) -> list[dict] | None:
-    """A run's lines, one a step: the actor's with the critic's figures. None if it has not
-    ended."""
+def read(folder: Path) -> dict[str, Any] | None:
+    """What a run gave, step by step. None if it has not ended."""
     files = [folder / "metrics" / f"{role}.jsonl" for role in ("actor", "critic")]
     if not all(file.is_file() for file in files):
         return None
     actor, critic = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    config = tomllib.loads((folder / "config.toml").read_text())
+    rows = config["rollout"]["batch_size"]
     by_step = {line["step"]: line for line in critic}
-    steps = tomllib.loads((folder / "config.toml").read_text())["steps"]
-    lines = [by_step.get(line["step"], {}) | line for line in actor]
-    return lines if steps in by_step and lines[-1]["step"] == steps else None
-
-
-def summary(runs: list[list[dict]]) -> dict:
-    """Means over the seeds: held-out score by step and by second, explained variance at two places,
-    time of a step."""
-    curves = [
-        {line["step"]: line["val/score/mean"] for line in run if "val/score/mean" in line}
-        for run in runs
-    ]
-    steps = sorted(set.intersection(*map(set, curves)))
-    scores = [mean(curve[step] for curve in curves) for step in steps]
-    seconds = [mean(line["timing_s/step"] for line in run if line["step"] > 2) for run in runs]
-    late = [line for run in runs for line in run[-10:] if "critic/explained/first" in line]
-    places = ("first", "third_1", "third_2", "third_3")
+    steps = [line for line in actor if line["step"]]
+    if not steps or steps[-1]["step"] != config["steps"] or config["steps"] not in by_step:
+        return None
+    tokens = [0.0]
+    for line in steps:
+        tokens.append(tokens[-1] + line["response_length/mean"] * rows)
+    lines = [by_step[line["step"]] for line in steps]
+    seconds = [line["timing_s/step"] for line in steps[2:] or steps]
+    explained = {
+        place: [line.get(f"critic/explained/{place}") for line in lines] for place in PLACES
+    }
     return {
-        "seeds": len(runs),
-        "steps": steps,
-        "score": scores,
-        "last": [curve[steps[-1]] for curve in curves],
-        "area": mean(scores[1:]) if len(scores) > 1 else scores[0],
-        "step_s": mean(seconds),
-        "explained": {
-            place: mean(line[f"critic/explained/{place}"] for line in late) for place in places
-        },
+        "rows": rows,
+        "tokens": tokens,
+        "score": [line["critic/score/mean"] for line in lines],
+        "values": [line.get("critic/values/mean") for line in lines],
+        "held_out": [
+            (line["step"], line["val/score/mean"]) for line in actor if "val/score/mean" in line
+        ],
+        "explained": explained,
+        "step_s": fmean(seconds),
     }
 
 
-def table(found: dict[str, dict]) -> str:
-    heads = [
-        "critic",
-        "held-out score, mean over the run",
-        "at the end, each seed",
-        "s a step",
-        "relative",
-    ]
-    heads += ["explained: first token", "thirds of the row"]
+def explained_at(run: dict[str, Any], place: str, rows: int) -> float | None:
+    """The mean over three steps around the one that has trained on so many rows."""
+    step = round(rows / run["rows"])
+    found = run["explained"][place][max(0, step - 2) : step + 1]
+    kept = [value for value in found if value is not None]
+    return fmean(kept) if kept and step <= len(run["explained"][place]) else None
+
+
+def by_tokens(run: dict[str, Any], budget: float) -> float:
+    """Mean held-out score while so many tokens were sampled."""
+    points = [(run["tokens"][step], score) for step, score in run["held_out"]]
+    area = 0.0
+    for (start, before), (end, after) in pairwise(points):
+        if start < budget:
+            part = (min(end, budget) - start) / (end - start)
+            area += (before + (after - before) * part / 2) * (min(end, budget) - start)
+    return area / budget
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each arm, its figures the means of its seeds."""
+    heads = ["arm", "held-out score, mean over equal tokens", "at the end, each seed"]
+    heads += ["1,000 tokens sampled", "score of the last 10 steps"]
+    heads += [f"explained after {rows:,} rows: {', '.join(PLACES)}" for rows in ROWS]
     lines = [heads, ["---"] * len(heads)]
-    base = next(iter(found.values()))["step_s"]
-    for name, arm in found.items():
-        thirds = " ".join(f"{arm['explained'][f'third_{i}']:.2f}" for i in (1, 2, 3))
-        ends = " ".join(f"{score:.2f}" for score in arm["last"])
-        times = [f"{arm['step_s']:.2f}", f"{arm['step_s'] / base:.2f}x"]
-        lines.append(
-            [name, f"{arm['area']:.3f}", ends, *times, f"{arm['explained']['first']:.2f}", thirds]
-        )
+    budget = min(run["tokens"][-1] for runs in found.values() for run in runs)
+    for name, runs in found.items():
+        validated = all(len(run["held_out"]) > 1 for run in runs)
+        cells = [f"{fmean(by_tokens(run, budget) for run in runs):.3f}" if validated else "-"]
+        cells.append(" ".join(f"{run['held_out'][-1][1]:.2f}" for run in runs if run["held_out"]))
+        cells.append(f"{fmean(run['tokens'][-1] for run in runs) / 1000:,.0f}")
+        cells.append(f"{fmean(fmean(run['score'][-10:]) for run in runs):.3f}")
+        for rows in ROWS:
+            told = [[explained_at(run, place, rows) for run in runs] for place in PLACES]
+            kept = [[value for value in values if value is not None] for values in told]
+            cells.append(" ".join(f"{fmean(values):.2f}" if values else "-" for values in kept))
+        lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def draw(found: dict[str, dict], path: Path) -> None:
-    """Held-out score by step, and by seconds of training."""
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Score by tokens, and the explained variance by rows: at the first token, late."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (by_step, by_second) = pyplot.subplots(1, 2, figsize=(13, 5), sharey=True)
-    for number, (name, arm) in enumerate(found.items()):
-        look = {"color": f"C{number % 10}", "ls": "-" if number < 6 else "--", "label": name}
-        by_step.plot(arm["steps"], arm["score"], **look)
-        by_second.plot([step * arm["step_s"] for step in arm["steps"]], arm["score"], **look)
-    by_step.set(xlabel="step", ylabel="held-out score")
-    by_second.set(xlabel="seconds of training")
-    by_second.legend(fontsize=8)
+    figure, axes = pyplot.subplots(1, 3, figsize=(17, 5))
+    for number, (name, runs) in enumerate(found.items()):
+        look: Any = {"color": f"C{number % 10}", "ls": "-" if number < 6 else "--", "label": name}
+        steps = min(len(run["score"]) for run in runs)
+        tokens = [fmean(run["tokens"][step] for run in runs) for step in range(1, steps + 1)]
+        scores = [fmean(run["score"][step] for run in runs) for step in range(steps)]
+        axes[0].plot(tokens, scores, **look)
+        for axis, place in zip(axes[1:], ("first", "token_8"), strict=True):
+            ready = [
+                step
+                for step in range(steps)
+                if all(run["explained"][place][step] is not None for run in runs)
+            ]
+            values = [fmean(run["explained"][place][step] for run in runs) for step in ready]
+            axis.plot([(step + 1) * runs[0]["rows"] for step in ready], values, **look)
+    axes[0].set(xlabel="tokens sampled", ylabel="score")
+    axes[1].set(xlabel="rows", ylabel="explained at the first token", ylim=(-0.2, 1))
+    axes[2].set(xlabel="rows", ylabel="explained over tokens 8 to 15", ylim=(-0.2, 1))
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+class Pool:
+    """Runs side by side; all end when one fails or the time is over."""
+
+    def __init__(self, out: Path, limit: float):
+        self.out = out
+        self.until = time.monotonic() + limit
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.lock = threading.Lock()
+        self.wrong = ""
+
+    def train(self, name: str, flags: list[str], gpu: str | None) -> None:
+        """One run, in a process of its own; its output goes to a file."""
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        environ |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        log = self.out / f"{name}.log"
+        command = [sys.executable, "-m", "splitppo.train", *flags]
+        began = time.monotonic()
+        with log.open("ab") as file:
+            with self.lock:
+                if self.wrong:
+                    return
+                run = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
+                self.running.add(run)
+            try:
+                status = run.wait(max(0.0, self.until - began))
+            except subprocess.TimeoutExpired:
+                self.end(f"{name} has not ended when the time was over, see {log}")
+                return
+        if status:
+            tail = log.read_text(errors="replace")[-2000:]
+            self.end(f"{name} failed ({status}), see {log}:\n{tail}")
+            return
+        with self.lock:
+            self.running.discard(run)
+            told = read(self.out / name)
+            with (self.out / "runs.jsonl").open("a") as file:
+                file.write(json.dumps({"run": name, "gpu": gpu} | (told or {})) + "\n")
+            print(f"{name}: ended after {time.monotonic() - began:.0f} s", flush=True)
+
+    def end(self, wrong: str) -> None:
+        """Ends all runs, for this reason."""
+        with self.lock:
+            self.wrong = self.wrong or wrong
+            running = [run for run in self.running if run.poll() is None]
+        for run in running:
+            run.kill()  # a gentle end would write a checkpoint first
+
+
+def main() -> int:
     own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--study", choices=["mixed", "frozen", "size"], default="mixed")
+    parser.add_argument("--steps", type=int, default=60, help="of mixed and frozen")
+    parser.add_argument("--digits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument(
-        "--gpus", type=int, default=0, help="GPUs to spread them over; 0: as the trainer finds it"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--layers", type=int, default=30, help="layers of the value model")
+    parser.add_argument("--gpus", type=int, default=0, help="0: as the trainer finds it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--layers", type=int, default=30, help="of the value model, for size")
     parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--limit", type=float, default=36_000.0, help="seconds for all runs")
     options = parser.parse_args(own.split())
     options.out.mkdir(parents=True, exist_ok=True)
+    arms = {"mixed": mixed(), "frozen": frozen(options.steps), "size": size(options.layers)}
     chosen = {
         name: extra
-        for name, extra in arms(options.layers).items()
+        for name, extra in arms[options.study].items()
         if name in (options.arms or [name])
     }
+    common = ["--placement.mode", "colocated", "--checkpoint.no-last", "--log.samples", "0"]
+    if options.study != "size":
+        preset = Path(__file__).parents[2] / "configs" / "smollm2" / "two_digits.toml"
+        common += ["--config", str(preset), "--steps", str(options.steps)]
+        common += [*write_sums(options.out, options.digits), "--rollout.samples", "1"]
+        common += ["--compute.micro-batch-tokens", "8192", "--rollout.max-new-tokens", "24"]
+        common += ["--engine.kind", "hf", "--compute.compile", "off"]
     free: Queue[str | None] = Queue()
     for job in range(options.jobs):
         free.put(str(job % options.gpus) if options.gpus else None)
+    pool = Pool(options.out, options.limit)
 
-    def run(name: str, seed: int) -> None:
+    def run(name: str, arm: str, seed: int) -> None:
+        if read(options.out / name):
+            return
         gpu = free.get()
-        train(options.out, name, [*flags.split(), *chosen[name]], seed, gpu)
+        own = ["--run-dir", str(options.out / name), "--seed", str(seed), "--force"]
+        pool.train(name, [*common, *flags.split(), *chosen[arm], *own], gpu)
         free.put(gpu)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for seed in options.seeds:
-            for name in chosen:
-                pool.submit(run, name, seed)
-    runs = {
-        name: [read(options.out / f"{name}_{seed}") for seed in options.seeds] for name in chosen
-    }
-    found = {name: summary([run for run in arm if run]) for name, arm in runs.items() if any(arm)}
-    (options.out / "study.json").write_text(json.dumps(found, indent=1))
-    (options.out / "study.md").write_text(table(found))
-    print(table(found))
-    draw(found, options.out / "study.png")
+    with ThreadPoolExecutor(options.jobs) as threads:
+        made = [
+            threads.submit(run, f"{arm}_{seed}", arm, seed)
+            for seed in options.seeds
+            for arm in chosen
+        ]
+    for done in made:
+        done.result()
+    runs = {arm: [read(options.out / f"{arm}_{seed}") for seed in options.seeds] for arm in chosen}
+    found = {arm: kept for arm, each in runs.items() if (kept := [run for run in each if run])}
+    if found:
+        (options.out / "study.md").write_text(table(found))
+        print(table(found))
+        draw(found, options.out / "study.png")
+    if pool.wrong:
+        print(pool.wrong, file=sys.stderr)
+    return 1 if pool.wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

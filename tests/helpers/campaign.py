@@ -30,6 +30,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from splitppo import train
 from splitppo.actor import Actor
+from splitppo.config import OF_VALUES
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.critic import Critic
@@ -71,7 +72,13 @@ ALGORITHM = [
         "ppo.importance=sequence",
         "ppo.old-logprobs=engine",
     ],
-    ["ppo.mask-truncated", "ppo.baseline=none", "ppo.no-whiten", "ppo.entropy-coef=0.01"],
+    [
+        "ppo.mask-truncated",
+        "ppo.baseline=batch",
+        "ppo.baseline=group",
+        "ppo.no-whiten",
+        "ppo.entropy-coef=0.01",
+    ],
     [
         "ppo.critic-warmup=1",
         "value.pretrain-steps=2 value.pretrain-epochs=2",
@@ -163,6 +170,8 @@ def command(flags: list[str], paths: dict[str, str]) -> list[str]:
     """The command line of a run."""
     words = [f"--{word}" for word in FIXED.split()] + flags
     words += ["--rollout.max-new-tokens=12"] * ("--rollout.lengths=LONG" in flags)
+    if any(word.startswith("--ppo.baseline=") for word in flags):  # there is no value model
+        words = [w for w in words if not w[2:].replace("-", "_").startswith(OF_VALUES)]
     return ["=".join(paths.get(part, part) for part in word.split("=")) for word in words]
 
 
@@ -181,9 +190,10 @@ def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
         check_sets(config, placement, local_world=world)
     except UserError:
         return False
-    return not (
-        placement.colocated and (config.placement.barrier or config.placement.reference == "critic")
-    )
+    at_critic = config.placement.reference == "critic"
+    if placement.colocated:
+        return not (config.placement.barrier or at_critic)
+    return bool(config.value_models or config.reward.model or at_critic)
 
 
 def drawn(seed: int, paths: dict[str, str]) -> Case:

@@ -53,6 +53,7 @@ class Hyper:
     clip_high: float = 0.2
     dual_clip: float | None = None
     value_clip: float | None = 0.2
+    value_range: tuple[float, float] | None = None
     entropy_coef: float = 0.0
     whiten: bool = True
     epochs: int = 1
@@ -156,7 +157,42 @@ def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
     return -objective
 
 
-def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
+def value_of(output: Tensor, h: Hyper) -> Tensor:
+    """What the value model says of a state: its head's output, or between two bounds."""
+    if h.value_range is None:
+        return output
+    low, high = h.value_range
+    return low + (high - low) / (1 + torch.exp(-output))
+
+
+def zero_head(
+    value: Any, values: list[Tensor], step: Step, h: Hyper, old: Any, ref: Any, kl_coef: float
+) -> None:
+    """A head that is all zero gets a bias: what makes its values the mean of all rewards-to-go."""
+    *_, head = value.modules()  # the last module: the linear layer
+    if any(parameter.any() for parameter in head.parameters()):
+        return
+    to_go = []
+    for i, row in enumerate(step.rows):
+        rewards = -kl_coef * kl(old[i], ref[i], h.kl_kind)
+        rewards[-1] += row.score
+        to_go.append(advantages_of(rewards, torch.zeros_like(rewards), h.gamma, 1.0))
+    mean = torch.cat(to_go).mean()
+    if h.value_range is not None:
+        low, high = h.value_range
+        p = (mean - low) / (high - low)
+        mean = torch.log(p / (1 - p))
+    head.bias.fill_(mean)
+    for row in values:
+        row.fill_(value_of(mean, h))
+
+
+def value_loss(output: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
+    v = value_of(output, h)
+    if h.value_range is not None:  # cross-entropy
+        low, high = h.value_range
+        p, y = (v - low) / (high - low), (target - low) / (high - low)
+        return -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
     errors = (v - target) ** 2
     if h.value_clip is not None:
         errors = torch.maximum(
@@ -236,8 +272,13 @@ def ppo_step(
         if h.old_logprobs == "engine":
             old = [torch.tensor(row.engine) for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
-        by_model = [[run(value, row)[:, 0] for row in step.rows] for value in value_models]
+        by_model = [
+            [value_of(run(value, row)[:, 0], h) for row in step.rows] for value in value_models
+        ]
+        for value, rows in zip(value_models, by_model, strict=True):
+            zero_head(value, rows, step, h, old, ref, kl_coef)
         old_values = [torch.stack(rows).mean(dim=0) for rows in zip(*by_model, strict=True)]
+        old_values = old_values or [torch.zeros_like(x) for x in old]
         adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
@@ -245,18 +286,21 @@ def ppo_step(
             rewards = -kl_coef * penalty
             rewards[-1] += row.score
             lam = lambda_of(row, h)
-            nothing = torch.zeros_like(old_values[i])
-            estimates = {"value": (old_values[i], lam), "none": (nothing, 1.0)}
-            adv.append(
-                advantages_of(rewards, estimates[h.baseline][0], h.gamma, estimates[h.baseline][1])
-            )
+            lam = lam if h.baseline == "value" else 1.0  # without values: the rewards-to-go
+            adv.append(advantages_of(rewards, old_values[i], h.gamma, lam))
             lam_value = lam if h.lam_value is None else h.lam_value
             lam_value = 1.0 if pretrains else lam_value
             returns.append(
                 advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i]
             )
-        if h.baseline == "none":
-            adv = [a - torch.cat(adv).mean() for a in adv]
+        firsts = [a[0] for a in adv]  # a row's reward-to-go at its start, where values are 0
+        if h.baseline == "batch":
+            adv = [a - sum(firsts) / len(firsts) for a in adv]
+        if h.baseline == "group":
+            prompts = [i // h.samples for i in range(len(adv))]
+            for i, prompt in enumerate(prompts):
+                others = [firsts[j] for j, p in enumerate(prompts) if p == prompt and j != i]
+                adv[i] = adv[i] - sum(others) / len(others)
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])

@@ -10,47 +10,47 @@ from splitppo.models.calibration import quality
 from splitppo.rollout import Rollout
 
 GAMMA = 0.9
-LENGTHS, SCORES = (4, 7, 1, 6, 5), (1.0, 0.0, 0.5, 1.0, -1.0)
-CUT = 1  # this row did not end, so its score says nothing of its tokens
+LENGTHS = (4, 7, 1, 6, 5)
+CUT = 1  # this row did not end
+TURNS = ((1, 3, 4), (7,), (), (2, 4, 6), ())  # where they end; two rows have one turn
 HELD = ((0, 1), (2, 3, 4))
 
 
-def values() -> list[torch.Tensor]:
-    drawn = torch.Generator().manual_seed(1)
+def drawn(seed: int) -> list[torch.Tensor]:
+    """Values, or rewards, of each row's tokens."""
+    drawn = torch.Generator().manual_seed(seed)
     return [torch.randn(length, generator=drawn) for length in LENGTHS]
 
 
-def quality_rank(group: Group) -> dict:
+def quality_rank(group: Group, cut: bool) -> dict:
     rows = HELD[group.dp_rank]
-    samples = [
-        episode(
-            row,
-            [1],
-            list(range(LENGTHS[row])),
-            [0.0] * LENGTHS[row],
-            end="limit" if row == CUT else "eos",
-        )
-        for row in rows
-    ]
-    held, scores = (
-        torch.cat([values()[row] for row in rows]),
-        torch.tensor([SCORES[row] for row in rows]),
-    )
-    return quality(Rollout(samples), held, scores, GAMMA, group)
+    episodes = []
+    for row in rows:
+        sampled = [True] * LENGTHS[row]
+        for end in reversed(TURNS[row][:-1]):
+            sampled.insert(end, False)  # an environment answers between two turns
+        end = "limit" if row == CUT else "eos"
+        episodes.append(episode(row, [1], range(len(sampled)), end=end, mask=sampled))
+    values, rewards = (torch.cat([drawn(seed)[row] for row in rows]) for seed in (1, 2))
+    return quality(Rollout(episodes), values, rewards, GAMMA, group, cut=cut)
 
 
-def test_figures_are_those_of_a_loop_over_tokens():
-    places: dict[str, list] = {"first": [], "third_1": [], "third_2": [], "third_3": []}
+@pytest.mark.parametrize("cut", [False, True])
+def test_figures_are_those_of_a_loop_over_tokens(cut: bool):
+    places: dict[str, list] = {}
     every = []
-    for row, (length, score) in enumerate(zip(LENGTHS, SCORES, strict=True)):
+    for row, length in enumerate(LENGTHS):
         for t in range(length):
-            pair = (values()[row][t].item(), score * GAMMA ** (length - 1 - t))
-            if row == CUT:
+            rewards = drawn(2)[row].tolist()
+            to_go = sum(reward * GAMMA**k for k, reward in enumerate(rewards[t:]))
+            pair = (drawn(1)[row][t].item(), to_go)
+            if row == CUT and not cut:
                 continue
             every.append(pair)
-            places[f"third_{1 + 3 * t // length}"].append(pair)
-            if t == 0:
-                places["first"].append(pair)
+            octave = {0: "first", 1: "token_2", 2: "token_2"}.get(t, "token_4")
+            turn = sum(t >= end for end in TURNS[row])
+            for place in (octave, f"turn_{1 + turn}"):
+                places.setdefault(place, []).append(pair)
     due = {}
     for place, pairs in places.items():
         guesses, happened = torch.tensor(pairs, dtype=torch.float64).T
@@ -62,7 +62,7 @@ def test_figures_are_those_of_a_loop_over_tokens():
         bins.setdefault(min(9, int((pair[0] - low) / (high - low) * 10)), []).append(pair)
     means = [[len(pairs), *(sum(column) / len(pairs) for column in zip(*pairs, strict=True))]
              for _, pairs in sorted(bins.items())]  # fmt: skip
-    for found in run_threads(2, quality_rank):
+    for found in run_threads(2, quality_rank, cut):
         table = found.pop("critic/calibration")
         assert found == pytest.approx(due, rel=1e-5)
         assert [x for line in table for x in line.values()] == pytest.approx(

@@ -105,7 +105,7 @@ MISTAKES = {
     ),
     "other settings in a run's folder": (
         f"{TRAIN} --run-dir run --ppo.lam 0.5",
-        ["ppo.lam", "0.95", "0.5", "--force"],
+        ["ppo.lam", "1.0", "0.5", "--force"],
     ),
     "a report of no run": ("report nowhere", ["nowhere"]),
     "an export of no run": ("export nowhere", ["nowhere", "checkpoint"]),

@@ -22,6 +22,7 @@ from transformers import FalconConfig, Qwen2Config
 
 from splitppo import train
 from splitppo.config.cli import parse
+from splitppo.config.rules import check
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models.footprint import footprint
@@ -269,6 +270,19 @@ def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
     for elsewhere, size in (("--placement.actor=6", gib), ("--placement.mode=colocated", None)):
         found, line = memory.offloaded(resolved_of(elsewhere), size and size * 2**30)
         assert (found.offload("policy"), found.offload("value"), line) == ("none", "none", "")
+
+
+def test_a_run_without_a_value_model_needs_no_memory_for_it():
+    flags = ("--ppo.baseline=batch", "--placement.actor=6", "--placement.reference=critic")
+    job = resolved_of(*flags)
+    models = {name: model for name, model in job.models.items() if name != "value"}
+    job = replace(job, models=models)
+    assert {phase for phase in memory.phases(job) if phase.startswith("critic")} == {"critic score"}
+    assert "value" not in "\n".join(memory.table(job))
+    # the critic group would hold no model
+    assert "--placement.reference actor" not in {flag for flag, _ in memory.ways(job)}
+    held, _ = memory.offloaded(job, 40 * 2**30)
+    check(held.config)  # a setting that a run records must not be refused as it goes on
 
 
 def test_what_fragments_take_is_left_out():

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
 from safetensors.torch import load_file
@@ -45,7 +46,8 @@ from splitppo.run.life import Run
 from splitppo.run.resolve import pick_device
 from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
-from splitppo.tools import chat, export
+from splitppo.tools import chat, export, plan, push, report
+from splitppo.tools.runs import read_runs
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +171,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
     assert names(folder) == names(whole)
 
 
+BOUNDED = ["--value.range", "0", "1", "--ppo.lam-value=1", "--ppo.kl-coef=0"]
 CRITICS = {
     "pretraining": [
         "--value.pretrain-steps=3",
         "--value.pretrain-epochs=2",
         "--value.freeze=attention",
+        *BOUNDED,
     ],
     "ensemble": ["--value.ensemble=2", "--value.layers=1", "--ppo.lam=adaptive"],
 }
@@ -182,7 +186,8 @@ CRITICS = {
 @pytest.mark.parametrize("name", CRITICS)
 def test_a_run_resumes_in_the_middle_of(name, tmp_path):
     """Bit by bit on the same placement; to rounding on another."""
-    argv, due = [*SMALL, *CRITICS[name], "--checkpoint.every=1"], tmp_path / "whole"
+    argv = [*SMALL, *CRITICS[name], "--checkpoint.every=1", "--checkpoint.keep=0"]
+    due = tmp_path / "whole"
     run_ranks(2, main_rank, [*argv, f"--run-dir={due}"])
     same, other = (after_step(due, 2, tmp_path / folder) for folder in ("same", "other"))
     run_ranks(2, main_rank, [*argv, f"--run-dir={same}"])
@@ -210,12 +215,51 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
             "--steps=1",
             "--dry-run",
         ]
-        assert train.main([*again, "--world-size=2"]) == 0
+        assert train.main([*again, "--world-size=2"]) == 2  # its head gives logits
+        assert train.main([*again, *BOUNDED, "--world-size=2"]) == 0
         saved = checkpoint.step_folder(due, 3) / "critic"
         held = {"model": {"score.weight": torch.zeros(1, 64)}}
         checkpoint.read_tensors(held, saved, no_dist=True)
         weights = load_file(pretrained / "model.safetensors")
         assert torch.equal(weights["score.weight"], held["model"]["score.weight"])
+
+
+def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
+    """It resumes, also under another placement, and the commands beside it know."""
+    argv = [*SMALL, "--ppo.baseline=group", "--rollout.samples=2", "--placement.reference=critic"]
+    argv += ["--checkpoint.every=1", "--checkpoint.keep=0"]
+    due = tmp_path / "whole"
+    run_ranks(2, main_rank, [*argv, f"--run-dir={due}"])
+    assert "no value model: ppo.baseline=group" in "".join(capfd.readouterr())
+    same, other = (after_step(due, 2, tmp_path / folder) for folder in ("same", "other"))
+    run_ranks(2, main_rank, [*argv, f"--run-dir={same}"])
+    run_ranks(3, main_rank, [*argv, f"--run-dir={other}", "--placement.critic=2"])
+    assert "".join(capfd.readouterr()).count("steps        2 to 4") == 2
+    for role in ("actor", "critic"):
+        assert figures(same, role) == figures(due, role)
+        assert_same(figures(other, role), figures(due, role))
+    held = json.loads((due / "resolved.json").read_text())["models"]
+    assert held.keys() == {"policy", "reference"}
+    line = records(due, "critic")[-1]
+    assert {"critic/score/mean", "critic/returns/mean", "critic/advantages/mean"} <= line.keys()
+    assert not [name for name in line if re.search("value|vf_|explained|calibration", name)]
+    rows = map(json.loads, (due / "samples" / "step_000004.jsonl").read_text().splitlines())
+    assert all(row["tokens"].keys() == {"text", "advantage", "reward"} for row in rows)
+    capfd.readouterr()
+    chat.show(due, chat.load(due, None, 0.0, None)("1+2=", 1))
+    assert capfd.readouterr().out.count("values: the run has no value model") == 2
+    out = export.export(due)
+    assert [path.name for path in out.iterdir()] == ["policy"]
+    assert "the run has no value model: ppo.baseline=group" in capfd.readouterr().out
+    with pytest.raises(UserError, match="--value: the run has no value model"):
+        push.push(due, "owner/name", value=True)
+    told = plan.plan(due, gpus=4)
+    assert not any("reference with the actor" in line for line in told[1:])
+    assert any("reference with the critic" in line for line in told[1:])
+    texts = []
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **how: texts.append(text))
+    report.draw(read_runs([due])[0], None)
+    assert texts.count('no value model: ppo.baseline = "group"') == 3
 
 
 def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):

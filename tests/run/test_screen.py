@@ -185,7 +185,9 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     for step, score in ((0, 0.25), (2, 0.75), (3, 0.5)):
         actor[step]["val/score/mean"] = score
     write(tmp_path / "run", "actor", *actor)
-    scores = [{"step": step, "timing_s/step": 5.0, "timing_s/score": 5.0} for step in (1, 2, 3)]
+    seconds = {"timing_s/step": 5.0, "timing_s/score": 5.0}
+    waits = {"timing_s/update": 2.0, "perf/idle_share": 0.4, "perf/update_tflop": 1.0}
+    scores = [{"step": step, **seconds, **waits} for step in (1, 2, 3, 4)]
     write(
         tmp_path / "run",
         "critic",
@@ -194,16 +196,17 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     folder = tmp_path / "a run; of 'mine'"
     shutil.move(tmp_path / "run", folder)
     saved = folder / "checkpoints" / "step_000003"
-    lines = summary(folder, parse(["--steps=3"]), saved, ["step 2: all rows"]).splitlines()
-    assert lines[0].split() == ["done", "3", "of", "3", "steps", "in", "0:00:40"]
+    lines = summary(folder, parse(["--steps=4"]), saved, ["step 2: all rows"]).splitlines()
+    assert lines[0].split() == ["done", "3", "of", "4", "steps", "in", "0:00:40"]
     assert "score 0.250 at step 0, 0.500 at step 3; best 0.750 at step 2" in lines[1]
-    assert "score 0.100 at step 1, 0.300 at step 3; best 0.300 at step 3" in lines[2]
+    assert "score 0.100 at step 1, 0.400 at step 4; best 0.400 at step 4" in lines[2]
     assert lines[3].endswith("update 40%")  # sync's 1 % is left out
-    assert lines[4].endswith("score 100%")
-    assert lines[5].endswith("step_000003")
-    assert lines[6] == "warning      step 2: all rows"
-    assert lines[7].startswith("next ")
-    commands = [shlex.split(line.removeprefix("next")) for line in lines[7:]]
+    assert lines[4].endswith("score 100%, update 40%")
+    assert lines[5].endswith("waited 40 % of a step: ppo.value_epochs = 4 costs nothing")
+    assert lines[6].endswith("step_000003")
+    assert lines[7] == "warning      step 2: all rows"
+    assert lines[8].startswith("next ")
+    commands = [shlex.split(line.removeprefix("next")) for line in lines[8:]]
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 

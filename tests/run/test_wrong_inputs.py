@@ -126,7 +126,7 @@ BOUNDS = [
     ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout"),
     ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
     ("0", "0.0", "must be above 0", "policy.optim.eps value.optim.eps"),
-    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip"),
+    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip value.range"),
     (
         "echo gsm8k echo",
         "('echo', 'gsm8k', 'echo')",
@@ -255,8 +255,53 @@ EARLY = [
         ],
     ),
     (
-        ["--ppo.baseline=none", "--ppo.lam=adaptive"],
-        ["ppo.baseline=none uses no values; unset ppo.lam=adaptive"],
+        ["--value.range", "0", "1", "--ppo.kl-coef=0.1"],
+        ["value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound"],
+    ),
+    (
+        ["--value.range", "0", "1", "--ppo.lam=adaptive"],
+        ["value.range=(0.0, 1.0) needs whole returns", "ppo.lam_value=adaptive; set both to 1"],
+    ),
+    (
+        ["--value.range", "0", "1", "--ppo.lam-value=1", "--ppo.gamma=0.9"],
+        ["value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0"],
+    ),
+    (
+        ["--ppo.baseline=batch", "--ppo.lam=adaptive"],
+        ["ppo.lam=adaptive: ppo.baseline=batch uses no values; use ppo.lam=1"],
+    ),
+    *(
+        (
+            ["--ppo.baseline=batch", f"--{name.replace('_', '-')}={value}", "--rollout.samples=2"],
+            [f"{name}={value}: ppo.baseline=batch has no value model; unset {name}"],
+        )
+        for name, value in {
+            "value.ensemble": 2,
+            "value.optim.lr": 0.25,
+            "value.path": "tiny",
+            "ppo.critic_warmup": 1,
+            "ppo.lam_value": 0.5,
+            "ppo.value_epochs": 2,
+            "ppo.value_mini_batches": 2,
+        }.items()
+    ),
+    (
+        ["--ppo.baseline=group"],
+        ["ppo.baseline=group takes the mean of a prompt's other rows", "use rollout.samples=8"],
+    ),
+    (
+        ["--ppo.baseline=group", "--rollout.samples=2", "--rollout.window=4"],
+        [
+            "ppo.baseline=group with rollout.window=4: a prompt's rows end in different steps",
+            "use ppo.baseline=batch, or rollout.window=0",
+        ],
+    ),
+    (
+        ["--dry-run", "--world-size=4", "--ppo.baseline=batch"],
+        [
+            "ppo.baseline=batch has no value model, so placement's critic ranks would hold no ",
+            "use placement.mode=colocated, or give them a reward.model, or the reference of",
+        ],
     ),
     (["--value.layers=3"], ["value.layers=3: tiny has 2; use at most 2"]),
     (

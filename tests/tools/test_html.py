@@ -201,7 +201,7 @@ def test_settings_that_differ():
     del settings["ppo"]["value_clip"]
     assert differences([flat(settings), defaults]) == [
         ("steps", "7", "60"),
-        ("ppo.lam", "0.9", "0.95"),
+        ("ppo.lam", "0.9", "1.0"),
         ("ppo.value_clip", "-", "0.2"),
         ("older.flag", '"now"', "-"),
     ]

@@ -132,6 +132,8 @@ def lines(split: Split, work: Work, steps: int = 5) -> tuple[list[dict], list[di
         "timing_s/update": work.value / y + work.value_fixed,
         "critic/ref_kl": 0.1,
     }
+    critic["timing_s/step"] = 2 * (score + critic["timing_s/update"])
+    critic["perf/idle_share"] = 0.5
     critic["perf/update_tflop"] = 100 * work.value / y
     actor["actor/mismatch_mean"] = 0.01
     slow = {name: 10 * value for name, value in actor.items()}
@@ -243,8 +245,12 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     assert main() == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("2+2, reference with the actor: 6.80 s")
-    assert len(told) == 4
-    assert all("+" in line or "on 8" in line for line in told[1:])
+    *others, last = told[1:]
+    assert len(others) == 3
+    assert all("+" in line or "on 8" in line for line in others)
+    assert re.fullmatch(
+        r"the critic waited 50 % of a step: ppo.value_epochs = \d costs nothing", last
+    )
     with pytest.raises(UserError, match=r"none is no run folder: config\.toml is missing"):
         plan.plan(tmp_path / "none")
     monkeypatch.setattr("sys.argv", ["splitppo", "plan", "--gpus", "8", str(run)])
@@ -391,6 +397,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
             "timing_s/step",
         }
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
+    assert (split["value_epochs"] >= 2, colocated["value_epochs"]) == (True, 2)
     heads, *rows = (re.split(" {2,}", line) for line in told.splitlines()[-3:])
     for row in rows:
         cells = dict(zip(heads, row, strict=True))
@@ -406,7 +413,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.ranks
 def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
     metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
-    more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
+    more: Any = {"tokens_s": 9.0, "steps_s": [1.0], "value_epochs": 1}
 
     def run_job(job: str, *_: Any) -> bench.Result:
         if job == "3+1":

@@ -249,7 +249,7 @@ def two_runs(tmp_path: Path) -> list[Path]:
         tmp_path / "short", Config(steps=9, seed=1, run_dir="x"), {1: {"critic/score/mean": 0.25}}
     )
     text = (second / "config.toml").read_text().replace(
-        "lam = 0.95\n", ""
+        "lam = 1.0\n", ""
     ) + "[older]\nflag = [1.0]\n"
     (second / "config.toml").write_text(text)
     return [first, second]
@@ -268,7 +268,7 @@ def test_settings_that_differ_between_runs(two_runs: list[Path]):
     assert heads == ("setting", "long", "short")
     assert rows == [
         ("steps", "3", "9"),
-        ("ppo.lam", "0.95", "-"),
+        ("ppo.lam", "1.0", "-"),
         ("ppo.kl_target", "0.1", "unset"),
         ("older.flag", "-", "[1.0]"),
     ]
@@ -306,7 +306,7 @@ def test_runs_over_each_other(
         ["long", "3"],
         ["short", "1"],
     ]
-    assert ["ppo.lam", "0.95", "-"] in [line.split() for line in told]
+    assert ["ppo.lam", "1.0", "-"] in [line.split() for line in told]
     picture = imread(tmp_path / "report_long_short.png")
     assert all(share_of(picture, colour) > 0.0002 for colour in COLOURS[:2])
     assert share_of(picture, COLOURS[2]) == 0

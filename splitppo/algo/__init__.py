@@ -1,0 +1,72 @@
+"""The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another
+rank.
+
+Shapes: `B` rows, `T` padded length, `N` packed tokens, `V` vocabulary. Losses take padded tensors:
+a mask is bool or 0/1 and is 1 where the policy sampled a token; what lies outside is never read,
+and not-a-number there changes no result. What leads from scores to advantages takes packed tokens:
+those that the policy sampled, row after row, and the rows' `lengths`. Log-probs, KL and entropy are
+in nats. Shapes that don't fit and settings out of their range are a ValueError. Parts of a batch
+add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
+
+Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438).
+Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020
+(joschu.net/blog/kl-approx.html).
+"""
+
+from splitppo.algo.advantages import (
+    KLKind,
+    Moments,
+    adaptive_lambda,
+    clamp_log_ratio,
+    explained_variance,
+    gae,
+    kl_estimate,
+    merge_moments,
+    moments,
+    token_rewards,
+    turn_baseline,
+    whiten,
+)
+from splitppo.algo.losses import (
+    STALENESS,
+    Aggregate,
+    aggregate_loss,
+    aggregate_weight,
+    bounded_logits,
+    bounded_value_loss,
+    bounded_values,
+    entropy,
+    importance_weights,
+    masked_mean,
+    policy_loss,
+    staleness,
+    value_loss,
+)
+
+__all__ = [
+    "STALENESS",
+    "Aggregate",
+    "KLKind",
+    "Moments",
+    "adaptive_lambda",
+    "aggregate_loss",
+    "aggregate_weight",
+    "bounded_logits",
+    "bounded_value_loss",
+    "bounded_values",
+    "clamp_log_ratio",
+    "entropy",
+    "explained_variance",
+    "gae",
+    "importance_weights",
+    "kl_estimate",
+    "masked_mean",
+    "merge_moments",
+    "moments",
+    "policy_loss",
+    "staleness",
+    "token_rewards",
+    "turn_baseline",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,204 @@
+"""From scores to advantages, of packed tokens: those that the policy sampled, row after row, with
+the rows' `lengths`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KLKind = Literal["k1", "k2", "k3", "abs"]
+
+_ALIKE = 1e-12  # variance of targets that are alike but for rounding
+# nats; a log-ratio is clamped to this on either side before its exponential is taken
+LOG_RATIO = 20.0
+
+
+def check_shapes(axes: int, **tensors: Tensor) -> None:
+    """Refuse tensors that are not of one shape: broadcasting `[B]` against `[B, T]` would be silent
+    and wrong."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != axes for shape in shapes.values()):
+        raise ValueError(f"want tensors of one shape with {axes} axes, got {shapes}")
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamped to `LOG_RATIO` on either side: a ratio beyond e^20 is a defect, and must not become
+    inf. No gradient flows into what is clamped."""
+    return log_ratio.clamp(-LOG_RATIO, LOG_RATIO)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and unbiased variance of some tokens: 0-d float64 tensors. Without tokens the
+    mean is 0; with fewer than two the variance is 0."""
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+@torch.no_grad()
+def moments(x: Tensor) -> Moments:
+    """Moments of `x` `[N]`, by two passes in float64."""
+    check_shapes(1, x=x)
+    wide = x.double()
+    count = torch.tensor(float(len(x)), dtype=torch.float64)
+    mean = wide.sum() / count.clamp(min=1)
+    squares = (wide - mean).square().sum()
+    return Moments(count, mean, squares / (count - 1).clamp(min=1))
+
+
+def merge_moments(parts: Sequence[Moments]) -> Moments:
+    """Moments of all the tokens of the parts: the squares inside them plus the squares between them
+    (Chan, Golub & LeVeque 1979, "Updating formulae"). Raises ValueError when there is no part."""
+    columns = zip(*((part.count, part.mean, part.variance) for part in parts), strict=True)
+    counts, means, variances = map(torch.stack, columns)
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp(min=1)
+    within = ((counts - 1).clamp(min=0) * variances).sum()
+    between = (counts * (means - mean).square()).sum()
+    return Moments(count, mean, (within + between) / (count - 1).clamp(min=1))
+
+
+def explained_variance(targets: Moments, errors: Moments) -> float:
+    """`1 - var(target - value) / var(target)`; 0 where the targets differ by no more than
+    rounding."""
+    spread = float(targets.variance)
+    return 1 - float(errors.variance) / spread if spread > _ALIKE else 0.0
+
+
+@torch.no_grad()
+def whiten(x: Tensor, over: Moments | None = None) -> Tensor:
+    """`(x - mean) * rsqrt(variance + 1e-8)`; 0 for a token that is alone.
+
+    `x`: `[N]`. `over` is given when the statistics are over more tokens than these, as with a batch
+    spread over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the
+    policy's loss.
+    """
+    stats = moments(x) if over is None else over
+    return ((x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)).to(x.dtype)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+    """Estimate of KL(policy || reference) at each sampled token, in nats; any one shape, `[N]` or
+    `[B, T]`.
+
+    With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r,
+    unbiased, may be negative; `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r,
+    unbiased and never negative; `abs` = |log r|. `k3` is that of the clamped log r, and has no
+    gradient where it is clamped (`clamp_log_ratio`). Gradient flows into `logprobs` only. Both must
+    be finite everywhere, padding included, if a gradient is taken.
+    """
+    check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_r = ref_logprobs.detach() - logprobs
+    if kind == "k1":
+        return -log_r
+    if kind == "k2":
+        return 0.5 * log_r.square()
+    if kind == "abs":
+        return log_r.abs()
+    if kind != "k3":
+        raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
+    # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
+    return torch.expm1(clamped := clamp_log_ratio(log_r)) - clamped
+
+
+def _sizes(lengths: Sequence[int], *packed: Tensor) -> Tensor:
+    """The lengths `[B]`, as int64. Raises ValueError unless each of the packed tensors has as many
+    tokens."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    tokens = int(sizes.sum())
+    if any(x.shape != (tokens,) for x in packed):
+        shapes = [tuple(x.shape) for x in packed]
+        raise ValueError(
+            f"want tensors of one shape, ({tokens},) for rows of these lengths, got {shapes}"
+        )
+    return sizes
+
+
+@torch.no_grad()
+def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef: float) -> Tensor:
+    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token, if it
+    has one. `scores`: `[B]`, in the reward's unit. `kl`: `[N]`."""
+    sizes = _sizes(lengths, kl)
+    if scores.shape != sizes.shape:
+        raise ValueError(f"want one score a row, {tuple(sizes.shape)}, got {tuple(scores.shape)}")
+    last = sizes.cumsum(0) - 1
+    return (kl * -kl_coef).index_add_(0, last[sizes > 0], scores[sizes > 0].to(kl.dtype))
+
+
+def adaptive_lambda(lengths: Sequence[int], alpha: float) -> Tensor:
+    """Length-adaptive lambda (Yue et al. 2025, VAPO), `[B]`: `max(0, 1 - 1 / (alpha * l))` for a
+    row of l tokens, 0 for a row without tokens."""
+    return (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.int64))).clamp(min=0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, lengths: Sequence[int], *, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
+
+    `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and
+    `lam` lie in [0, 1]; `lam` may be `[B]`, one a row. After a row's last token the value is 0:
+    every row ends there, and there is no bootstrap. Returns are advantages + values, the targets of
+    the value model. Both `[N]`, without gradient.
+
+    The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one
+    time, the longest rows first: so each time's tokens are neighbours, and nothing is padded.
+    """
+    sizes = _sizes(lengths, rewards, values)
+    ends = sizes.cumsum(0)
+    next_value = values.roll(-1).index_fill_(0, (ends - 1)[sizes > 0], 0.0)
+    residual = rewards + gamma * next_value - values
+    order = sizes.argsort(descending=True, stable=True)
+    time = torch.arange(len(values)) - (ends - sizes).repeat_interleave(sizes)
+    # rows with a token at each time
+    active = len(sizes) - torch.bincount(sizes, minlength=1).cumsum(0)[:-1]
+    begins = active.cumsum(0) - active
+    place = begins[time] + order.argsort().repeat_interleave(sizes)
+    by_time = torch.empty_like(residual).index_copy_(0, place, residual).numpy()
+    decay = torch.as_tensor(gamma * lam, dtype=values.dtype).expand(len(sizes))[order].numpy()
+    carry = np.zeros(len(sizes), by_time.dtype)
+    # numpy: a call of torch on a few numbers takes several times as long, and the longest row needs
+    # one for each token
+    for first, count in zip(reversed(begins.tolist()), reversed(active.tolist()), strict=True):
+        carry[:count] *= decay[:count]
+        carry[:count] += by_time[first : first + count]
+        by_time[first : first + count] = carry[:count]
+    advantages = torch.from_numpy(by_time)[place]
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def turn_baseline(
+    returns: Tensor, turns: Tensor, lengths: Sequence[int], *, count: int,
+    all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None, shape: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What stands for values where there are none: a mean over rows of the reward-to-go with which
+    the token's turn begins; `[N]` float64.
+
+    Over the rows of the batch that have the turn. Or, with `prompts`, over the other rows of the
+    prompt, and a row that lacks the turn counts 0: its episode has ended.
+
+    Args:
+        returns: `[N]`, rewards-to-go.
+        turns: `[N]` int64, each token's turn, below `count`.
+        all_sum: adds up a tensor over the parts of the batch.
+        prompts: `[B]` int64, each row's prompt; None: the mean is the batch's.
+        shape: (prompts, rows of a prompt, at least 2) of the whole batch, where `prompts` count.
+    """
+    sizes = _sizes(lengths, returns, turns)
+    row = torch.arange(len(sizes)).repeat_interleave(sizes)
+    begins = (row * count + turns).diff(prepend=torch.tensor([-1])) > 0
+    first, has = torch.zeros(2, len(sizes), count, dtype=torch.float64)
+    first[row[begins], turns[begins]] = returns[begins].double()
+    has[row, turns] = 1
+    if prompts is None:
+        total, rows = all_sum(torch.stack([first.sum(0), has.sum(0)]))
+        return (total / rows.clamp(min=1))[turns]
+    total = all_sum(first.new_zeros(shape[0], count).index_add_(0, prompts, first))
+    return ((total[prompts] - first) / (shape[1] - 1))[row, turns]
