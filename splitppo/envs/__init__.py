@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from splitppo.errors import UserError, one_line
@@ -122,7 +122,8 @@ def read_messages(messages: Any) -> list[Message]:
                 f"{one_line(repr(message))[:120]} is no message of an environment; "
                 "return a list of splitppo.envs.Message with role user, tool or system and a text"
             )
-    return found
+    # as plain values: the trainer can't read those of the user's classes
+    return [Message(m.role, str(m.content), (), str(m.name), str(m.call_id)) for m in found]
 
 
 def read_turn(result: Any) -> Turn:
@@ -137,4 +138,5 @@ def read_turn(result: Any) -> Turn:
     if bad := [name for name, number in found.items() if not math.isfinite(number)]:
         raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
     messages = read_messages(result.messages)
-    return replace(result, messages=messages, reward=found.pop("reward"), metrics=found)
+    reward = found.pop("reward")
+    return Turn(messages, reward, bool(result.done), bool(result.truncated), found)
