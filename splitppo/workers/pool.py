@@ -15,13 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from splitppo.errors import UserError
 from splitppo.job.child import clean_environment
 from splitppo.workers import Failure, Work
 
-T = TypeVar("T")
 _GRACE = 2.0  # seconds that the workers have to exit by themselves when the pool closes
 _CANCEL = 1.0  # seconds that an async function has to end after it was cancelled at the time limit
 
@@ -151,7 +150,7 @@ class Pool:
     async def _open(self, workers: int) -> list[Worker]:
         return [Worker(self.work) for _ in range(workers)]
 
-    def _run(self, answer: Coroutine[Any, Any, T]) -> Future[T]:
+    def _run(self, answer: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     def submit(self, *message: Any) -> Future[Any]:
@@ -188,15 +187,16 @@ class Pool:
         self._loop.close()
 
     async def _close(self) -> None:
+        # what waits for a cancelled answer may submit something more
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         workers = [
-            worker for worker in (*self._workers, *self._alone) if worker.process.returncode is None
+            worker for worker in (*self._workers, *self._alone) if not worker.connection.closed
         ]
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for worker in workers:
             worker.disconnect()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         limit = time.monotonic() + _GRACE
         for worker in workers:
             worker.end(max(0.0, limit - time.monotonic()))

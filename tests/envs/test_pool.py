@@ -188,6 +188,16 @@ def test_an_environment_is_closed_once(file: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(does, "x")
 
 
+def test_close_ends_what_is_under_way(file: Path) -> None:
+    with pool(file) as envs:
+        envs.begin(0, {"does": "hangs"}, 0).result()
+        step = envs.step(0, Message("assistant", "trouble"))
+        step.add_done_callback(lambda _: envs.end(0))
+        envs.begin(1, {}, 0)  # waits for the step
+    assert step.cancelled()
+    assert not workers_of(os.getpid())
+
+
 def test_results_are_the_same_for_any_number_of_workers_and_any_delays(file: Path) -> None:
     found = []
     for workers, delay in ((1, 0), (4, 0.02)):
