@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -91,12 +91,12 @@ def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
     ("result", "message"),
     [
         (None, "step returned None; return splitppo.envs.Turn"),
-        (Turn(["hello"]), "'hello' is no message of an environment"),
+        (Turn(cast(Any, ["hello"])), "'hello' is no message of an environment"),
         (Turn([Message("assistant", "x")]), "with role user, tool or system"),
         (Turn([Message("user", 3)]), "and a text"),  # type: ignore
-        (Turn([{"role": "user"}]), "content"),
+        (Turn(cast(Any, [{"role": "user"}])), "content"),
         (Turn(reward=float("nan")), "reward=nan; return a finite number"),
-        (Turn(metrics={"x": "y"}), "could not convert"),
+        (Turn(metrics=cast(Any, {"x": "y"})), "could not convert"),
     ],
 )
 def test_a_wrong_turn_is_refused(result: Any, message: str):
@@ -231,10 +231,8 @@ def test_a_call_is_answered(file: Path, call: Call, answer: str):
 def test_the_reward_for_the_format_comes_once(file: Path):
     env = tool_env(load_tools([f"{file}:multiply"]), format_reward=0.1)({}, 0)
     bad = Call("", error="no JSON")
-    rewards = [
-        env.step(Message("assistant", "", calls)).reward for calls in ((A, bad), (A, B), (A,))
-    ]
-    assert rewards == [0.0, 0.1, 0.0]
+    turns = [env.step(Message("assistant", "", calls)) for calls in ((A, bad), (A, B), (A,))]
+    assert [read_turn(turn).reward for turn in turns] == [0.0, 0.1, 0.0]
     assert env.step(Message("assistant", "12")) == Turn(done=True)
 
 
