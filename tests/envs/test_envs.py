@@ -21,6 +21,7 @@ from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 
 FILE = '''
+import threading
 from splitppo.envs import Message, Turn
 
 class Echo:
@@ -48,6 +49,10 @@ async def wait(text: str):
         text: any.
     """
     return {"waited": text}
+
+def thread() -> bool:
+    """Says where it runs."""
+    return threading.current_thread() is threading.main_thread()
 
 def bare(a):
     """Has no hints."""
@@ -175,8 +180,8 @@ def test_a_wrong_format_is_refused(call_format: str, message: str):
 
 def test_a_response_template_reads_calls(file: Path):
     """Of the tokenizer's own, by transformers: also the thinking, which is no content."""
-    tokenizer = build_tokenizer()
-    tokenizer.response_template = {  # type: ignore
+    tokenizer: Any = build_tokenizer()
+    tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "A:",
         "fields": {
@@ -237,10 +242,14 @@ def test_the_reward_for_the_format_comes_once(file: Path):
 
 
 def test_an_async_tool_makes_an_async_environment(file: Path):
-    env = tool_env(load_tools([f"{file}:wait", f"{file}:multiply"]))({}, 0)
-    calls = (Call("wait", {"text": "x"}, id="one"), A)
+    env = tool_env(load_tools([f"{file}:wait", f"{file}:thread"]))({}, 0)
+    calls = (Call("wait", {"text": "x"}, id="one"), Call("thread"))
     turn = asyncio.run(env.step(Message("assistant", "", calls)))  # type: ignore
-    assert [m.content for m in turn.messages] == ['{"waited": "x"}', "6.0"]
+    # a plain function must not hold up the other rows of the process
+    assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
+    plain = tool_env(load_tools([f"{file}:thread"]))({}, 0)
+    turn_of_plain = read_turn(plain.step(Message("assistant", "", (Call("thread"),))))
+    assert turn_of_plain.messages[0].content == "true"
     assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", call_id="one")
 
 
