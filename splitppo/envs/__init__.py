@@ -72,8 +72,8 @@ class Turn:
 
 
 class Env(Protocol):
-    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow from
-    these and the messages alone: a row that goes on elsewhere is played again there."""
+    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
+    from these and the messages alone: a row that goes on elsewhere is played again there."""
 
     def reset(self) -> list[Message] | None:
         """The prompt; None: the row's own."""
