@@ -195,11 +195,12 @@ def test_a_response_template_reads_calls(file: Path):
     }  # fmt: skip
     read = CallReader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
 
-    def reading(text: str) -> Message:
+    def reading(text: str, before: str = "what? A:") -> Message:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return read(tokenizer("what? A:")["input_ids"], [*ids, tokenizer.eos_token_id])
+        return read(tokenizer(before)["input_ids"], [*ids, tokenizer.eos_token_id])
 
     assert reading("(so)yes") == Message("assistant", "yes")
+    assert reading("so)yes", "what? A:(") == Message("assistant", "yes")  # begun by the template
     assert reading("(so)$3$").tool_calls[0].error.startswith("a call is")
     assert reading("$3 4$").tool_calls[0].error
 
