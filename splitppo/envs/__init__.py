@@ -72,22 +72,20 @@ class Turn:
 
 
 class Env(Protocol):
-    """One episode. What it does must follow from `row`, `seed` and the messages alone: a row that
-    goes on elsewhere is played again there."""
-
-    def __init__(self, row: dict[str, Any], seed: int): ...
+    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
+    from these and the messages alone: a row that goes on elsewhere is played again there."""
 
     def reset(self) -> list[Message] | None:
         """The prompt; None: the row's own."""
 
     def step(self, message: Message) -> Turn | Awaitable[Turn]:
         """Answers an assistant's message. May be `async def`."""
+        ...
 
     def close(self) -> None:
         """Frees what the episode holds. Called once, also after a failure."""
 
 
-# makes the environment of a data row: its columns, and the seed
 EnvFactory = Callable[[dict[str, Any], int], Env]
 
 
