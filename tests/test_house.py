@@ -17,7 +17,7 @@ FLOORS = [
     {"pretraining", "sampler"},
     {"learner", "engine", "rewards", "envs"},
     {"models"},
-    {"channel"},
+    {"channel", "workers"},
     {"job"},
     {"context"},
     {"placement", "data"},

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from splitppo.errors import UserError, one_line
@@ -72,22 +72,20 @@ class Turn:
 
 
 class Env(Protocol):
-    """One episode. What it does must follow from `row`, `seed` and the messages alone: a row that
-    goes on elsewhere is played again there."""
-
-    def __init__(self, row: dict[str, Any], seed: int): ...
+    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
+    from these and the messages alone: a row that goes on elsewhere is played again there."""
 
     def reset(self) -> list[Message] | None:
         """The prompt; None: the row's own."""
 
     def step(self, message: Message) -> Turn | Awaitable[Turn]:
         """Answers an assistant's message. May be `async def`."""
+        ...
 
     def close(self) -> None:
         """Frees what the episode holds. Called once, also after a failure."""
 
 
-# makes the environment of a data row: its columns, and the seed
 EnvFactory = Callable[[dict[str, Any], int], Env]
 
 
@@ -122,7 +120,8 @@ def read_messages(messages: Any) -> list[Message]:
                 f"{one_line(repr(message))[:120]} is no message of an environment; "
                 "return a list of splitppo.envs.Message with role user, tool or system and a text"
             )
-    return found
+    # as plain values: the trainer can't read those of the user's classes
+    return [Message(m.role, str(m.content), (), str(m.name), str(m.call_id)) for m in found]
 
 
 def read_turn(result: Any) -> Turn:
@@ -137,4 +136,5 @@ def read_turn(result: Any) -> Turn:
     if bad := [name for name, number in found.items() if not math.isfinite(number)]:
         raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
     messages = read_messages(result.messages)
-    return replace(result, messages=messages, reward=found.pop("reward"), metrics=found)
+    reward = found.pop("reward")
+    return Turn(messages, reward, bool(result.done), bool(result.truncated), found)

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import NoReturn
 
 REFUSED = 125  # the status if the kernel allows no jail; standard output says why
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (  # of unshare(2)
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
-NOSUID, NODEV, BIND, REC = 2, 4, 0x1000, 0x4000  # of mount(2)
+# of unshare(2): CLONE_NEWUSER, CLONE_NEWNET, and those for mounts, host names, IPC and processes
+NEWUSER = 0x10000000
+NEWNET = 0x40000000
+OTHERS = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000
+# of mount(2): MS_NOSUID and MS_NODEV; MS_BIND with what is mounted below (MS_REC)
+BARE = 2 | 4
+BIND = 0x1000 | 0x4000
 ROOT = "/sys"  # where the new root folder is put together: a folder that every machine has
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
@@ -51,7 +54,7 @@ def fork_and_wait() -> None:
 def new_root(readable: list[str], folder: int) -> None:
     """Makes a root folder that holds what is `readable`, and /tmp for `folder` bytes, and leaves
     the old one."""
-    call("mount", "tmpfs", ROOT, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
     for path in readable + DEVICES:
         inside = ROOT + path
         os.makedirs(os.path.dirname(inside), exist_ok=True)
@@ -59,12 +62,12 @@ def new_root(readable: list[str], folder: int) -> None:
             os.makedirs(inside, exist_ok=True)
         else:
             os.close(os.open(inside, os.O_CREAT, 0o644))
-        call("mount", path, inside, None, BIND | REC, None)
+        call("mount", path, inside, None, BIND, None)
     os.mkdir(f"{ROOT}/tmp")
     # mount_setattr(2) by its number on every architecture: AT_FDCWD, ..., AT_RECURSIVE
     read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
     call("syscall", 442, -100, ROOT, 0x8000, read_only, ctypes.sizeof(read_only))
-    call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", NOSUID | NODEV, f"size={folder},mode=700")
+    call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", BARE, f"size={folder},mode=700")
     os.chdir(ROOT)
     call("pivot_root", ".", ".")
     call("umount2", ".", 2)  # MNT_DETACH
@@ -84,7 +87,7 @@ def main(
     if os.getuid() == 0:
         os.setresuid(65534, 0, 0)  # the kernel does not count the processes of root
     user = os.geteuid()
-    call("unshare", NEWUSER | NEWNS | NEWPID | NEWIPC | NEWUTS | (0 if network else NEWNET))
+    call("unshare", NEWUSER | OTHERS | (0 if network else NEWNET))
     for name, text in (
         ("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1"),
     ):  # fmt: skip

@@ -28,7 +28,8 @@ def python_tool(*, network: bool = False, seconds: int = SECONDS) -> Callable[[s
     keep programs apart from itself. With `network` they use the machine's network."""
     run = functools.partial(run_program, network=network, seconds=seconds)
     try:
-        run("print(1)")
+        if (printed := run("print(1)")) != "1\n":
+            raise RuntimeError(one_line(printed))
     except RuntimeError as error:
         raise UserError(
             f"env.tools=python: this machine can't keep a program apart from itself ({error}); "

@@ -183,6 +183,8 @@ class ToolEnv:
     once, or calling would pay without end.
     """
 
+    in_threads = False  # whether plain functions run beside the event loop
+
     def __init__(self, tools: Mapping[str, Tool], format_reward: float = 0.0):
         self.tools = tools
         self.format_reward = format_reward
@@ -213,8 +215,11 @@ class ToolEnv:
         """The answer to a call, and whether it is an error."""
         if wrong := call.error or self._wrong(call):
             return f"error: {wrong}", True
+        tool = self.tools[call.name]
+        beside = self.in_threads and not is_async(tool)
         try:
-            result = await awaited(self.tools[call.name](**call.arguments))
+            given = asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
+            result = await awaited(given)
         except Exception as error:  # of the user's function, by what the policy gave it
             return f"error: {type(error).__name__}: {one_line(str(error))[:300]}", True
         return result if isinstance(result, str) else json.dumps(result, default=str), False
@@ -243,6 +248,8 @@ class ToolEnv:
 
 class AsyncToolEnv(ToolEnv):
     """A ToolEnv of which one process runs many at a time: a function is `async`."""
+
+    in_threads = True
 
     async def step(self, message: Message) -> Turn:
         return await self.answer(message)

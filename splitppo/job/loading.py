@@ -1,6 +1,6 @@
 """A user's Python file and what the settings name in it: `path/to/file.py:name`.
 
-Reward workers import this module: no torch, no numpy.
+Workers import this module: no torch, no numpy.
 """
 
 import functools
@@ -34,7 +34,7 @@ def find_in_file(named: str, setting: str, *, what: str, known: str) -> Any:
         module = _import_file(file)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"importing the {what} file {file} failed: {describe(error, str(file))}; fix the file"
+            f"importing the {what} file {file} failed: {describe(error)}; fix the file"
         ) from error
     if not hasattr(module, name):
         kind = "classes" if what == "environment" else "functions"
@@ -59,15 +59,16 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def describe(error: BaseException, file: str) -> str:
-    """The error in one line, with the last line of `file` that led to it; if none did, the last
-    line of all."""
+def describe(error: BaseException) -> str:
+    """The error in one line, with the last line of a user's file that led to it; if none did, the
+    last line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
     text = one_line("".join(traceback.format_exception_only(error)))[:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
+    frame, line = (own or frames)[-1]
+    return f"{text} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
 
 
 def is_async(function: Any) -> bool:

@@ -4,6 +4,7 @@ may return.
 Reward workers import this module: no torch, no numpy.
 """
 
+import importlib
 import importlib.util
 import inspect
 import math
@@ -11,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.job.loading import find_in_file
 from splitppo.rewards import rules
+from splitppo.workers import Failure
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -46,16 +47,6 @@ BY_DATA_SOURCE = {
     "HuggingFaceH4/MATH-500": "math",
     "EleutherAI/hendrycks_math": "math",
 }
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its
-    result is no finite number; `crash`: its process ended."""
-
-    function: str  # its short name; workers leave it empty
-    kind: Literal["timeout", "error", "invalid", "crash"]
-    text: str  # one line: the exception and its place, or how the process ended
 
 
 Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further numbers
@@ -98,6 +89,18 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
             "define it with (data_source, solution_str, ground_truth, extra_info)"
         ) from error
     return found
+
+
+class Functions:
+    """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
+
+    def __init__(self, names: Sequence[str]):
+        self.functions = {name: find_function(name) for name in names}
+        if "math" in names:
+            importlib.import_module("math_verify")  # a second that must not count for the first row
+
+    def __call__(self, name: str, row: dict[str, Any]) -> tuple[Any, Callable[[Any], Outcome]]:
+        return self.functions[name](**row), read_result
 
 
 def name_function(function: RewardFunction) -> str:
@@ -170,10 +173,3 @@ def _number(value: Any) -> float:
     except Exception:  # several numbers, or one that is too large; each library has its own error
         return math.nan
     return number if abs(number) <= FLOAT32_MAX else math.nan
-
-
-def timeout_failure(timeout: float, *, blocks: bool = False) -> Failure:
-    """The failure of a function that took too long. `blocks`: an async function that blocked its
-    event loop."""
-    why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
-    return Failure("", "timeout", f"took longer than reward.timeout={timeout:g} s{why}")

@@ -19,15 +19,15 @@ from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
     FAST,
-    Failure,
     Outcome,
     display_names,
     find_function,
     scored_by,
     takes_prompt,
 )
-from splitppo.rewards.workers import WorkerPool
 from splitppo.rollout import Prompt
+from splitppo.workers import Failure, Work
+from splitppo.workers.pool import Pool
 
 # the run ends when a reward function fails on every row for so many steps in a row, and rows in
 # them
@@ -104,12 +104,14 @@ class Scorer:
         used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
         self._prompted = {name for name, function in found.items() if takes_prompt(function)}
-        self._pools: dict[str, WorkerPool] = {}
+        self._pools: dict[str, Pool] = {}
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
-            self._pools |= dict.fromkeys(
-                names, WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
-            )
+            work = Work(
+                "splitppo.rewards.functions:Functions", (names,), "reward", ", ".join(names),
+                reward.timeout, asynchronous,
+            )  # fmt: skip
+            self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 
     def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
         """Starts to score the rows, each a prompt and the decoded response. Returns a function that

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 
 FILE = '''
+import threading
 from splitppo.envs import Message, Turn
 
 class Echo:
@@ -48,6 +49,10 @@ async def wait(text: str):
         text: any.
     """
     return {"waited": text}
+
+def thread() -> bool:
+    """Says where it runs."""
+    return threading.current_thread() is threading.main_thread()
 
 def bare(a):
     """Has no hints."""
@@ -91,12 +96,12 @@ def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
     ("result", "message"),
     [
         (None, "step returned None; return splitppo.envs.Turn"),
-        (Turn(["hello"]), "'hello' is no message of an environment"),
+        (Turn(cast(Any, ["hello"])), "'hello' is no message of an environment"),
         (Turn([Message("assistant", "x")]), "with role user, tool or system"),
         (Turn([Message("user", 3)]), "and a text"),  # type: ignore
-        (Turn([{"role": "user"}]), "content"),
+        (Turn(cast(Any, [{"role": "user"}])), "content"),
         (Turn(reward=float("nan")), "reward=nan; return a finite number"),
-        (Turn(metrics={"x": "y"}), "could not convert"),
+        (Turn(metrics=cast(Any, {"x": "y"})), "could not convert"),
     ],
 )
 def test_a_wrong_turn_is_refused(result: Any, message: str):
@@ -175,8 +180,8 @@ def test_a_wrong_format_is_refused(call_format: str, message: str):
 
 def test_a_response_template_reads_calls(file: Path):
     """Of the tokenizer's own, by transformers: also the thinking, which is no content."""
-    tokenizer = build_tokenizer()
-    tokenizer.response_template = {  # type: ignore
+    tokenizer: Any = build_tokenizer()
+    tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "A:",
         "fields": {
@@ -190,11 +195,12 @@ def test_a_response_template_reads_calls(file: Path):
     }  # fmt: skip
     read = CallReader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
 
-    def reading(text: str) -> Message:
+    def reading(text: str, before: str = "what? A:") -> Message:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return read(tokenizer("what? A:")["input_ids"], [*ids, tokenizer.eos_token_id])
+        return read(tokenizer(before)["input_ids"], [*ids, tokenizer.eos_token_id])
 
     assert reading("(so)yes") == Message("assistant", "yes")
+    assert reading("so)yes", "what? A:(") == Message("assistant", "yes")  # begun by the template
     assert reading("(so)$3$").tool_calls[0].error.startswith("a call is")
     assert reading("$3 4$").tool_calls[0].error
 
@@ -231,18 +237,20 @@ def test_a_call_is_answered(file: Path, call: Call, answer: str):
 def test_the_reward_for_the_format_comes_once(file: Path):
     env = tool_env(load_tools([f"{file}:multiply"]), format_reward=0.1)({}, 0)
     bad = Call("", error="no JSON")
-    rewards = [
-        env.step(Message("assistant", "", calls)).reward for calls in ((A, bad), (A, B), (A,))
-    ]
-    assert rewards == [0.0, 0.1, 0.0]
+    turns = [env.step(Message("assistant", "", calls)) for calls in ((A, bad), (A, B), (A,))]
+    assert [read_turn(turn).reward for turn in turns] == [0.0, 0.1, 0.0]
     assert env.step(Message("assistant", "12")) == Turn(done=True)
 
 
 def test_an_async_tool_makes_an_async_environment(file: Path):
-    env = tool_env(load_tools([f"{file}:wait", f"{file}:multiply"]))({}, 0)
-    calls = (Call("wait", {"text": "x"}, id="one"), A)
+    env = tool_env(load_tools([f"{file}:wait", f"{file}:thread"]))({}, 0)
+    calls = (Call("wait", {"text": "x"}, id="one"), Call("thread"))
     turn = asyncio.run(env.step(Message("assistant", "", calls)))  # type: ignore
-    assert [m.content for m in turn.messages] == ['{"waited": "x"}', "6.0"]
+    # a plain function must not hold up the other rows of the process
+    assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
+    plain = tool_env(load_tools([f"{file}:thread"]))({}, 0)
+    turn_of_plain = read_turn(plain.step(Message("assistant", "", (Call("thread"),))))
+    assert turn_of_plain.messages[0].content == "true"
     assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", call_id="one")
 
 

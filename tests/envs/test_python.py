@@ -277,6 +277,14 @@ def test_with_the_network(outside: dict[str, Any]):
     assert run_program(program.format(**outside), network=True) == "True\n"
 
 
+def test_an_interpreter_that_does_not_start_is_refused(monkeypatch, tmp_path: Path):
+    jail = tmp_path / "jail.py"
+    jail.write_text("raise SystemExit('no libpython')")
+    monkeypatch.setattr(python, "_JAIL", str(jail))
+    with pytest.raises(UserError, match="no libpython"):
+        python_tool()
+
+
 def test_a_machine_without_namespaces_is_refused(monkeypatch, tmp_path: Path):
     """The kernel says no: the tool is refused at the start, with the reason."""
     source = Path(python._JAIL).read_text()

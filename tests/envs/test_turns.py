@@ -94,7 +94,7 @@ WORDS = [
 SCHEMA = {"type": "function", "function": {"name": "multiply", "parameters": {}}}
 
 
-def tokenizer_of(template: str | None, end: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template: str | None, end: str) -> Any:
     """Byte pairs that merge over everything but the token that ends a turn: the other marks of the
     templates are text."""
     draw = random.Random(0)
@@ -260,7 +260,7 @@ def test_tools_in_the_prompt(template: str, before: list[dict[str, str]], text: 
 
 
 def test_without_a_chat_template():
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
     turns = Turns(tokenizer)
     turns.check([{"role": "user", "content": "a"}], "user")
     assert tokenizer.decode(turns.prompt([Message("user", "0-9?\n")])) == "0-9?\n"
@@ -276,7 +276,7 @@ def test_no_space_comes_before_an_observation():
     letters = {letter: i for i, letter in enumerate(["</s>", "\u2581", *"lower"[:-1], "r"])}
     backend = Tokenizer(BPE(vocab=letters, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     assert tokenizer("lo")["input_ids"][0] == letters["\u2581"]
     observed = Turns(tokenizer).observation([Message("user", "lower")], [0]).ids
     assert observed == [letters[letter] for letter in "lower"]

@@ -919,7 +919,7 @@ def two(solution_str, ground_truth): return 1.0
 
 # imported by the trainer without trouble, and not by its reward workers
 IN_WORKER = """import os, sys
-if sys.argv[0].endswith("worker_main.py"):
+if sys.argv[0].endswith("workers/main.py"):
     {}
 def score(data_source, solution_str, ground_truth, extra_info): return 1.0
 """
