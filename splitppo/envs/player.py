@@ -9,18 +9,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Sequence, Set
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.envs import Turn, load_env
-from splitppo.envs.local import Began, LocalPool
-from splitppo.envs.tools import CallReader, instructions, load_tools, tool_env, tool_schemas
+from splitppo.envs import Message, Turn
+from splitppo.envs.pool import Began, EnvPool, Source
+from splitppo.envs.tools import CallReader, instructions, load_tools, tool_schemas
 from splitppo.envs.turns import Turns
-from splitppo.rewards.functions import Failure
+from splitppo.errors import UserError
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
+from splitppo.workers import Failure
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,32 @@ def language_of(config: Config, tokenizer: Any) -> Language:
     return Language(turns, CallReader(tokenizer, schemas, env.call_format))
 
 
+def source_of(config: Config) -> Source:
+    """What the run's environments are made of."""
+    env = config.env
+    return Source(config.env_path, env.tools, env.format_reward, env.network)
+
+
+def rehearse(config: Config, prompt: Prompt) -> str | None:
+    """Makes a prompt's environment and takes a step with an empty message. Returns how the step
+    failed, if it did. Raises UserError if the environment can't be made."""
+    with closing(EnvPool(source_of(config), 1, config.env.timeout)) as pool:
+        began = pool.begin(0, _columns(prompt), config.seed).result()
+        if isinstance(began, Failure):
+            raise UserError(f"the environment {began.function} does not begin: {began.text}")
+        said = pool.step(0, Message("assistant", "")).result()
+        pool.end(0)
+    if not isinstance(said, Failure):
+        return None
+    return f"the environment {said.function} fails on an empty message: {said.text}"
+
+
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers. None without environments."""
     if not config.has_env:
         return None, None
-    tools = load_tools(config.env.tools, network=config.env.network)
-    path = config.env_path
-    pool = LocalPool(load_env(path) if path else tool_env(tools, config.env.format_reward))
+    pool = EnvPool(source_of(config), config.reward.workers, config.env.timeout)
     language = language_of(config, tokenizer)
     return [Player(pool, language, config, number) for number in range(2)]
 
@@ -90,7 +109,7 @@ class Player:
             what environments took.
     """
 
-    def __init__(self, pool: LocalPool, language: Language, config: Config, number: int = 0):
+    def __init__(self, pool: EnvPool, language: Language, config: Config, number: int = 0):
         self.failures: list[tuple[int, Failure]] = []
         self.metrics: Counter[str] = Counter()
         self._numbers = itertools.count(number, 2)
@@ -114,18 +133,12 @@ class Player:
         whether the row waits for a reply."""
         if row.row not in self._keys:
             key = self._keys[row.row] = next(self._numbers)
-            given = {
-                "prompt": prompt.column,
-                "data_source": prompt.data_source,
-                "ground_truth": prompt.ground_truth,
-                "extra_info": prompt.extra_info,
-            }
             played = []
             before = [*row.prompt]
             for said, answered in row.turns[:-1]:
                 played.append(self._language.read(before, said))
                 before += [*said, *answered]
-            self._wait(row, self._pool.begin(key, given, seed, played), self._begin)
+            self._wait(row, self._pool.begin(key, _columns(prompt), seed, played), self._begin)
         if early := self._early.pop(row.row, None):
             self._arrived.put((row.row, early))
         return row.row in self._waiting
@@ -241,3 +254,13 @@ class Player:
 
     def _observe(self, turn: Turn, said: array) -> array:
         return array(IDS, self._language.turns.observation(turn.messages, said, self._limit).ids)
+
+
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    """A data row, as its environment gets it."""
+    return {
+        "prompt": prompt.column,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }

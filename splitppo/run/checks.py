@@ -9,8 +9,7 @@ from splitppo.config import Config
 from splitppo.engine.build import check_engine, engine_kind, kv_cache, most_rows
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.engine.vllm.plan import kv_bytes_per_token
-from splitppo.envs import load_env
-from splitppo.envs.tools import load_tools
+from splitppo.envs.player import source_of
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
@@ -38,9 +37,8 @@ def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
-    load_tools(config.env.tools, network=config.env.network)
-    if config.env_path:
-        load_env(config.env_path)
+    if config.has_env:
+        source_of(config).load()
     if not _on_hub(config):
         data.check_files(config.data)
     data.read_lengths(config.rollout)

@@ -16,7 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
-from splitppo.envs.player import language_of
+from splitppo.envs.player import language_of, rehearse
 from splitppo.errors import UserError, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -149,6 +149,8 @@ def dry_run(config: Config, launch: Launch) -> str:
         check_open_rows(
             build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
+    tried = rehearse(resolved.config, training.prompts[0]) if config.has_env else None
+    warnings = [*checks.warnings(resolved), tried]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     parts = [
         toml.to_toml(resolved.config),
@@ -156,7 +158,7 @@ def dry_run(config: Config, launch: Launch) -> str:
         *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
         f"resolved: {resolved.to_json()}",
         *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-        *(f"warning: {warning}" for warning in checks.warnings(resolved)),
+        *(f"warning: {warning}" for warning in filter(None, warnings)),
         f"data: {screen.counted(training, validation)}",
         *training.notes,
         *validation.notes,

@@ -4,15 +4,15 @@ them. Engine and environment are scripts: neither tokens nor answers depend on t
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from envs import LocalPool
 from ranks import ALONE
 
 from splitppo.config import Config, EnvConfig, RewardConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.local import LocalPool
 from splitppo.envs.player import Player, language_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Episode, Prompt
@@ -100,7 +100,7 @@ def sampler_of(
         limit=limit,
         context=given.rollout.max_context,
         window=window,
-        player=Player(LocalPool(Env, 3), language_of(given, TOKENIZER), given),
+        player=Player(cast(Any, LocalPool(Env, 3)), language_of(given, TOKENIZER), given),
     )
 
 

@@ -2,22 +2,15 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from splitppo.envs import EnvFactory, Message, Turn, read_messages, read_turn
-from splitppo.rewards.functions import Failure
-
-
-class Began(NamedTuple):
-    """What an environment said at its beginning: the messages of `reset` (None: the row's own
-    prompt), and its answers to the messages that were played again."""
-
-    messages: list[Message] | None
-    turns: list[Turn]
+from splitppo.envs.pool import Began
+from splitppo.workers import Failure
 
 
 class LocalPool:
-    """`make` makes a row's environment."""
+    """In the place of an `EnvPool`. `make` makes a row's environment."""
 
     def __init__(self, make: EnvFactory, threads: int = 1):
         self.make = make
