@@ -64,7 +64,7 @@ class Segment(NamedTuple):
         ids: the token ids, int32.
         logprobs: the engine's log-probs at the sampling temperature, float32, or an empty array
             away from the rank that sampled them. None: the ids were observed.
-        version: the step whose weights sampled the ids.
+        version: the step in which the ids were sampled, or observed.
         reward: of the turn that the segment ends.
     """
 
@@ -109,8 +109,8 @@ class Episode:
 
     @property
     def fresh(self) -> int:
-        """The response tokens of the last step that sampled some."""
-        return sum(tokens for step, tokens in self.stretches if step == self.stretches[-1][0])
+        """The response tokens of the last step in which something was appended."""
+        return sum(tokens for step, tokens in self.stretches if step == self.segments[-1].version)
 
     @property
     def turns(self) -> list[tuple[array, array]]:
@@ -292,7 +292,7 @@ class Rollout:
         """`[N]` int64: for each response token, how many steps before its row's last one it was
         sampled."""
         parts = [
-            (episode.stretches[-1][0] - step, tokens)
+            (episode.segments[-1].version - step, tokens)
             for episode in self.episodes
             for step, tokens in episode.stretches
         ]

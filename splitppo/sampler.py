@@ -346,12 +346,12 @@ class _Decoding:
         *before, turn, _ = row.segments
         if reply.end == "failed":  # its reward is that of the whole row
             before = [segment._replace(reward=0.0) for segment in before]
-        turn = turn._replace(reward=reply.reward)
-        row = replace(row, segments=(*before, turn), end=reply.end)
-        longer = _longer(row, Segment(reply.ids, None, self.step))
-        if row.end or self.sampler.left(longer) > 0:
-            return row if row.end else longer
-        return replace(row, end="limit")
+        said = (*before, turn._replace(reward=reply.reward))
+        longer = replace(row, segments=(*said, Segment(reply.ids, None, self.step)), end=reply.end)
+        if reply.end or self.sampler.left(longer) > 0:
+            return longer
+        nothing = Segment(array(IDS), None, self.step)
+        return replace(row, segments=(*said, nothing), end="limit")
 
     def _stop(self, row: Episode) -> Episode:
         """Has the slot's next row follow one that has ended."""

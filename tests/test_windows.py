@@ -79,7 +79,7 @@ def check(
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
         assert [row[:2] for row in mine] == [(row.prompt, row.response) for row in step.rows]
-        for (_, _, logprobs, _), row in zip(mine, step.rows, strict=True):
+        for (_, _, logprobs, *_), row in zip(mine, step.rows, strict=True):
             assert logprobs == pytest.approx(row.engine, rel=0, abs=1e-5)
     return seen
 

@@ -1,0 +1,143 @@
+"""Rows of several turns against the paper: the reference gets what was sampled alone, and plays the
+environments by itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_ppo import Row
+from test_flagship import BATCH, STEPS, compare, inputs, reference, run
+
+from splitppo.envs import Message
+from splitppo.models.tiny import build_tokenizer
+
+__all__ = ["inputs"]  # the fixture
+
+ENDS = [
+    1,
+    3,
+    4,
+    5,
+    9,
+    12,
+    20,
+    27,
+    33,
+    40,
+    51,
+    60,
+    72,
+]  # ids that end a turn: an untrained model says one of them soon
+LIMITS = {"rollout__max_new_tokens": 12, "env__max_turns": 5}
+OLD = {"old_logprobs": "engine"}
+
+# By the first digit of the prompt: the same answers always; answers and rewards that depend on what
+# was said; rows that go on until they are cut, most in the middle of a turn.
+ENV = """
+from splitppo.envs import Message, Turn
+
+class Env:
+    def __init__(self, row, seed):
+        self.kind = int(row["prompt"][0]) % 3
+        self.turns = 0
+
+    def reset(self):
+        return None
+
+    def step(self, message):
+        self.turns += 1
+        said = message.content
+        if self.kind == 0:
+            return Turn([Message("user", "so?\\n")], done=self.turns == 3)
+        reward = 0.125 * len(said) - 0.25 * self.turns
+        cut = self.kind == 2 and len(said) == 1
+        return Turn([Message("user", said[::-1] + "?")], reward, len(said) == 3, cut)
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def game(inputs: Path) -> Path:
+    """An environment, and a policy that ends its turns."""
+    (inputs / "env.py").write_text(ENV)
+    config = inputs / "policy" / "config.json"
+    config.write_text(config.read_text().replace('"eos_token_id": 1', f'"eos_token_id": {ENDS}'))
+    (inputs / "policy" / "generation_config.json").unlink(missing_ok=True)
+    return inputs
+
+
+def listener(game: Path) -> Callable[[Row], Row]:
+    """What the environment makes of sampled tokens, played here turn by turn."""
+    found: dict[str, Any] = {}
+    exec((game / "env.py").read_text(), found)
+    tokenizer = build_tokenizer()
+
+    def heard(row: Row) -> Row:
+        env = found["Env"]({"prompt": tokenizer.decode(row.prompt)}, 0)
+        ids: list[int] = []
+        own: list[int] = []
+        observed: set[int] = set()
+        rewards: list[float] = []
+        answered = ended = False
+        for token in row.response:
+            assert not ended, "sampled after the environment had ended"
+            own.append(token)
+            ids.append(token)
+            rewards.append(0.0)
+            answered = token in ENDS
+            if not answered:
+                continue
+            said = tokenizer.decode(own, skip_special_tokens=True)
+            turn = env.step(Message("assistant", said))
+            rewards[-1] = turn.reward
+            full = len(rewards) == LIMITS["rollout__max_new_tokens"]
+            ended = turn.done or turn.truncated or env.turns == LIMITS["env__max_turns"] or full
+            if not ended:
+                answer = tokenizer(turn.messages[0].content)["input_ids"]
+                observed |= {*range(len(ids), len(ids) + len(answer))}
+                ids += answer
+            own = []
+        assert ended or len(rewards) == LIMITS["rollout__max_new_tokens"]
+        return replace(
+            row, response=ids, observed=frozenset(observed), rewards=rewards, answered=answered
+        )
+
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (1, {}),
+        (2, {"placement__actor": 1}),
+        (3, {"placement__actor": 2}),
+        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+    ],
+    ids=["colocated", "1+1", "2+1", "a set of two"],
+)
+@pytest.mark.parametrize("window", [0, 5])
+def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
+    options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": window, **LIMITS}
+    hyper: dict[str, Any] = OLD if window else {}
+    options |= {f"ppo__{name}": value for name, value in hyper.items()}
+    seen = run(game, tmp_path, world, odd="exact", **placement, **options)
+    due = reference(game, seen, window=window, heard=listener(game), **hyper)
+    compare(seen, due)
+    every = [row for rows in seen["rows"] for row in rows.values()]
+    assert {len(turns) for *_, turns in every} >= {1, 2, 3}
+    assert any(len(turns) > 1 and turns[-1][-1] not in ENDS for *_, turns in every), "none was cut"
+    heard = listener(game)
+    for prompt, response, _, _, turns in every:
+        sampled = [token for said in turns for token in said]
+        assert heard(Row(prompt, sampled, 0.0, [], True)).response == response
+    lines = seen["lines"][:STEPS]
+    assert all(line["env/failures"] == 0 for line in lines)
+    if not window:
+        told = [said[-1] in ENDS for *_, turns in every for said in turns]
+        assert sum(line["env/turns"] for line in lines) == sum(told)
+    else:
+        assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
