@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from splitppo.envs import Message, Turn
-from splitppo.envs.pool import Began, EnvPool, Source, mark
+from splitppo.envs.pool import Began, EnvPool, Source
 from splitppo.errors import UserError
 from splitppo.workers import Failure
 
@@ -219,12 +219,10 @@ def test_an_environment_goes_on_in_another_process_where_it_was(file: Path) -> N
         second = envs.step(0, Message("assistant", "bb")).result()
         assert not {*before} & {*workers_of(os.getpid())}
         # what another rank gets that takes the row over
-        said = [mark(began.messages), mark(first), mark(second)]
         played = [Message("assistant", "a"), Message("assistant", "bb")]
-        again = envs.begin(1, {"prompt": 1}, 5, played, said).result()
-        assert isinstance(again, Began)
-        assert [mark(again.messages), *map(mark, again.turns)] == said
-        assert [mark(turn) for turn in again.turns] != [mark(first), mark(first)]
+        again = envs.begin(1, {"prompt": 1}, 5, played).result()
+    assert again == Began(began.messages, [first, second])
+    assert first != second
 
 
 @pytest.mark.parametrize(("at", "where"), [(0, "in reset"), (2, "to message 2")])
@@ -235,9 +233,10 @@ def test_an_environment_that_answers_a_replay_otherwise_fails_its_row(
     with pool(file) as envs:
         first = envs.begin(0, {}, 1, played).result()
         assert isinstance(first, Began)
-        said = [mark(first.messages), *map(mark, first.turns)]
-        said[at] = "0"
-        other = envs.begin(1, {}, 1, played, said).result()
+        said: list[Any] = [first.messages, *first.turns]
+        assert envs.begin(1, {}, 1, played, said).result() == first
+        said[at] = Turn(reward=7)
+        other = envs.begin(2, {}, 1, played, said).result()
     assert isinstance(other, Failure)
     assert (other.function, other.kind) == ("Count", "replay")
     assert where in other.text
