@@ -83,12 +83,12 @@ class EnvPool(Pool):
     """
 
     def __init__(self, source: Source, workers: int, timeout: float, memory: int = MEMORY):
-        named = (source.path,) if source.path else source.tools
-        names = ", ".join(name.rpartition(":")[2] for name in named)
-        handler = f"{__name__}:Envs"
         _, asynchronous = source.load()
-        work = Work(handler, (source,), "env", names, timeout, asynchronous, memory)
+        named = (source.path,) if source.path else source.tools
+        names = f"the environment's {', '.join(named)}"
+        work = Work(f"{__name__}:Envs", (source,), "env", names, timeout, asynchronous, memory)
         super().__init__(work, workers)
+        self._name = ", ".join(name.rpartition(":")[2] for name in named)
         self._rows: dict[int, _Row] = {}
 
     def begin(
@@ -139,7 +139,7 @@ class EnvPool(Pool):
 
         said = await self._settle(one.worker, ask)
         if isinstance(said, Failure):
-            return replace(said, function=self.work.names)
+            return replace(said, function=self._name)
         if isinstance(said, Began):
             one.record = [said.messages, *said.turns]
             said = said.turns[-1] if message else said
