@@ -61,14 +61,14 @@ class Turn:
         reward: of the assistant's message.
         done: whether the episode ends here; the policy does not read the messages then.
         truncated: whether it ends because it was cut off, and not because it is over.
-        metrics: numbers by name.
+        metrics: numbers by name. They may tell a time: turns are equal if the rest is.
     """
 
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     truncated: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 class Env(Protocol):

@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -49,13 +48,6 @@ class Began(NamedTuple):
     turns: list[Turn]
 
 
-def mark(said: Turn | Sequence[Message] | None) -> str:
-    """A hash of what an environment said: what `reset` returned, or a turn but for its metrics,
-    which may tell a time."""
-    said = replace(said, metrics={}) if isinstance(said, Turn) else said
-    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
-
-
 @dataclass
 class _Row:
     """An open row.
@@ -63,7 +55,7 @@ class _Row:
     Attributes:
         worker: where its environment is, unless the process has ended.
         played: the assistant's messages so far.
-        record: marks of the prompt and of each turn, as far as they are known.
+        record: what the environment said: the prompt, and each turn.
     """
 
     key: int
@@ -71,7 +63,7 @@ class _Row:
     seed: int
     worker: Worker
     played: list[Message]
-    record: list[str]
+    record: list[Any]
 
 
 class EnvPool(Pool):
@@ -91,12 +83,12 @@ class EnvPool(Pool):
     """
 
     def __init__(self, source: Source, workers: int, timeout: float, memory: int = MEMORY):
-        named = (source.path,) if source.path else source.tools
-        names = ", ".join(name.rpartition(":")[2] for name in named)
-        handler = f"{__name__}:Envs"
         _, asynchronous = source.load()
-        work = Work(handler, (source,), "env", names, timeout, asynchronous, memory)
+        named = (source.path,) if source.path else source.tools
+        names = f"the environment's {', '.join(named)}"
+        work = Work(f"{__name__}:Envs", (source,), "env", names, timeout, asynchronous, memory)
         super().__init__(work, workers)
+        self._name = ", ".join(name.rpartition(":")[2] for name in named)
         self._rows: dict[int, _Row] = {}
 
     def begin(
@@ -105,7 +97,7 @@ class EnvPool(Pool):
         row: dict[str, Any],
         seed: int,
         played: Sequence[Message] = (),
-        record: Sequence[str] = (),
+        record: Sequence[list[Message] | Turn | None] = (),
     ) -> Future[Began | Failure]:
         """Makes a row's environment, and plays the assistant's messages again. The row fails
         (`replay`) if the environment does not say what it said before.
@@ -115,7 +107,7 @@ class EnvPool(Pool):
         Args:
             key: any number that no other open row has.
             row: the columns of the data. seed: of the environment.
-            record: marks of the prompt and of each turn, as far as they are known.
+            record: what it said before, as far as it is known: `Began.messages`, and each turn.
         """
         worker = min(self._workers, key=lambda worker: worker.rows)
         worker.rows += 1
@@ -147,12 +139,12 @@ class EnvPool(Pool):
 
         said = await self._settle(one.worker, ask)
         if isinstance(said, Failure):
-            return replace(said, function=self.work.names)
+            return replace(said, function=self._name)
         if isinstance(said, Began):
-            one.record = [mark(said.messages), *map(mark, said.turns)]
+            one.record = [said.messages, *said.turns]
             said = said.turns[-1] if message else said
         else:
-            one.record.append(mark(said))
+            one.record.append(said)
         one.played += message
         return said
 
@@ -168,7 +160,7 @@ class EnvPool(Pool):
                 return await self._play(one, more, worker)
             if isinstance(said, Failure):
                 return said, sure
-            if number < len(one.record) and mark(said) != one.record[number]:
+            if number < len(one.record) and said != one.record[number]:
                 why = (
                     "said something else when it was played again, "
                     f"{f'to message {number}' if number else 'in reset'}; let all that it says "

@@ -108,8 +108,8 @@ class Scorer:
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
             work = Work(
-                "splitppo.rewards.functions:Functions", (names,), "reward", ", ".join(names),
-                reward.timeout, asynchronous,
+                "splitppo.rewards.functions:Functions", (names,), "reward",
+                f"the reward {', '.join(names)}", reward.timeout, asynchronous,
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 

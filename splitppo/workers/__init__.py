@@ -32,7 +32,7 @@ class Work:
 
     Attributes:
         handler: `module:name` of a class that makes a `Handler`. arguments: its own.
-        section: of the settings. names: the user's functions, for messages.
+        section: of the settings. names: what the worker imports, for messages.
         timeout: seconds for a message.
         asynchronous: a worker answers many messages at a time; else one after another.
         memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.

@@ -67,9 +67,8 @@ class Worker:
     async def _load(self) -> str:
         answer, _ = await self._ask(None, sys.path, self.work)
         if isinstance(answer, Failure):
-            names = f"the {self.work.section} {self.work.names}"
-            return f"{answer.text} while it imported {names}; fix the file"
-        return answer and f"in a {self.work.section} worker: {answer}"
+            return f"{answer.text} while it imported {self.work.names}; fix the file"
+        return answer and f"in a worker: {answer}"
 
     async def call(self, *message: Any) -> tuple[Any, bool]:
         """The answer to a message, and whether it is that message's: if the process ended while it

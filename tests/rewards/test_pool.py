@@ -425,7 +425,10 @@ signal.pause()
 
 def test_a_worker_starts_without_torch(file: Path) -> None:
     heavy = "{'torch', 'numpy', 'transformers'}"
-    code = f"import sys, splitppo.workers.main as _; print({heavy} & {{*sys.modules}} or '')"
+    code = (
+        "import sys, splitppo.workers.main, splitppo.rewards.functions, splitppo.envs.pool; "
+        f"print({heavy} & {{*sys.modules}} or '')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -1248,8 +1248,7 @@ def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
     [
         (
             "raises",
-            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU "
-            "here",
+            "in a worker: importing the reward file {d}/raises.py failed: OSError: no GPU here",
         ),
         (
             "exits",

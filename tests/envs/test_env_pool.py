@@ -1,6 +1,7 @@
 """Environments in worker processes: results, faults, and what is left of the workers."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from splitppo.envs import Message, Turn
-from splitppo.envs.pool import Began, EnvPool, Source, mark
+from splitppo.envs.pool import Began, EnvPool, Source
 from splitppo.errors import UserError
 from splitppo.workers import Failure
 
@@ -188,14 +189,19 @@ def test_an_environment_is_closed_once(file: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(does, "x")
 
 
-def test_close_ends_what_is_under_way(file: Path) -> None:
-    with pool(file) as envs:
-        envs.begin(0, {"does": "hangs"}, 0).result()
-        step = envs.step(0, Message("assistant", "trouble"))
-        step.add_done_callback(lambda _: envs.end(0))
-        envs.begin(1, {}, 0)  # waits for the step
-    assert step.cancelled()
+def test_close_ends_what_is_under_way(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def begin_and_close() -> None:
+        with pool(file) as envs:
+            envs.begin(0, {"does": "hangs"}, 0).result()
+            step = envs.step(0, Message("assistant", "trouble"))
+            step.add_done_callback(lambda _: envs.end(0))
+            envs.begin(1, {}, 0)  # waits for the step
+        assert step.cancelled()
+
+    begin_and_close()
     assert not workers_of(os.getpid())
+    gc.collect()
+    assert not caplog.records, "a task is left over"
 
 
 def test_results_are_the_same_for_any_number_of_workers_and_any_delays(file: Path) -> None:
@@ -213,18 +219,15 @@ def test_an_environment_goes_on_in_another_process_where_it_was(file: Path) -> N
         began = envs.begin(0, {"prompt": 1}, 5).result()
         assert began == Began([Message("user", "from 5")], [])
         first = envs.step(0, Message("assistant", "a")).result()
-        assert isinstance(first, Turn)
         before = workers_of(os.getpid())
         os.kill(max(before), signal.SIGKILL)
         second = envs.step(0, Message("assistant", "bb")).result()
         assert not {*before} & {*workers_of(os.getpid())}
         # what another rank gets that takes the row over
-        said = [mark(began.messages), mark(first), mark(second)]
         played = [Message("assistant", "a"), Message("assistant", "bb")]
-        again = envs.begin(1, {"prompt": 1}, 5, played, said).result()
-        assert isinstance(again, Began)
-        assert [mark(again.messages), *map(mark, again.turns)] == said
-        assert [mark(turn) for turn in again.turns] != [mark(first), mark(first)]
+        again = envs.begin(1, {"prompt": 1}, 5, played).result()
+    assert again == ([Message("user", "from 5")], [first, second])
+    assert first != second
 
 
 @pytest.mark.parametrize(("at", "where"), [(0, "in reset"), (2, "to message 2")])
@@ -235,9 +238,10 @@ def test_an_environment_that_answers_a_replay_otherwise_fails_its_row(
     with pool(file) as envs:
         first = envs.begin(0, {}, 1, played).result()
         assert isinstance(first, Began)
-        said = [mark(first.messages), *map(mark, first.turns)]
-        said[at] = "0"
-        other = envs.begin(1, {}, 1, played, said).result()
+        said: list[Any] = [first.messages, *first.turns]
+        assert envs.begin(1, {}, 1, played, said).result() == first
+        said[at] = Turn(reward=7)
+        other = envs.begin(2, {}, 1, played, said).result()
     assert isinstance(other, Failure)
     assert (other.function, other.kind) == ("Count", "replay")
     assert where in other.text
@@ -256,10 +260,10 @@ def test_a_replay_after_a_crash_is_compared(file: Path) -> None:
 
 
 def test_memory_that_others_of_a_worker_hold_fails_no_row(file: Path) -> None:
-    rows = [{"does": "keeps"}] * 2
     with pool(file, memory=1 << 30) as envs:
-        found = play(envs, rows, TALK)
-    assert not any(isinstance(said, Failure) for said in found), found
+        found = play(envs, [{"does": "keeps"}] * 2, TALK)
+    with pool(file) as healthy:
+        assert found == play(healthy, [{}] * 2, TALK)
 
 
 def test_async_steps_wait_at_the_same_time_and_a_fault_costs_its_row_alone(file: Path) -> None:
