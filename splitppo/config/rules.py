@@ -77,7 +77,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda v: len({*v}) == len(v),
         "names a function twice; name it once",
-        "reward.function reward.validation env.tools",
+        "reward.function reward.validation",
     ),
     (
         lambda v: _is_object(v),

@@ -9,7 +9,7 @@ from splitppo.config import Config
 from splitppo.engine.build import check_engine, engine_kind, kv_cache, most_rows
 from splitppo.engine.build import warnings as engine_warnings
 from splitppo.engine.vllm.plan import kv_bytes_per_token
-from splitppo.envs.player import source_of
+from splitppo.envs.player import language_of, source_of
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
@@ -76,6 +76,8 @@ def preflight(resolved: Resolved) -> None:
         resolved.local_world,
         resolved.models["policy"].config,
     )
+    if config.has_env:
+        language_of(config, resolved.tokenizer)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
