@@ -1,17 +1,23 @@
 """Rows of several turns against the paper: the reference gets what was sampled alone, and plays the
 environments by itself."""
 
+import json
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import run_ranks
 from reference_ppo import Row
+from runs import assert_same, figures, main_rank
 from test_flagship import BATCH, STEPS, compare, inputs, reference, run
 
 from splitppo.envs import Message
 from splitppo.models.tiny import build_tokenizer
+from splitppo.rollout import tensor_of, unpack_rows
 
 __all__ = ["inputs"]  # the fixture
 
@@ -141,3 +147,25 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
         assert sum(line["env/turns"] for line in lines) == sum(told)
     else:
         assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
+
+
+def test_a_run_that_stops_in_the_middle_of_dialogues_goes_on_elsewhere(tmp_path):
+    """With windows, under another placement; held-out rows are played, too."""
+    argv = ["--data.task=guess", "--rollout.window=5", "--rollout.batch-size=6"]
+    argv += ["--rollout.max-new-tokens=30", "--rollout.temperature=2", "--policy.path", "tiny"]
+    argv += ["--checkpoint.every=3", "--data.validation-rows=4", "--log.validate-every=3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=6", f"--run-dir={whole}"])
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=3", f"--run-dir={cut}"])
+    state = json.loads((cut / "checkpoints" / "step_000003" / "actor" / "state.json").read_text())
+    packed = [b64decode(row) for _, row, _ in state["open"]]
+    held = unpack_rows(tensor_of(packed, torch.int32))
+    assert any(row.turns and row.turns[0][1] for row in held), "no row is open after an answer"
+    run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=6", f"--run-dir={cut}"])
+    for role in ("actor", "critic"):
+        assert_same(figures(cut, role), figures(whole, role))
+    for step in (0, 3, 6):
+        name = Path("validation") / f"step_{step:06d}.jsonl"
+        rows = [[*map(json.loads, (run / name).read_text().splitlines())] for run in (whole, cut)]
+        assert len(rows[0]) == 4
+        assert rows[0] == rows[1]
