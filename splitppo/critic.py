@@ -116,9 +116,9 @@ class Critic:
         They run while the value model does."""
 
         def start() -> Pending:
-            decode = self.context.decode
-            rows = [(self.context.prompt(s.row), decode(s.said)) for s in rollout.episodes]
-            return self.scorer.submit(rows)
+            prompts = map(self.context.prompt, rollout.rows)
+            parts = zip(prompts, rollout.episodes, strict=True)
+            return self.scorer.submit([self.context.to_score(*part) for part in parts])
 
         started = self.decoder.submit(start)
         return lambda: started.result()()
@@ -193,7 +193,10 @@ class Critic:
             "critic/advantages": plain,
             "critic/returns": returns,
         }
-        figures |= {"critic/values": values, "error": returns - values} if self.learners else {}
+        if self.learners:
+            figures |= {"critic/values": values, "error": returns - values}
+        if self.learners and self.context.config.has_env:
+            figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | self._summaries(extra | figures)

@@ -8,7 +8,7 @@ are over these alone, so the packed tensors `[N]` hold nothing else.
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -20,6 +20,7 @@ from torch import Tensor
 
 End = Literal["eos", "stop", "limit", "environment", "failed"]
 ENDS: tuple[End | None, ...] = (*get_args(End), None)
+Messages = list[dict[str, Any]]  # of a dialogue: role and content
 IDS = "i"  # the kind of an array of token ids: int32
 LOGPROBS = "f"  # of log-probs: float32
 # a message has before each row: its number, its end, tokens of the prompt, segments; before each
@@ -166,6 +167,23 @@ class Episode:
         return torch.cat([torch.arange(0), *parts])
 
 
+def dialogue(
+    prompt: Prompt,
+    episode: Episode,
+    decode: Callable[[Sequence[int]], str],
+    read: Callable[[Sequence[int]], Messages] = lambda _: [],
+) -> Messages:
+    """A row as messages: the prompt, what the policy said, what an environment answered. `read`
+    makes messages of an environment's tokens; also of the prompt's, if they are not the data's."""
+    found = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+    if list(episode.prompt) != prompt.tokens:
+        found = read(episode.prompt) or found
+    for said, heard in episode.turns:
+        found.append({"role": "assistant", "content": decode(said)})
+        found += read(heard) if heard else []
+    return found
+
+
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
     """An ended row whose response was sampled at once; it has no log-probs."""
     segment = Segment(array(IDS, response), array(LOGPROBS))
@@ -272,6 +290,12 @@ class Rollout:
         rewards = [reward for episode in self.episodes for reward in episode.rewards]
         found[torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1] = torch.tensor(rewards)
         return found
+
+    def turn_starts(self) -> Tensor:
+        """Where in `[N]` each turn begins."""
+        sizes = [len(said) for episode in self.episodes for said, _ in episode.turns]
+        counts = torch.tensor(sizes, dtype=torch.int64)
+        return counts.cumsum(0) - counts
 
     def turns(self) -> Tensor:
         """`[N]` int64: the turn of each response token, from 0. Between two turns stands what an

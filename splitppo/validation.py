@@ -37,6 +37,7 @@ class Validator:
         self.config = context.config
         self.prompts = context.held_out
         self.decode = context.decode
+        self.to_score = context.to_score
         self.engine = engine
         self.group = group
         self.scorer = scorer
@@ -68,13 +69,10 @@ class Validator:
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                texts = [self.decode(episode.said) for episode in finished]
+                said = [self.to_score(self.prompts[row.row // n], row) for row in finished]
                 # the scorer works while the engine generates
-                pairs = [
-                    (self.prompts[episode.row // n], text)
-                    for episode, text in zip(finished, texts, strict=True)
-                ]
-                batches.append((finished, texts, self.scorer.submit(pairs)))
+                texts = [text for _, text, _ in said]
+                batches.append((finished, texts, self.scorer.submit(said)))
         found = []
         written = []
         failures = []
@@ -82,12 +80,14 @@ class Validator:
             for episode, text, scored in zip(
                 episodes, texts, self.group.of_first(pending), strict=True
             ):
-                what = answer(text), episode.tokens, episode.truncated, bool(scored.failures)
+                failed = bool(scored.failures) or episode.end == "failed"
+                what = answer(text), episode.tokens, episode.truncated, failed
                 score = scored.score + sum(episode.rewards)
                 found.append(Response(episode.row, score, dict(scored.figures), *what))
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
                     written.append((episode.row, self.decode(episode.response), score, episode.end))
+        failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)

@@ -5,6 +5,7 @@ import json
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,19 @@ class Env:
         pass
 """
 
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info, messages):
+    spoken = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert spoken[-1] == solution_str
+    return 0.05 * len(solution_str) - 0.125 * len(messages)
+"""
+
 
 @pytest.fixture(scope="module")
 def game(inputs: Path) -> Path:
     """An environment, and a policy that ends its turns."""
     (inputs / "env.py").write_text(ENV)
+    (inputs / "reward.py").write_text(REWARD)
     config = inputs / "policy" / "config.json"
     config.write_text(config.read_text().replace('"eos_token_id": 1', f'"eos_token_id": {ENDS}'))
     (inputs / "policy" / "generation_config.json").unlink(missing_ok=True)
@@ -140,6 +149,11 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
     for prompt, response, _, _, turns in every:
         sampled = [token for said in turns for token in said]
         assert heard(Row(prompt, sampled, 0.0, [], True)).response == response
+    decode = partial(build_tokenizer().decode, skip_special_tokens=True)
+    for rows, scores in zip(seen["rows"], seen["scores"], strict=True):
+        for row, (*_, turns) in rows.items():
+            due_score = 0.05 * len(decode(turns[-1])) - 0.125 * 2 * len(turns)
+            assert scores[row] == pytest.approx(due_score)
     lines = seen["lines"][:STEPS]
     assert all(line["env/failures"] == 0 for line in lines)
     if not window:

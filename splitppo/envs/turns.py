@@ -7,6 +7,7 @@ difference of its output around a placeholder. It is tokenised once, on its own,
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -112,6 +113,28 @@ class Turns:
         sizes = range(max(len(message.content) for message in messages))
         fitting = bisect_right(sizes, limit, key=lambda size: len(shortened(size)))
         return Observation(shortened(max(fitting - 1, 0)), True)
+
+    def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The messages whose ids these are, as `observation` made them: one of each text that the
+        template frames as it does those of a role. Ids that it does not frame so are a user's
+        message."""
+        text = self.tokenizer.decode(list(ids))
+        roles = ["tool", "user", "system"] if self.tokenizer.chat_template else []
+        for role in roles[not self._takes_tool :] if roles else ():
+            one = Message(role, SPOKEN, name="tool")
+            tails = ["", ""]
+            with suppress(UserError):  # no such role here, or no two messages of it
+                tails[0] = self._tail([one])
+                tails[1] = self._tail([one, one])
+            head, _, foot = tails[0].partition(SPOKEN)
+            between = tails[1].removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
+            _, found, rest = text.partition(head.removeprefix(self.tokenizer.decode(self._end)))
+            if found and foot and rest.endswith(foot):
+                content = rest.removesuffix(foot)
+                texts = content.split(between) if between else [content]
+                return [{"role": role, "content": part} for part in texts]
+        shown = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return [{"role": "user", "content": shown}]
 
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: Rewritten = "refuse"

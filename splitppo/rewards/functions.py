@@ -22,8 +22,8 @@ from splitppo.workers import Failure
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
-# if it has a parameter of that name. Returns a number, or a dict with `score` and more numbers, or
-# an awaitable of either.
+# and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
+# more numbers, or an awaitable of either.
 RewardFunction = Callable[..., Any]
 
 FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
@@ -32,9 +32,9 @@ FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
     "gsm8k": rules.gsm8k,
     "gsm8k_flexible": rules.gsm8k_flexible,
     "echo": rules.echo,
-    "none": lambda **_: 0.0,  # an environment's rewards alone
 }
 BY_NAME = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
+FAST["none"] = lambda **_: 0.0  # where `auto` leaves a row to its environment
 # the rule that `auto` takes for a data source
 BY_DATA_SOURCE = {
     "echo": "echo",
@@ -78,7 +78,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         return BY_NAME[function]
     known = f"rule; use auto, {', '.join(BY_NAME)}"
     found = find_in_file(function, setting, what="reward", known=known)
-    names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
+    names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
     try:
         inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
     except ValueError:  # some callables written in C have no signature
@@ -118,13 +118,14 @@ def name_function(function: RewardFunction) -> str:
     return f"{os.path.abspath(file)}:{name}"
 
 
-def takes_prompt(function: RewardFunction) -> bool:
-    """Whether the function has a parameter `prompt`. One that functools.partial has filled does not
-    count."""
+def asks_for(function: RewardFunction) -> set[str]:
+    """Those of `prompt` and `messages` that are parameters of the function. One that
+    functools.partial has filled does not count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
         parameters = inspect.signature(function).parameters
-        return "prompt" in parameters.keys() - getattr(function, "keywords", {}).keys()
-    return False
+        filled = getattr(function, "keywords", {}).keys()
+        return {"prompt", "messages"} & (parameters.keys() - filled)
+    return set()
 
 
 def display_names(functions: Sequence[str]) -> list[str]:

@@ -20,10 +20,10 @@ from splitppo.rewards.functions import (
     BY_NAME,
     FAST,
     Outcome,
+    asks_for,
     display_names,
     find_function,
     scored_by,
-    takes_prompt,
 )
 from splitppo.rollout import Prompt
 from splitppo.workers import Failure, Work
@@ -45,6 +45,8 @@ class Scored:
     failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
 
 
+# a prompt, the decoded response (the last turn), and what makes messages of the row
+ToScore = tuple[Prompt, str] | tuple[Prompt, str, Callable[[], Any]]
 Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 
@@ -103,7 +105,7 @@ class Scorer:
         self._failed_score = reward.failed_score
         used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
-        self._prompted = {name for name, function in found.items() if takes_prompt(function)}
+        self._asks = {name: asks_for(function) for name, function in found.items()}
         self._pools: dict[str, Pool] = {}
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
@@ -113,23 +115,26 @@ class Scorer:
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 
-    def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
-        """Starts to score the rows, each a prompt and the decoded response. Returns a function that
-        waits for their scores, in the order of the rows. It raises UserError if a worker could not
-        import its functions."""
-        calls = [self._call(prompt, response) for prompt, response in rows]
+    def submit(self, rows: Sequence[ToScore]) -> Pending:
+        """Starts to score the rows. Returns a function that waits for their scores, in the order of
+        the rows. It raises UserError if a worker could not import its functions."""
+        calls = [self._call(*row) for row in rows]
         return lambda: [
             self._combine([c.result() if isinstance(c, Future) else c for c in row])
             for row in calls
         ]
 
-    def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
+    def _call(
+        self, prompt: Prompt, response: str, messages: Callable[[], Any] = list
+    ) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
-        asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
+        more: dict[str, Any] = {"prompt": prompt.column}
+        if any("messages" in asked for asked in self._asks.values()):
+            more["messages"] = messages()
         return [
             (FAST[name](**row), {})
             if name in FAST
-            else self._pools[name].submit(name, asking.get(name, row))
+            else self._pools[name].submit(name, row | {n: more[n] for n in self._asks[name]})
             for name in (scored_by(function, prompt.data_source) for function in self._weights)
         ]
 

@@ -20,7 +20,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
-from splitppo.envs.player import Player, players_of
+from splitppo.envs.player import Player, language_of, players_of
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
@@ -60,12 +60,15 @@ def build_sampler(
 
 def build_context(resolved: Resolved, sampler: Sampler, validation: data.PromptSet) -> Context:
     """What both roles know of the run."""
+    config = resolved.config
+    turns = language_of(config, resolved.tokenizer).turns if config.has_env else None
     return Context(
         resolved.config,
         sampler.prompt,
         validation.prompts,
         lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
         resolved.vocabulary_size,
+        turns.read if turns else lambda _: [],
     )
 
 
@@ -323,6 +326,7 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
+            read=self.context.read,
         )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")

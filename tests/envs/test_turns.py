@@ -301,3 +301,18 @@ def test_an_observation_is_cut():
     ids, cut = turns.observation(messages, said, 3)
     assert cut
     assert "b" not in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_observation_is_read_as_its_messages(name):
+    turns = Turns(tokenizer_of(*TEMPLATES[name][:2]))
+    for role in TEMPLATES[name][2]:
+        for texts in (["ab b"], ["a", "b ab", "a b"][: 1 if role == "system" else 3]):
+            messages = [Message(role, text, name="f") for text in texts]
+            try:
+                ids = turns.observation(messages, []).ids
+            except UserError:  # Gemma's: no two of a role
+                continue
+            read = turns.read(ids)
+            assert "|".join(m["content"] for m in read) == "|".join(texts)
+            assert {m["role"] for m in read} <= {role, "user"}
