@@ -154,7 +154,7 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
         window, self.window = self.window, 0
         yield from generate(self, engine, step, slots, *args)
         self.window = window
-        self.held |= {slot: self._fresh(step * self.slots + slot) for slot in slots if window}
+        self.held |= {slot: self.fresh(step * self.slots + slot) for slot in slots if window}
 
     Sampler.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)

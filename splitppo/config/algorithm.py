@@ -230,8 +230,8 @@ class RewardConfig:
     function: tuple[str, ...] = ("auto",)
     """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`.
     `auto`: by the row's data_source. `none`: only the reward model. A function of a file takes
-    (data_source, solution_str, ground_truth, extra_info), perhaps prompt, and may be async. It
-    returns a number, or a dict with `score` and more numbers, which become metrics."""
+    (data_source, solution_str, ground_truth, extra_info), perhaps prompt and messages, and may be
+    async. It returns a number, or a dict with `score` and more numbers, which become metrics."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
