@@ -140,18 +140,15 @@ class EnvPool(Pool):
         said = await self._settle(one.worker, ask)
         if isinstance(said, Failure):
             return replace(said, function=self._name)
-        if isinstance(said, Began):
-            one.record = [said.messages, *said.turns]
-            said = said.turns[-1] if message else said
-        else:
-            one.record.append(said)
+        one.record = said if isinstance(said, list) else [*one.record, said]
         one.played += message
-        return said
+        return one.record[-1] if message else Began(one.record[0], one.record[1:])
 
     async def _play(
         self, one: _Row, more: Sequence[Message], worker: Worker
-    ) -> tuple[Began | Failure, bool]:
-        """Makes the environment in a worker, and plays what was played and then `more`."""
+    ) -> tuple[list[Any] | Failure, bool]:
+        """Makes the environment in a worker, and plays what was played and then `more`. Returns all
+        that it says."""
         calls = [("begin", one.row, one.seed), *(("step", old) for old in (*one.played, *more))]
         heard: list[Any] = []
         for number, (what, *given) in enumerate(calls):
@@ -161,14 +158,14 @@ class EnvPool(Pool):
             if isinstance(said, Failure):
                 return said, sure
             if number < len(one.record) and said != one.record[number]:
+                where = f"to message {number}" if number else "in reset"
                 why = (
-                    "said something else when it was played again, "
-                    f"{f'to message {number}' if number else 'in reset'}; let all that it says "
+                    f"said something else when it was played again, {where}; let all that it says "
                     "follow from the row, the seed and the messages"
                 )
                 return Failure("", "replay", why), True
             heard.append(said)
-        return Began(heard[0], heard[1:]), True
+        return heard, True
 
 
 class Envs:

@@ -60,11 +60,10 @@ def keep(parent: int) -> None:
     end_with_parent(parent, "worker", signal.SIGHUP)
     # orphans become children of this process, also those that left their group and session
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    keeper = os.getpid()
     source, sink = os.pipe()
     kept = os.fork()
     if not kept:
-        end_with_parent(keeper, "worker")
+        kill_with_parent()
         os.setsid()
         for stream in (1, 2):
             os.dup2(sink, stream)
