@@ -67,9 +67,9 @@ async def serve_async(connection: Connection, handler: Handler, work: Work) -> N
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     keep(int(sys.argv[2]))
     connection = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     faulthandler.enable()
     # a program that a function starts must not hold it open
     os.set_inheritable(connection.fileno(), False)
