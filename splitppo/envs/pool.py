@@ -135,7 +135,9 @@ class EnvPool(Pool):
             failed = isinstance(said, Failure)
             if failed or worker is not one.worker:
                 await worker.call("end", one.key)
-            return said, sure and not (failed and said.kind in ("crash", "memory"))
+            # memory may be gone that an earlier row left behind; the next process has it again
+            others = ("crash", "memory") if worker is one.worker else ("memory",)
+            return said, sure and not (failed and said.kind in others)
 
         said = await self._settle(one.worker, ask)
         if isinstance(said, Failure):

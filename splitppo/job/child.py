@@ -20,6 +20,7 @@ TORCHRUN = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 
 def clean_environment() -> dict[str, str]:
@@ -30,9 +31,6 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in TORCHRUN and not name.startswith(("TORCHELASTIC_", "ROLE_"))
     }
-
-
-OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 
 def kill_with_parent(by: int = signal.SIGKILL) -> None:

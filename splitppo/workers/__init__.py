@@ -48,7 +48,7 @@ class Work:
 
     def failed(self, error: BaseException) -> Failure:
         """The failure of a call that raised `error`."""
-        if not isinstance(error, MemoryError):
+        if not (self.memory and isinstance(error, MemoryError)):
             return Failure("", "error", describe(error))
         text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
         return Failure("", "memory", text)

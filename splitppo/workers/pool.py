@@ -165,12 +165,14 @@ class Pool:
         self, worker: Worker, ask: Callable[[Worker], Awaitable[tuple[Any, bool]]]
     ) -> Any:
         """What `ask` gets from the worker; if it says that another's message may be the cause, what
-        it gets from a worker that has nothing else."""
+        it gets from a worker that has nothing else, at most twice."""
         answer, sure = await ask(worker)
         if not sure:
             async with self._one:
                 self._alone = self._alone or [Worker(self.work)]
-                answer, _ = await ask(self._alone[0])
+                answer, sure = await ask(self._alone[0])
+                if not sure:
+                    answer, _ = await ask(self._alone[0])
         return answer
 
     def close(self) -> None:
