@@ -135,23 +135,22 @@ class EnvPool(Pool):
             failed = isinstance(said, Failure)
             if failed or worker is not one.worker:
                 await worker.call("end", one.key)
-            return said, sure and not (failed and said.kind in ("crash", "memory"))
+            # memory may be gone that an earlier row left behind; the next process has it again
+            others = ("crash", "memory") if worker is one.worker else ("memory",)
+            return said, sure and not (failed and said.kind in others)
 
         said = await self._settle(one.worker, ask)
         if isinstance(said, Failure):
             return replace(said, function=self._name)
-        if isinstance(said, Began):
-            one.record = [said.messages, *said.turns]
-            said = said.turns[-1] if message else said
-        else:
-            one.record.append(said)
+        one.record = said if isinstance(said, list) else [*one.record, said]
         one.played += message
-        return said
+        return one.record[-1] if message else Began(one.record[0], one.record[1:])
 
     async def _play(
         self, one: _Row, more: Sequence[Message], worker: Worker
-    ) -> tuple[Began | Failure, bool]:
-        """Makes the environment in a worker, and plays what was played and then `more`."""
+    ) -> tuple[list[Any] | Failure, bool]:
+        """Makes the environment in a worker, and plays what was played and then `more`. Returns all
+        that it says."""
         calls = [("begin", one.row, one.seed), *(("step", old) for old in (*one.played, *more))]
         heard: list[Any] = []
         for number, (what, *given) in enumerate(calls):
@@ -161,14 +160,14 @@ class EnvPool(Pool):
             if isinstance(said, Failure):
                 return said, sure
             if number < len(one.record) and said != one.record[number]:
+                where = f"to message {number}" if number else "in reset"
                 why = (
-                    "said something else when it was played again, "
-                    f"{f'to message {number}' if number else 'in reset'}; let all that it says "
+                    f"said something else when it was played again, {where}; let all that it says "
                     "follow from the row, the seed and the messages"
                 )
                 return Failure("", "replay", why), True
             heard.append(said)
-        return Began(heard[0], heard[1:]), True
+        return heard, True
 
 
 class Envs:

@@ -20,6 +20,7 @@ TORCHRUN = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 
 def clean_environment() -> dict[str, str]:
@@ -30,9 +31,6 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in TORCHRUN and not name.startswith(("TORCHELASTIC_", "ROLE_"))
     }
-
-
-OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 
 def kill_with_parent(by: int = signal.SIGKILL) -> None:
@@ -60,11 +58,10 @@ def keep(parent: int) -> None:
     end_with_parent(parent, "worker", signal.SIGHUP)
     # orphans become children of this process, also those that left their group and session
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    keeper = os.getpid()
     source, sink = os.pipe()
     kept = os.fork()
     if not kept:
-        end_with_parent(keeper, "worker")
+        kill_with_parent()
         os.setsid()
         for stream in (1, 2):
             os.dup2(sink, stream)

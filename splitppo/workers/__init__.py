@@ -48,10 +48,10 @@ class Work:
 
     def failed(self, error: BaseException) -> Failure:
         """The failure of a call that raised `error`."""
-        if isinstance(error, MemoryError):
-            text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
-            return Failure("", "memory", text)
-        return Failure("", "error", describe(error))
+        if not (self.memory and isinstance(error, MemoryError)):
+            return Failure("", "error", describe(error))
+        text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
+        return Failure("", "memory", text)
 
     def timed_out(self, *, blocks: bool = False) -> Failure:
         """The failure of a call that took too long. `blocks`: an async function that blocked its

@@ -23,7 +23,15 @@ from typing import Any, NoReturn
 from splitppo.errors import UserError
 from splitppo.job.child import keep
 from splitppo.job.loading import awaited
-from splitppo.workers import Handler, Work
+from splitppo.workers import Failure, Handler, Work
+
+
+def send(connection: Connection, key: int, answer: Any) -> None:
+    """Sends an answer. A process without memory ends: others of its rows may have taken it, and the
+    next process has it again."""
+    connection.send((key, answer))
+    if isinstance(answer, Failure) and answer.kind == "memory":
+        os._exit(1)
 
 
 def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -37,7 +45,7 @@ def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
                 answer = read(runner.run(awaited(result)))
             except BaseException as error:  # SystemExit, too, is a failure of this row
                 answer = work.failed(error)
-            connection.send((key, answer))
+            send(connection, key, answer)
 
 
 async def serve_async(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -55,7 +63,7 @@ async def serve_async(connection: Connection, handler: Handler, work: Work) -> N
             if (task := asyncio.current_task()) and task.cancelling():  # this worker ends
                 raise
             answer = work.timed_out() if limit.expired() else work.failed(error)
-        connection.send((key, answer))
+        send(connection, key, answer)
 
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -67,9 +75,9 @@ async def serve_async(connection: Connection, handler: Handler, work: Work) -> N
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     keep(int(sys.argv[2]))
     connection = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     faulthandler.enable()
     # a program that a function starts must not hold it open
     os.set_inheritable(connection.fileno(), False)

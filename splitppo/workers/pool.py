@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,11 +89,11 @@ class Worker:
         try:
             self.connection.send((key, *message))
         except OSError:
-            self.kill()
+            self.process.send_signal(signal.SIGHUP)
         await asyncio.wait([answer], timeout=limit)
         if answer.done():
             return answer.result()
-        self.kill()
+        self.process.send_signal(signal.SIGHUP)
         _, sure = await answer
         return self.work.timed_out(blocks=self.work.asynchronous), sure
 
@@ -111,10 +112,6 @@ class Worker:
             if self.loaded.done() and not self.loaded.result():
                 self._start()
 
-    def kill(self) -> None:
-        """Has the process and all that it started killed."""
-        self.process.send_signal(signal.SIGHUP)
-
     def disconnect(self) -> None:
         """A process that is idle then exits by itself."""
         self.loop.remove_reader(self.connection.fileno())
@@ -125,7 +122,7 @@ class Worker:
         ended, for messages."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(limit)
-        self.kill()
+        self.process.send_signal(signal.SIGHUP)  # it kills all that it has started
         status = self.process.wait()
         killed = {128 + number: f"was killed by {number.name}" for number in signal.Signals}
         return f"its process {killed.get(status, f'ended with status {status}')}"
@@ -144,13 +141,11 @@ class Pool:
         # the thread ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
         self._thread.start()
+        self._run = partial(asyncio.run_coroutine_threadsafe, loop=self._loop)
         self._workers = self._run(self._open(workers)).result()
 
     async def _open(self, workers: int) -> list[Worker]:
         return [Worker(self.work) for _ in range(workers)]
-
-    def _run(self, answer: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     def submit(self, *message: Any) -> Future[Any]:
         """Has the next free worker answer the message. The future raises UserError if the worker
@@ -170,12 +165,14 @@ class Pool:
         self, worker: Worker, ask: Callable[[Worker], Awaitable[tuple[Any, bool]]]
     ) -> Any:
         """What `ask` gets from the worker; if it says that another's message may be the cause, what
-        it gets from a worker that has nothing else."""
+        it gets from a worker that has nothing else, at most twice."""
         answer, sure = await ask(worker)
         if not sure:
             async with self._one:
                 self._alone = self._alone or [Worker(self.work)]
-                answer, _ = await ask(self._alone[0])
+                answer, sure = await ask(self._alone[0])
+                if not sure:
+                    answer, _ = await ask(self._alone[0])
         return answer
 
     def close(self) -> None:

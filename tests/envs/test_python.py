@@ -26,6 +26,7 @@ def refusal() -> str:
     return ""
 
 
+pytestmark = pytest.mark.ranks  # its programs are processes
 needs_jail = pytest.mark.skipif(bool(refusal()), reason=refusal())
 SECRET = "the-secret"
 LIBC = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
