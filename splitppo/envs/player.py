@@ -24,17 +24,9 @@ from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
 from splitppo.workers import Failure
 
 
-@dataclass(frozen=True)
-class Language:
-    """Between messages and tokens: `turns` makes tokens of an environment's, `read` makes a message
-    of the policy's tokens."""
-
-    turns: Turns
-    read: CallReader
-
-
-def language_of(config: Config, tokenizer: Any) -> Language:
-    """Reads the tools. Raises UserError if they or the chat template can't be used."""
+def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader]:
+    """What makes tokens of an environment's messages, and a message of the policy's tokens. Raises
+    UserError if the tools or the chat template can't be used."""
     env = config.env
     schemas = tool_schemas(load_tools(env.tools, network=env.network))
     turns = Turns(
@@ -43,7 +35,7 @@ def language_of(config: Config, tokenizer: Any) -> Language:
         instructions=instructions(schemas, env.call_format),
         arguments=json.loads(config.data.chat_kwargs),
     )
-    return Language(turns, CallReader(tokenizer, schemas, env.call_format))
+    return turns, CallReader(tokenizer, schemas, env.call_format)
 
 
 def source_of(config: Config) -> Source:
@@ -72,8 +64,8 @@ def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, No
     if not config.has_env:
         return None, None
     pool = EnvPool(source_of(config), config.reward.workers, config.env.timeout)
-    language = language_of(config, tokenizer)
-    return [Player(pool, language, config, number) for number in range(2)]
+    turns, read = language_of(config, tokenizer)
+    return [Player(pool, turns, read, config, number) for number in range(2)]
 
 
 @dataclass(frozen=True)
@@ -109,12 +101,15 @@ class Player:
             what environments took.
     """
 
-    def __init__(self, pool: EnvPool, language: Language, config: Config, number: int = 0):
+    def __init__(
+        self, pool: EnvPool, turns: Turns, read: CallReader, config: Config, number: int = 0
+    ):
         self.failures: list[tuple[int, Failure]] = []
         self.metrics: Counter[str] = Counter()
         self._numbers = itertools.count(number, 2)
         self._pool = pool
-        self._language = language
+        self._turns = turns
+        self._read = read
         self._max_turns = config.env.max_turns
         self._limit = config.env.max_observation_tokens
         self._room = config.rollout.max_context or math.inf
@@ -122,11 +117,9 @@ class Player:
         self._keys: dict[int, int] = {}  # the pool's, of the rows whose environments are here
         self._broken: dict[int, Failure] = {}  # the rows whose environment did not begin
         self._waiting: dict[int, Future[Any]] = {}  # the rows that want a reply
-        # the rows whose futures are done, and what makes their replies
-        self._arrived: SimpleQueue[tuple[int, Callable[[], Reply | None]]] = SimpleQueue()
-        self._early: dict[
-            int, Callable[[], Reply | None]
-        ] = {}  # of rows that go on in a later step
+        # of each future that is done: the row, the future, what makes its reply, and its seconds
+        self._arrived: SimpleQueue[tuple[Episode, Future[Any], Any, float]] = SimpleQueue()
+        self._early: list[tuple[Episode, Future[Any], Any, float]] = []  # for a later step
 
     def enter(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         """Begins a row's environment, unless it is here, and plays the row's turns again. Returns
@@ -136,11 +129,9 @@ class Player:
             played = []
             before = [*row.prompt]
             for said, answered in row.turns[:-1]:
-                played.append(self._language.read(before, said))
+                played.append(self._read(before, said))
                 before += [*said, *answered]
             self._wait(row, self._pool.begin(key, _columns(prompt), seed, played), self._begin)
-        if early := self._early.pop(row.row, None):
-            self._arrived.put((row.row, early))
         return row.row in self._waiting
 
     def step(self, row: Episode) -> None:
@@ -150,7 +141,7 @@ class Player:
             future.set_result(broken)
         else:
             said = row.said
-            message = self._language.read([*row.prompt, *row.response][: -len(said)], said)
+            message = self._read([*row.prompt, *row.response][: -len(said)], said)
             future = self._pool.step(self._keys[row.row], message)
         self._wait(row, future, self._answer)
 
@@ -160,27 +151,34 @@ class Player:
         found: list[Reply] = []
         with suppress(Empty):
             while True:
-                row, make = self._arrived.get(timeout=0 if found else timeout)
-                if row not in rows:
-                    self._early[row] = make
-                elif reply := make():
-                    found.append(reply)
+                arrived = self._arrived.get(timeout=0 if found else timeout)
+                row, future, make, seconds = arrived
+                if self._waiting.get(row.row) is not future:  # its environment has been ended
+                    continue
+                if row.row not in rows:
+                    self._early.append(arrived)
+                    continue
+                del self._waiting[row.row]
+                self.metrics["seconds"] += seconds
+                found.append(make(row, future.result()))
         return found
 
     def end(self, row: int) -> None:
         """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
         key = self._keys.pop(row)
         self._broken.pop(row, None)
-        self._early.pop(row, None)
         if future := self._waiting.pop(row, None):
             future.add_done_callback(lambda _: self._pool.end(key))
         else:
             self._pool.end(key)
 
     def keep(self, rows: Set[int]) -> None:
-        """Ends the environments of all other rows."""
+        """A step begins with these rows: ends the environments of all others."""
         for row in self._keys.keys() - rows:
             self.end(row)
+        for arrived in self._early:
+            self._arrived.put(arrived)
+        self._early = []
 
     def take(self) -> tuple[Counter[str], list[tuple[int, Failure]]]:
         """Metrics and failures since the last call."""
@@ -197,28 +195,17 @@ class Player:
         self, row: Episode, future: Future[Any], make: Callable[[Episode, Any], Reply]
     ) -> None:
         started = time.monotonic()
-
-        def done(future: Future[Any]) -> None:
-            seconds = time.monotonic() - started
-
-            def reply() -> Reply | None:
-                if self._waiting.get(row.row) is not future:  # the environment has been ended
-                    return None
-                del self._waiting[row.row]
-                self.metrics["seconds"] += seconds
-                return make(row, future.result())
-
-            self._arrived.put((row.row, reply))
-
         self._waiting[row.row] = future
-        future.add_done_callback(done)
+        future.add_done_callback(
+            lambda done: self._arrived.put((row, done, make, time.monotonic() - started))
+        )
 
     def _begin(self, row: Episode, said: Began | Failure) -> Reply:
         """The reply to `enter`."""
         if isinstance(said, Began):
             ids = row.prompt
             if said.messages is not None:
-                ids = array(IDS, self._language.turns.prompt(said.messages))
+                ids = array(IDS, self._turns.prompt(said.messages))
             if not (wrong := self._wrong(row, ids, said.turns)):
                 return Reply(row.row, ids, begins=True)
             said = Failure("", "invalid", wrong)
@@ -253,7 +240,7 @@ class Player:
         return Reply(row.row, self._observe(said, row.said), reward=reward)
 
     def _observe(self, turn: Turn, said: array) -> array:
-        return array(IDS, self._language.turns.observation(turn.messages, said, self._limit).ids)
+        return array(IDS, self._turns.observation(turn.messages, said, self._limit).ids)
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def build_sampler(
 def build_context(resolved: Resolved, sampler: Sampler, validation: data.PromptSet) -> Context:
     """What both roles know of the run."""
     config = resolved.config
-    turns = language_of(config, resolved.tokenizer).turns if config.has_env else None
+    turns = language_of(config, resolved.tokenizer)[0] if config.has_env else None
     return Context(
         resolved.config,
         sampler.prompt,

@@ -177,7 +177,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     known = resolved.data
     turns = None
     if config.has_env:
-        turns = language_of(config, resolved.tokenizer).turns
+        turns, _ = language_of(config, resolved.tokenizer)
         known = replace(known, chat_kwargs=json.dumps(turns.arguments))
     scored: dict[data.Split, str] = {
         "train": "function",

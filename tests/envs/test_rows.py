@@ -101,7 +101,7 @@ def sampler_of(
         limit=limit,
         context=given.rollout.max_context,
         window=window,
-        player=Player(cast(Any, LocalPool(Env, 3)), language_of(given, TOKENIZER), given),
+        player=Player(cast(Any, LocalPool(Env, 3)), *language_of(given, TOKENIZER), given),
     )
 
 
