@@ -209,7 +209,8 @@ def test_a_slot_decodes_its_window_whatever_the_answers_take():
     sampler = sampler_of({"turns": 2}, window=4)
     for step in range(1, 4):
         ended = played(sampler, step)
-        sampler.gather_open(ALONE)
+        decoded = sampler.gather_open(ALONE)
+        assert [sum(tokens for _, tokens in rows) for rows in decoded] == [4, 4, 4]
         sampled = [
             len(segment.ids)
             for row in [*ended, *sampler.held.values()]
@@ -218,6 +219,17 @@ def test_a_slot_decodes_its_window_whatever_the_answers_take():
         ]
         assert sum(sampled) == 3 * 4
     assert all(row.added >= 0 for row in sampler.open.values())
+
+
+def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
+    sampler = sampler_of({}, slots=1, window=6, limit=6)
+    assert played(sampler) == []
+    sampler.gather_open(ALONE)
+    state = json.loads(json.dumps(sampler.state(ALONE)))
+    sampler = sampler_of({}, slots=1, window=6, limit=6)
+    sampler.load_state(state)
+    (row,) = played(sampler, 2)
+    assert (row.row, row.end, row.tokens, row.fresh) == (0, "limit", 6, 0)
 
 
 def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch):
